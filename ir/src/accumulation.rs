@@ -1,9 +1,11 @@
-//! Losses that are accumulated over parts of the batch, taken back to the loss of one part.
+//! Losses that are accumulated over parts of the batch, reduced to the loss of one part.
 //!
-//! A training step may itself loop over parts of its batch and add up what each gives, so that it fits in memory. A plan has its own
-//! microbatches, and should be free to choose others. Written out, such a loop is the same computation on each part, and sums with a term
-//! for every part. Here the parts are told by what they read of the inputs, equal computations get equal numbers, and what is left is
-//! the computation on the first part, with each sum replaced by what a part of any size has in its place.
+//! A training step may itself loop over parts of its batch and accumulate their results, so that it fits in memory. A
+//! plan has its own microbatches and should be free to choose others. When unrolled, such a loop is the same
+//! computation on each part, and sums with a term for every part.
+//!
+//! This module identifies the parts by the input elements that they read, and gives equal computations equal numbers.
+//! The result is the computation on the first part. Each sum is replaced by its equivalent for a part of any size.
 
 use crate::batch::{LossKind, find_batch};
 use crate::graph::{Graph, Node, ValueId};
@@ -11,7 +13,7 @@ use crate::op::{Binary, Input, Op};
 use crate::simplify::simplify;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A run of an input's elements, row major.
+/// A contiguous run of an input's elements, row major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     input: ValueId,
@@ -19,24 +21,24 @@ struct Run {
     count: u64,
 }
 
-/// What a value is made of.
+/// The dependence of a value on the parts of the batch.
 #[derive(Clone, Debug, PartialEq)]
 enum Form {
     /// The same for all parts.
     Shared { class: usize },
-    /// Of one part of the batch. Values of the same class are computed alike.
+    /// A value of one part of the batch. Values of the same class are the same computation.
     Of { class: usize, part: u64 },
-    /// A sum of values of one class, of these parts.
+    /// A sum of values of one class over these parts.
     Sum { class: usize, parts: BTreeSet<u64> },
     /// Elements of inputs that are only read in parts.
     Cut,
 }
 
-/// The loss of one part of a batch that a graph adds up over equal parts, and the size of the whole batch. None where it does not, or
-/// where the parts are not means or sums over their samples.
+/// The loss of one part of a batch, for a graph that sums it over equal parts, and the size of the whole batch. `None`
+/// if the graph does not do so, or if the parts are neither means nor sums over their samples.
 ///
-/// Example: for `x` of `[8, 3]`, `tanh(x[0:4]).mean() / 2 + tanh(x[4:8]).mean() / 2` becomes `tanh(x).mean()` for `x` of `[4, 3]`,
-/// and 8.
+/// Example: for `x` of `[8, 3]`, `tanh(x[0:4]).mean() / 2 + tanh(x[4:8]).mean() / 2` becomes `tanh(x).mean()` for `x`
+/// of `[4, 3]`, and 8.
 pub fn part_of_batch(graph: &Graph) -> Option<(Graph, u64)> {
     if graph.batch != 0 {
         return None;
@@ -64,14 +66,14 @@ pub fn part_of_batch(graph: &Graph) -> Option<(Graph, u64)> {
     Some((part, batch))
 }
 
-/// What kind of loss the first output of a part's graph is; none where its batch is in doubt.
+/// The kind of loss that the first output of a part's graph is. `None` if its batch is in doubt.
 fn batched(part: &Graph, cut: &BTreeSet<ValueId>, graph: &Graph) -> Option<LossKind> {
     let dims: Vec<Option<usize>> = graph.inputs().map(|(v, _)| cut.contains(&v).then_some(0)).collect();
     let found = find_batch(part, &dims);
     found.doubt.is_none().then_some(found.loss)
 }
 
-/// The elements of an input that each value is, in their order.
+/// For each value that consists of consecutive elements of an input, these elements.
 fn runs(graph: &Graph) -> Vec<Option<Run>> {
     let mut runs: Vec<Option<Run>> = Vec::with_capacity(graph.len());
     for v in graph.values() {
@@ -83,7 +85,8 @@ fn runs(graph: &Graph) -> Vec<Option<Run>> {
                 let shape = graph.shape(node.operands[0]);
                 let taken = &node.ty.shape;
                 let cut = (0..shape.len()).rev().find(|&d| taken[d] != shape[d]);
-                // Rows of the last dimension that is cut: all before it have one element, all after it have all.
+                // The slice is contiguous if all dimensions before the last cut one have one element, and all after it
+                // are whole.
                 let in_order = cut.is_none_or(|d| taken[..d].iter().all(|&n| n == 1));
                 let strides = crate::types::strides(shape);
                 let first: u64 = slice.start.iter().zip(&strides).map(|(i, s)| i * s).sum();
@@ -98,12 +101,12 @@ fn runs(graph: &Graph) -> Vec<Option<Run>> {
     runs
 }
 
-/// True if a value only names elements of an input anew.
+/// Returns true if a value only renames elements of an input.
 fn names_elements(graph: &Graph, v: ValueId) -> bool {
     matches!(graph.node(v).op, Op::Reshape(_) | Op::Slice(_))
 }
 
-/// The inputs that are read in equal parts, several of them, and in how many.
+/// The inputs that are read in several equal parts, and the number of parts.
 fn cut_inputs(graph: &Graph, runs: &[Option<Run>]) -> Option<(BTreeSet<ValueId>, u64)> {
     let mut read: BTreeMap<ValueId, BTreeSet<(u64, u64)>> = BTreeMap::new();
     for v in graph.values() {
@@ -135,7 +138,7 @@ fn cut_inputs(graph: &Graph, runs: &[Option<Run>]) -> Option<(BTreeSet<ValueId>,
     parts.map(|parts| (inputs, parts))
 }
 
-/// What each value is made of; none where parts are mixed in another way than by sums over all of them.
+/// The form of each value. `None` if parts are mixed other than by sums over all of them.
 fn forms(graph: &Graph, runs: &[Option<Run>], inputs: &BTreeSet<ValueId>, parts: u64) -> Option<Vec<Form>> {
     let mut classes: BTreeMap<(String, Vec<usize>), usize> = BTreeMap::new();
     let mut class = |what: String, operands: Vec<usize>| {
@@ -192,11 +195,11 @@ fn forms(graph: &Graph, runs: &[Option<Run>], inputs: &BTreeSet<ValueId>, parts:
 
 struct Rebuilt {
     graph: Graph,
-    /// For each sum over all parts the first part's term.
+    /// For each sum over all parts, the first part's term.
     sums: BTreeMap<ValueId, ValueId>,
 }
 
-/// The computation on the first part. A sum over all parts is the first part's term times its factor.
+/// The computation on the first part. A sum over all parts becomes the first part's term times its factor.
 fn rebuilt(
     graph: &Graph,
     runs: &[Option<Run>],
@@ -276,8 +279,8 @@ mod tests {
         results[0].data[0]
     }
 
-    /// `x` and `m` of 8 samples in parts of two, of which `combine` makes the loss: `%A0` to `%A3` are sums of the parts' losses, `%B0` to
-    /// `%B3` of what the mask keeps.
+    /// A loss that `combine` computes from `x` and `m`, 8 samples in parts of two. `%A0` to `%A3` are sums of the
+    /// parts' losses, and `%B0` to `%B3` are the parts' numbers of kept samples.
     fn accumulated(combine: &str) -> Graph {
         let mut text = String::from(
             "graph \"g\" batch=0 {\n%0: f32[3] = parameter \"w\"\n%1: f32[8,3] = input \"x\"\n%2: f32[8] = input \"m\"\n%3: f32[4,2,3] = reshape(%1)\n%4: f32[4,2] = reshape(%2)\n%5: f32[] = constant {\"value\":2.0}\n",

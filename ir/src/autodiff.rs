@@ -1,8 +1,7 @@
 //! Reverse-mode differentiation of a graph, op by op.
 //!
-//! The backward part is appended to a copy of the forward graph. A parameter's gradient is kept as a list of
-//! contributions, one per use: uses may fall on different stages of a pipeline (tied embeddings), and each stage
-//! accumulates its own.
+//! The backward part is appended to a copy of the forward graph. A parameter's gradient is a list of contributions, one
+//! per use. Uses may lie on different stages of a pipeline (tied embeddings), and each stage accumulates its own.
 
 use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
@@ -13,23 +12,23 @@ use crate::types::TensorType;
 /// A graph with its gradients.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Differentiated {
-    /// The forward graph, unchanged in the first `num_forward` nodes, then the backward nodes.
+    /// The forward graph, unchanged in the first `num_forward` nodes, followed by the backward nodes.
     pub graph: Graph,
     pub num_forward: usize,
     pub loss: ValueId,
-    /// For each node the forward node whose gradient it belongs to (a forward node: itself). Sums of cotangents
-    /// belong to the node whose value they are the cotangent of.
+    /// For each node, the forward node whose gradient it belongs to. Forward nodes belong to themselves. Sums of
+    /// cotangents belong to the node whose cotangent they are.
     pub owner: Vec<ValueId>,
-    /// For each forward value the contributions to its cotangent: the user that each comes from and the value.
-    /// Empty where the loss does not depend on it. The sum of a parameter's is its gradient.
+    /// For each forward value, the contributions to its cotangent, each with the user that it comes from. Empty if the
+    /// loss does not depend on the value. The sum of a parameter's contributions is its gradient.
     pub contributions: Vec<Vec<(ValueId, ValueId)>>,
-    /// The cotangent of each forward value that has one and is not a parameter: the sum of its contributions.
+    /// The cotangent of each forward value that has one and is not a parameter, as the sum of its contributions.
     pub cotangents: Vec<Option<ValueId>>,
-    /// Whether a node is an addition of contributions (which a pipeline does per stage instead).
+    /// True for nodes that add contributions, which a pipeline does per stage instead.
     pub is_sum: Vec<bool>,
 }
 
-/// Why a graph has no gradient.
+/// The reason why a graph has no gradient.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum AutodiffError {
     #[error("the loss must be a float scalar, but output {output} is {ty}")]
@@ -41,13 +40,13 @@ pub enum AutodiffError {
 }
 
 impl Differentiated {
-    /// The cotangent of the loss, which is 1; none where nothing is differentiated.
+    /// The cotangent of the loss, which is 1. `None` if nothing is differentiated.
     pub fn seed(&self) -> Option<ValueId> {
         self.contributions[self.loss.index()].iter().find(|(user, _)| *user == self.loss).map(|(_, seed)| *seed)
     }
 }
 
-/// The graph of a model that is run and not trained: no value has a cotangent.
+/// The graph of a model that is run rather than trained, in which no value has a cotangent.
 pub fn undifferentiated(forward: &Graph) -> Differentiated {
     let num_forward = forward.len();
     Differentiated {
@@ -61,13 +60,13 @@ pub fn undifferentiated(forward: &Graph) -> Differentiated {
     }
 }
 
-/// Differentiates the first output with respect to every parameter that is trained. `stops` are values through which no gradient
-/// flows.
+/// Differentiates the first output with respect to every trained parameter. No gradient flows through the values in
+/// `stops`.
 pub fn differentiate(forward: &Graph, stops: &[ValueId]) -> Result<Differentiated, AutodiffError> {
     differentiate_for(forward, stops, true)
 }
 
-/// [`differentiate`] for software that has losses in one piece or not ([`crate::plan::Execution::fused_loss`]).
+/// [`differentiate`] for software with or without fused losses ([`crate::plan::Execution::fused_loss`]).
 pub fn differentiate_for(
     forward: &Graph,
     stops: &[ValueId],
@@ -91,7 +90,7 @@ pub fn differentiate_for(
 
     let mut graph = forward.clone();
     let mut owner: Vec<ValueId> = forward.values().collect();
-    // Cotangent contributions of each forward value, with the user each comes from.
+    // The cotangent contributions of each forward value, with the user of each.
     let mut pending: Vec<Vec<(ValueId, ValueId)>> = vec![Vec::new(); forward.len()];
     let mut cotangents = vec![None; forward.len()];
     let mut is_sum = Vec::new();

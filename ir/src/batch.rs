@@ -1,10 +1,12 @@
 //! Sizes that scale with the batch.
 //!
-//! A graph is traced at one batch size; the planner considers others. Which dimensions are proportional to the
-//! batch follows from the inputs' batch dimensions and the sharding rules: a factor that indexes one such
-//! dimension makes every dimension it indexes one, through the whole graph, forwards and backwards. Constants
-//! that count summed samples (the divisor of a mean) are found by following sums over the batch to the division
-//! that normalises them. What cannot be decided is said, and a second trace at another size settles it.
+//! A graph is traced at one batch size, and the planner considers others. The inputs' batch dimensions and the sharding
+//! rules determine which dimensions are proportional to the batch. If a factor indexes one such dimension, every
+//! dimension that it indexes is one too, through the whole graph, forwards and backwards.
+//!
+//! Some constants count summed samples, such as the divisor of a mean. They are found by following sums over the batch
+//! to the division that normalises them. Undecidable cases are reported, and a second trace at another size settles
+//! them.
 
 mod loss;
 
@@ -16,19 +18,20 @@ use loss::{Understood, normalise};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How the loss of a batch relates to the losses of its microbatches.
+/// The relation between the loss of a batch and the losses of its microbatches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossKind {
-    /// The mean over samples, or one weighted by what depends on no parameter: the mean of the microbatches' losses.
+    /// The mean over samples, possibly with weights that depend on no parameter. It is the mean of the microbatches'
+    /// losses.
     Mean,
     /// The sum over samples.
     Sum,
-    /// Neither (batch statistics): a microbatch has its own meaning.
+    /// Neither, e.g. with batch statistics. The loss of a microbatch has a meaning of its own.
     Other,
 }
 
-/// What is in doubt about a graph's batch.
+/// The reason why the batch of a graph is in doubt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Doubt {
     NoInputs,
@@ -68,16 +71,16 @@ impl fmt::Display for Doubt {
     }
 }
 
-/// What was found out about the batch of a graph.
+/// The results about the batch of a graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Batched {
-    /// The graph with `batch`, `batch_dims` and `batch_power` filled in; as it was where in doubt.
+    /// The graph with `batch`, `batch_dims` and `batch_power` filled in. Unchanged if in doubt.
     pub graph: Graph,
     pub loss: LossKind,
-    /// The first op that makes samples depend on each other or on their place in the batch, where that is why the loss is
-    /// neither mean nor sum.
+    /// The first op that makes samples depend on each other or on their place in the batch. Present if this is why the
+    /// loss is neither mean nor sum.
     pub coupling: Option<Coupling>,
-    /// Why the graph keeps to its traced size, if it does.
+    /// The reason why the graph keeps its traced size, if it does.
     pub doubt: Option<Doubt>,
 }
 
@@ -85,7 +88,7 @@ pub struct Batched {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Coupling {
     pub op: &'static str,
-    /// As the model calls the place, if it does.
+    /// The model's name for the place, or empty.
     pub name: String,
 }
 
@@ -98,8 +101,8 @@ impl fmt::Display for Coupling {
     }
 }
 
-/// Finds the sizes that scale with the batch. `batch_dim` gives the batch dimension of each input, by position
-/// among the inputs (`None`: the input has none).
+/// Finds the sizes that scale with the batch. `batch_dim` has the batch dimension of each input, by position among the
+/// inputs, or `None` if the input has none.
 pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
     match scaled_dims(graph, batch_dim) {
         Ok((batch, scaled)) => {
@@ -112,7 +115,7 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
             let understood = normalise(&mut batched);
             batched = understood.applied(&batched);
             let Understood { loss, coupling, .. } = understood;
-            // The proof that all of this is consistent is that the graph can be rebuilt at another size.
+            // A graph that can be rebuilt at another size is consistent.
             match rebatch(&batched, 2 * batch) {
                 Ok(_) => Batched { graph: batched, loss, coupling, doubt: None },
                 Err(value) => {
@@ -121,16 +124,16 @@ pub fn find_batch(graph: &Graph, batch_dim: &[Option<usize>]) -> Batched {
             }
         }
         Err(doubt) => {
-            // Without the batch nothing is known of the loss.
+            // Without the batch, nothing is known about the loss.
             Batched { graph: graph.clone(), loss: LossKind::Other, coupling: None, doubt: Some(doubt) }
         }
     }
 }
 
-/// For each value and dimension whether it scales, and the batch.
+/// The batch, and for each value and dimension whether it scales.
 fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<Vec<bool>>), Doubt> {
-    // Of each dimension that scales, how many elements lie behind one step of the batch inside it: samples may be the digits in
-    // the middle of a dimension that others were merged with (positions before samples, or samples before heads).
+    // For each dimension that scales, the number of elements after one step of the batch in it. Samples may be a middle
+    // factor of a merged dimension (positions before samples, or samples before heads).
     let mut scaled: Vec<Vec<Option<u64>>> = graph.values().map(|v| vec![None; graph.shape(v).len()]).collect();
     let mut batch: Option<(u64, &str)> = None;
     for ((v, name), dim) in graph.inputs().zip(batch_dim) {
@@ -155,7 +158,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         return Err(Doubt::BatchOfOne { input: name.to_string() });
     }
 
-    // Sweep forwards and backwards until nothing changes; each sweep propagates along whole chains.
+    // Sweep forwards and backwards until nothing changes. Each sweep propagates along whole chains.
     let rules: Vec<_> = graph.values().map(|v| graph.rule(v)).collect();
     let mut forward = true;
     let mut quiet = 0;
@@ -164,12 +167,13 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         let mut visit = |v: ValueId| {
             let rule = &rules[v.index()];
             let node = graph.node(v);
-            // Of each factor that scales, how many of its elements lie behind one step of the batch.
+            // For each factor that scales, the number of its elements after one step of the batch.
             let mut carries: Vec<Option<u64>> = vec![None; rule.factors.len()];
             let size = |f: u8| rule.factors[f as usize].size;
             let behind = |dim: &[u8], at: usize| dim[at + 1..].iter().fold(1u64, |n, &f| n.saturating_mul(size(f)));
-            // A dimension that scales does so by the factor that holds the batch. Where none does (samples that are regrouped:
-            // 8 of 64 tokens as 4 groups of 128), by its major-most factor that the batch divides, or else its major-most one.
+            // A dimension scales by the factor that holds the batch. Regrouped samples (8 of 64 tokens as 4 groups of
+            // 128) have no such factor. Then it is the major-most factor that the batch divides, or else the major-most
+            // one.
             let carrier = |dim: &[u8], step: u64| {
                 let holds = |at: &usize| {
                     let (behind, own) = (behind(dim, *at), size(dim[*at]));
@@ -183,7 +187,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
                 Some((f, (size(f) / batch).max(1)))
             };
             let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
-            // What dimensions of one factor say goes before guesses about those of several.
+            // Dimensions of one factor are certain, so they go before guesses about dimensions of several.
             for several in [false, true] {
                 for (value, dims) in tensors() {
                     for (d, dim) in dims.iter().enumerate() {
@@ -230,8 +234,8 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
     Ok((batch, scaled))
 }
 
-/// The graph at another batch size: sizes and counting constants are rewritten. `Err` names the node whose op
-/// cannot be.
+/// The graph at another batch size, with rewritten sizes and counting constants. `Err` names a node whose op cannot be
+/// resized.
 pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
     if batch == graph.batch || graph.batch == 0 {
         return Ok(graph.clone());
@@ -244,7 +248,7 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
         ..Default::default()
     };
     to.nodes.reserve_exact(graph.len());
-    // Layers repeat: what a function is made of at these sizes is built once.
+    // Layers repeat, so each composite is decomposed once at these sizes.
     let mut composites: Vec<Composite> = Vec::new();
     for v in graph.values() {
         let node = graph.node(v);
@@ -257,7 +261,7 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
                 Some(size)
             }
         };
-        // Some sizes are whole only for multiples of a part of the batch.
+        // Some sizes are whole numbers only for certain multiples of the batch.
         let shape: Option<Vec<u64>> = node.ty.shape.iter().enumerate().map(scale).collect();
         let shape = shape.ok_or(v)?;
         let operands: Vec<&[u64]> = node.operands.iter().map(|&o| to.shape(o)).collect();
@@ -290,7 +294,7 @@ pub fn rebatch(graph: &Graph, batch: u64) -> Result<Graph, ValueId> {
     Ok(to)
 }
 
-/// Why two traces do not belong to one model.
+/// The reason why two traces do not belong to one model.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SettleError {
     #[error("the second trace has {second} ops, the first {first}")]
@@ -309,7 +313,7 @@ pub enum SettleError {
     CannotResize { value: ValueId },
 }
 
-/// Settles what scales with the batch by comparing two traces of one model at different batch sizes.
+/// Determines the sizes that scale with the batch by comparing two traces of one model at different batch sizes.
 pub fn settle(graph: &Graph, other: &Graph) -> Result<Batched, SettleError> {
     if graph.len() != other.len() {
         return Err(SettleError::Length { first: graph.len(), second: other.len() });
@@ -372,7 +376,7 @@ mod tests {
     use super::*;
     use crate::text::parse;
 
-    /// A graph on `x` of 8 samples of 4 numbers, and how its loss is understood.
+    /// A graph on `x` of 8 samples of 4 numbers, and the kind of its loss.
     fn understood(body: &str, output: u32) -> (LossKind, Graph) {
         let text = format!("graph \"g\" batch=0 {{\n%0: f32[8,4] = input \"x\"\n{body}\n}} -> (%{output})");
         let graph = parse(&text).unwrap_or_else(|e| panic!("{e}\n{text}"));
@@ -394,15 +398,15 @@ mod tests {
         assert_eq!(understood(&mean(8.0), 3).0, LossKind::Mean);
         assert_eq!(understood(&mean(3.0), 3).0, LossKind::Sum);
         assert_eq!(understood(&format!("%1: f32[] = reduce(%0) {ALL}"), 1).0, LossKind::Sum);
-        // A mean per sample, then over samples.
+        // A mean per sample, then a mean over samples.
         let nested = "%1: f32[8] = reduce(%0) {\"reducer\":\"sum\",\"dims\":[1]}\n%2: f32[8] = tanh(%1)\n%3: f32[] = reduce(%2) {\"reducer\":\"sum\",\"dims\":[0]}\n%4: f32[] = constant {\"value\":0.125}\n%5: f32[] = multiply(%3, %4)\n%6: f32[] = negate(%5)";
         assert_eq!(understood(nested, 6).0, LossKind::Mean);
     }
 
     #[test]
     fn samples_are_followed_inside_of_merged_dimensions() {
-        // Positions come before samples in the rows of a product, and there are as many heads as samples, or more positions
-        // that the batch divides.
+        // Positions come before samples in the rows of a product. There are as many positions as samples, or more, as a
+        // multiple of the batch.
         for (samples, positions) in [(4u64, 12u64), (4, 4), (2, 8), (3, 12)] {
             let rows = samples * positions;
             let text = format!(
@@ -420,7 +424,7 @@ mod tests {
     fn losses_that_mix_samples_are_neither() {
         let dot = "{\"lhs_contract\":[1],\"rhs_contract\":[1]}";
         for (body, output) in [
-            // Every sample against every other.
+            // Every sample paired with every other.
             (format!("%1: f32[8,8] = dot_general(%0, %0) {dot}\n%2: f32[] = reduce(%1) {ALL}"), 2),
             // Samples weighted by their position.
             (
@@ -431,7 +435,7 @@ mod tests {
             ),
             // A maximum over the batch.
             ("%1: f32[] = reduce(%0) {\"reducer\":\"max\",\"dims\":[0,1]}".to_string(), 1),
-            // A batch statistic of what is trained, applied to each sample.
+            // A batch statistic of trained values, applied to each sample.
             (
                 format!(
                     "%1: f32[4] = parameter \"w\"\n%2: f32[8,4] = broadcast_in_dim(%1) {{\"dims\":[1]}}\n%3: f32[8,4] = multiply(%0, %2)\n%4: f32[4] = reduce(%3) {{\"reducer\":\"sum\",\"dims\":[0]}}\n%5: f32[8,4] = broadcast_in_dim(%4) {{\"dims\":[1]}}\n%6: f32[8,4] = subtract(%3, %5)\n%7: f32[] = reduce(%6) {ALL}"
@@ -476,7 +480,7 @@ mod tests {
             let shapes = |g: &Graph| g.nodes.iter().map(|n| n.ty.clone()).collect::<Vec<_>>();
             assert_eq!(shapes(&again), shapes(&at(b)));
         }
-        // Two traces say the same, also where one of them has a batch of one.
+        // Two traces give the same result, even if one of them has a batch of one.
         let one = find_batch(&at(1), &[Some(0)]);
         assert!(matches!(one.doubt, Some(Doubt::BatchOfOne { .. })));
         let settled = settle(&at(1), &at(8)).expect("two traces of one model");

@@ -1,5 +1,5 @@
-//! The machines: groups of equal nodes, their devices and links. The catalogue of known machines and the TOML
-//! form live in the cost models; here is the data that a plan carries with it.
+//! The machines: groups of equal nodes, their devices and links. This is the data that a plan carries. The catalogue of
+//! known machines and the TOML form are in the cost models.
 
 use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
@@ -7,14 +7,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-/// What runs programs on a device, which decides what of them is kept in memory.
+/// The software that runs programs on a device. It decides which of their values are kept in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceKind {
     /// Kernels that a framework launches.
     #[default]
     Gpu,
-    /// The kernels of this project's runtime, on cores of a machine.
+    /// The kernels of this project's runtime, on CPU cores.
     Cpu,
 }
 
@@ -32,60 +32,61 @@ pub struct Device {
     #[serde(default, skip_serializing_if = "DeviceKind::is_gpu")]
     pub kind: DeviceKind,
     pub memory_bytes: u64,
-    /// Bandwidth of that memory.
+    /// The bandwidth of the device memory.
     pub memory_bytes_per_s: f64,
-    /// Peak rate in FLOP/s by the element type of a matmul's operands.
+    /// The peak rate in FLOP/s, by the element type of a matmul's operands.
     pub peak_flops: BTreeMap<DType, f64>,
-    /// Seconds to launch one kernel.
+    /// The seconds to launch one kernel.
     #[serde(default)]
     pub launch_s: f64,
-    /// Size of the last cache that all of the device shares, where it is known.
+    /// The size of the last cache that the whole device shares, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub l2_bytes: Option<u64>,
-    /// Units that blocks of threads are distributed over: NVIDIA's streaming multiprocessors, AMD's compute units, cores.
+    /// The units over which blocks of threads are distributed: NVIDIA's streaming multiprocessors, AMD's compute units,
+    /// or cores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multiprocessors: Option<u32>,
-    /// Power that it draws at work.
+    /// The power that the device draws at work.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub watts: Option<f64>,
-    /// Power that its owner lets it draw, where that is less.
+    /// The power limit that the owner sets, if lower.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_limit_watts: Option<f64>,
-    /// Instruction set as compilers name it: `sm_90`, `gfx942`.
+    /// The instruction set, as compilers name it: `sm_90`, `gfx942`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub architecture: Option<Architecture>,
-    /// True if its software has attention in one kernel, where that is stated; see [`Device::generation`] where it is not.
+    /// True if the software has attention in one kernel. If absent, [`Device::generation`] decides.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fused_attention: Option<bool>,
-    /// Memory that no tensor of a plan can use; none where it is not known.
+    /// Memory that no tensor of a plan can use. Absent if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserved: Option<Reserved>,
-    /// Bandwidth of the link to the memory of its host, per direction, while all devices of a node use theirs; the catalogue's where
-    /// it is not stated.
+    /// The bandwidth of the link to host memory, per direction, while all devices of a node use theirs. If absent, the
+    /// catalogue's value.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_bytes_per_s: Option<f64>,
-    /// What was fitted for this device; the catalogue's where nothing was.
+    /// Constants fitted for this device. If absent, the catalogue's values.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub constants: Option<Constants>,
 }
 
-/// Memory of a device that is taken before a plan stores anything.
+/// The device memory in use before a plan stores anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reserved {
-    /// The driver's context, code of kernels, and workspaces of libraries.
+    /// The driver's context, the code of kernels, and workspaces of libraries.
     pub context_bytes: u64,
-    /// Buffers of the library that communicates, where there are several devices.
+    /// The buffers of the communication library, if there are several devices.
     pub communication_bytes: u64,
-    /// What an allocator has of the device and cannot give out, since free blocks have the wrong sizes.
+    /// Memory that the allocator holds but cannot use, because its free blocks have the wrong sizes.
     pub allocator_bytes: u64,
 }
 
-/// The instruction set of a device: vendors' compilers name it, and libraries say by it which kernels they have.
+/// The instruction set of a device. Compilers name it, and libraries choose their kernels by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Architecture {
-    /// NVIDIA's compute capability, ten times: 90 for 9.0.
+    /// NVIDIA's compute capability times ten: 90 for 9.0.
     Nvidia(u32),
     /// AMD's name, as a hexadecimal number: `0x942` for `gfx942`.
     Amd(u32),
@@ -122,8 +123,8 @@ impl fmt::Display for Architecture {
 }
 
 impl Device {
-    /// The architecture that is stated, or the oldest that has units for the element types of the device's peak rates; `None` for
-    /// what is no GPU.
+    /// The stated architecture, or the oldest one that supports the element types of the device's peak rates. `None` if
+    /// the device is not a GPU.
     pub fn generation(&self) -> Option<Architecture> {
         let has = |dtype: DType| self.peak_flops.contains_key(&dtype);
         let guess = || {
@@ -138,10 +139,10 @@ impl Device {
         self.kind.is_gpu().then(|| self.architecture.or_else(guess)).flatten()
     }
 
-    /// Part of its full clock at which it multiplies within its power limit.
+    /// The fraction of its full clock at which the device multiplies within its power limit.
     ///
-    /// What multiplying draws beyond what the device draws at rest grows with the cube of the clock, since voltage follows the
-    /// clock. At rest a device draws about a seventh of its power (an H100 about 100 of 700 W).
+    /// The power beyond idle power grows with the cube of the clock, since voltage follows the clock. An idle device
+    /// draws about a seventh of its power (an H100 about 100 of 700 W).
     pub fn clock_part(&self) -> f64 {
         const AT_REST: f64 = 1.0 / 7.0;
         match (self.watts, self.power_limit_watts) {
@@ -151,43 +152,45 @@ impl Device {
     }
 }
 
-/// What no datasheet states: fractions of the peaks that kernels reach, and how long it takes to start one. They belong to a
-/// kind of device and the software that drives it, and are fitted on measured steps.
+/// Constants that no datasheet states: the fractions of the peaks that kernels reach, and the time to start a kernel.
+/// They belong to a kind of device and its software, and are fitted on measured steps.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Constants {
-    /// Part of the peak rate that a full wave of the largest tiles reaches.
+    /// The fraction of the peak rate that a full wave of the largest tiles reaches.
     pub matmul_efficiency: f64,
-    /// Part of the peak rate that the forward pass of fused attention reaches on long rows.
+    /// The fraction of the peak rate that the forward pass of fused attention reaches on long rows.
     pub attention_efficiency: f64,
-    /// The same of its backward pass, whose five products count.
+    /// The fraction of the peak rate that the backward pass of fused attention reaches, with all five products counted.
     pub attention_backward_efficiency: f64,
-    /// Keys that a row of queries takes as long as, beyond those that it sees: filling pipelines, and blocks that end early.
+    /// The fixed cost of a row of queries, in additional keys. It covers filling pipelines and blocks that end early.
     pub attention_fill: f64,
-    /// Part of the memory's bandwidth that streaming kernels reach.
+    /// The fraction of the memory bandwidth that streaming kernels reach.
     pub memory_efficiency: f64,
-    /// The same of kernels that sum gradients and update parameters. Software that runs passes op by op moves more in them than fused
-    /// kernels would, for which `memory_efficiency` makes up; an update is one kernel everywhere.
+    /// The same for kernels that sum gradients and update parameters. Software that runs other passes op by op moves
+    /// more bytes than fused kernels would, and `memory_efficiency` makes up for that. An update is one kernel in all
+    /// software.
     pub update_efficiency: f64,
-    /// Part of the rate that collectives measured alone have (nccl-tests) which those of a step reach, between and beside its kernels.
+    /// The rate of collectives within a step, as a fraction of their rate when measured alone (nccl-tests). In a step
+    /// they run between and beside kernels.
     pub collective_efficiency: f64,
-    /// Part of the rate that a matmul loses with each halving of the alignment of its rows below 16 bytes.
+    /// The fraction of the rate that a matmul loses each time the alignment of its rows halves, below 16 bytes.
     pub misaligned_loss: f64,
-    /// Seconds of the host for each kernel that it issues.
+    /// The seconds of the host to issue each kernel.
     pub dispatch_s: f64,
-    /// Seconds of the host for each collective that it issues, beyond a kernel's.
+    /// The additional seconds of the host to issue each collective.
     pub collective_dispatch_s: f64,
-    /// Kernels that the host has issued and the device has not done, at most: software that looks at results now and then lets
-    /// it wait. 0 where it never waits.
+    /// The largest number of kernels that the host has issued and the device has not completed. Software that reads
+    /// results now and then lets the device wait. 0 if it never waits.
     pub queued_kernels: f64,
-    /// Seconds within which devices that work alike come to where they meet in a collective, as if each came at any moment of them: the
-    /// last of `n` at `n / (n + 1)` of them.
+    /// The seconds within which devices with equal work arrive at a collective. Arrivals are modelled as uniform, so
+    /// the last of `n` devices comes at `n / (n + 1)` of this time.
     pub skew_s: f64,
-    /// Matmul tiles that run at once; 0 where it is not known, or where work is not cut into tiles.
+    /// The number of matmul tiles that run at once. 0 if unknown, or if work is not divided into tiles.
     pub multiprocessors: f64,
-    /// Part of a last wave of tiles that is lost where they do not fill it.
+    /// The fraction of a partial last wave of tiles that is lost.
     pub tail_loss: f64,
-    /// Scalar operations a second outside matmul units, in f32; 0 where it is not known.
+    /// The scalar f32 operations per second outside matmul units. 0 if unknown.
     pub vector_flops: f64,
 }
 
@@ -213,11 +216,11 @@ impl Default for Constants {
     }
 }
 
-/// Part of the peak rate that matmuls of training sizes reach, for devices without published measurements.
+/// The fraction of the peak rate that matmuls of training sizes reach, for devices without published measurements.
 pub const MATMUL_EFFICIENCY: f64 = 0.7;
 
-/// Part of the memory's bandwidth that streaming kernels reach, for such devices: fused GELU and softmax on a V100 move 0.8 to
-/// 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
+/// The fraction of the memory bandwidth that streaming kernels reach, for such devices. Fused GELU and softmax on a
+/// V100 move 0.8 to 0.97 of 900 GB/s (Aceso's V100 profiles, 2024, SuperScaler repository).
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 impl Constants {
@@ -281,7 +284,8 @@ pub struct InterNode {
     pub bytes_per_s: f64,
     pub nics: u32,
     pub latency_s: f64,
-    /// Bandwidth of the nodes below a switch over that of its links to the rest: 1 where all nodes can talk at full rate.
+    /// The bandwidth of the nodes below a switch over that of its links to the rest. 1 if all nodes can communicate at
+    /// full rate.
     #[serde(default = "not_oversubscribed", skip_serializing_if = "is_not_oversubscribed")]
     pub oversubscription: f64,
 }
@@ -302,15 +306,15 @@ pub struct Group {
     pub device: Device,
     pub intra_node: IntraNode,
     pub inter_node: InterNode,
-    /// Memory of a node beyond its devices', where it is known.
+    /// The host memory of a node, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_memory_bytes: Option<u64>,
-    /// Price of one node.
+    /// The price of one node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub price_per_hour: Option<f64>,
 }
 
-/// The link from each group of nodes to the others, per direction: all that two groups send each other goes over it.
+/// The link from each group of nodes to the others, per direction. All traffic between two groups uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BetweenGroups {
@@ -318,23 +322,23 @@ pub struct BetweenGroups {
     pub latency_s: f64,
 }
 
-/// Where samples are read from: a file system that all nodes share, and disks of each node.
+/// The storage that samples are read from: a file system that all nodes share, and disks of each node.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataStorage {
-    /// Of the file system, to all nodes together.
+    /// The bandwidth of the file system to all nodes together.
     pub bytes_per_s: f64,
-    /// Of the file system, to one node.
+    /// The bandwidth of the file system to one node.
     pub node_bytes_per_s: f64,
-    /// Files that can be opened a second, by all nodes together.
+    /// The files that can be opened per second, by all nodes together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata_ops_per_s: Option<f64>,
-    /// The disks of a node that data can be copied to before training.
+    /// The disks of a node, to which data can be copied before training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_disk: Option<NodeDisk>,
 }
 
-/// The disks of a node, together.
+/// The disks of a node together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NodeDisk {
@@ -347,10 +351,10 @@ pub struct NodeDisk {
 pub struct Cluster {
     pub name: String,
     pub groups: Vec<Group>,
-    /// Where there are several groups, how they reach each other.
+    /// The link between groups, if there are several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub between_groups: Option<BetweenGroups>,
-    /// Where samples are read from, if it is known.
+    /// The storage that samples are read from, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<DataStorage>,
 }
@@ -362,12 +366,12 @@ impl Group {
 }
 
 impl Cluster {
-    /// Bytes of a device of a group that tensors can use: its memory less what is [`Reserved`].
+    /// The bytes of a device of a group that tensors can use: its memory minus the [`Reserved`] part.
     pub fn usable_bytes(&self, group: &Group) -> u64 {
         self.taken_bytes(group).into_iter().fold(group.device.memory_bytes, u64::saturating_sub)
     }
 
-    /// What is [`Reserved`] on a device of a group: for the context, to communicate, and by the allocator.
+    /// The [`Reserved`] bytes of a device of a group: for the context, for communication, and in the allocator.
     pub fn taken_bytes(&self, group: &Group) -> [u64; 3] {
         let Some(Reserved { context_bytes, communication_bytes, allocator_bytes }) = group.device.reserved else {
             return [0; 3];
@@ -379,7 +383,7 @@ impl Cluster {
         self.groups.iter().map(Group::num_devices).sum()
     }
 
-    /// Global ids of a group's devices.
+    /// The global ids of a group's devices.
     pub fn devices_of(&self, group: usize) -> Range<u32> {
         let first = self.groups[..group].iter().map(Group::num_devices).sum();
         first..first + self.groups[group].num_devices()

@@ -1,12 +1,12 @@
-//! A graph as DOT, for Graphviz and everything that reads it: nodes carry op and type, edges the operand number.
+//! Graphs in the DOT language, for Graphviz and other readers. Nodes carry op and type, and edges the operand number.
 
 use crate::graph::{Graph, ValueId};
 use crate::op::Op;
 use petgraph::dot::{Config, Dot};
 use petgraph::graph::DiGraph;
 
-/// The graph as petgraph's directed graph: a node for each value, an edge from each operand to its user, weighted with
-/// the operand's number. Node indices are value numbers.
+/// Converts the graph to a directed graph of petgraph. It has a node for each value and an edge from each operand to
+/// its user, weighted with the operand's number. Node indices are value numbers.
 pub fn to_petgraph(graph: &Graph) -> DiGraph<ValueId, usize> {
     let mut directed = DiGraph::with_capacity(graph.len(), graph.len());
     let nodes: Vec<_> = graph.values().map(|v| directed.add_node(v)).collect();

@@ -1,10 +1,10 @@
-//! Element types. Sizes are those of memory; arithmetic rules live with the ops.
+//! Element types. Sizes are those in memory. Arithmetic rules are with the ops.
 
 use crate::float::{FloatFormat, Specials};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Element type of a tensor, written as in StableHLO (`f32`, `i32`, `i1` is `bool` here).
+/// The element type of a tensor, written as in StableHLO (`f32`, `i32`, but `i1` is `bool` here).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DType {
@@ -65,7 +65,7 @@ impl DType {
         DType::Bool,
     ];
 
-    /// Bytes of one element in memory. What is narrower than a byte takes one: tensors of it are not packed.
+    /// The bytes of one element in memory. Types narrower than a byte take one, because tensors are not packed.
     pub fn bytes(self) -> u64 {
         match self {
             DType::F64 | DType::I64 | DType::U64 => 8,
@@ -75,7 +75,7 @@ impl DType {
         }
     }
 
-    /// Bits of one element as programs count them when they look at an integer's bits or cast bits.
+    /// The bits of one element, as programs count them when they inspect an integer's bits or cast bits.
     pub fn width(self) -> u32 {
         match self {
             DType::I4 | DType::U4 => 4,
@@ -84,7 +84,7 @@ impl DType {
         }
     }
 
-    /// How the numbers of a float type are laid out.
+    /// The format of a float type.
     pub fn float_format(self) -> Option<FloatFormat> {
         Some(match self {
             DType::F64 => FloatFormat::ieee(11, 52),
@@ -109,7 +109,7 @@ impl DType {
         self.float_format().is_some()
     }
 
-    /// A float of at most 16 bits: training keeps f32 master weights and state beside it.
+    /// Returns true for floats of at most 16 bits, for which training keeps f32 master weights and state.
     pub fn is_half(self) -> bool {
         self.is_float() && self.bytes() <= 2
     }
@@ -156,17 +156,18 @@ impl DType {
         }
     }
 
-    /// The inverse of [`DType::name`].
+    /// Parses a name. The inverse of [`DType::name`].
     pub fn parse(text: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name() == text)
     }
 
-    /// Wraps an exact integer value into this type's range, as two's complement hardware does;
-    /// floats pass unchanged (the reference semantics are those of real numbers in f64).
+    /// Wraps an exact integer value to this type's range, as two's complement hardware does. Floats pass unchanged,
+    /// because the reference semantics are those of real numbers in f64.
     pub fn wrap(self, value: f64) -> f64 {
         match self {
             DType::I64 => value as i64 as f64,
-            // The greatest `u64` is 2^64 in an `f64`, one too many: positive numbers end there and do not wrap.
+            // The greatest `u64` is 2^64 in an `f64`, which is one too many. So positive numbers saturate there instead
+            // of wrapping.
             DType::U64 if value > 0.0 => value as u64 as f64,
             DType::U64 => value as i128 as u64 as f64,
             DType::Bool => (value != 0.0) as u8 as f64,
@@ -175,23 +176,24 @@ impl DType {
         }
     }
 
-    /// The integer that an element of an integer type stands for. The greatest `u64` is 2^64 in an `f64`, one too many.
+    /// The integer that an element of an integer type represents. The greatest `u64` is 2^64 in an `f64`, which is one
+    /// too many.
     pub fn to_integer(self, value: f64) -> i128 {
         if self == DType::U64 { i128::from(value as u64) } else { i128::from(value as i64) }
     }
 
-    /// The integer of this type that has the lowest bits of `value`: two's complement arithmetic in full width.
+    /// The integer of this type with the lowest bits of `value`, as in two's complement arithmetic of full width.
     pub fn narrow_integer(self, value: i128) -> i128 {
         let unused = 128 - self.width();
         if self.is_signed_integer() { value << unused >> unused } else { ((value as u128) << unused >> unused) as i128 }
     }
 
-    /// [`DType::narrow_integer`] as an element: exact up to 2^53.
+    /// [`DType::narrow_integer`] as an element, which is exact up to 2^53.
     pub fn wrap_integer(self, value: i128) -> f64 {
         self.narrow_integer(value) as f64
     }
 
-    /// The number of this type that stands for `value`: floats are rounded, integers wrap.
+    /// Converts `value` to this type: floats are rounded, integers wrap.
     pub fn round(self, value: f64) -> f64 {
         self.float_format().map_or_else(|| self.wrap(value), |format| format.round(value))
     }
@@ -200,13 +202,13 @@ impl DType {
     pub fn to_bits(self, value: f64) -> u64 {
         match self.float_format() {
             Some(format) => format.to_bits(value),
-            // 2^64 - 1 is 2^64 in an `f64`, one too many.
+            // 2^64 - 1 is 2^64 in an `f64`, which is one too many.
             None if self == DType::U64 => value as u64,
             None => value as i64 as u64 & (u64::MAX >> (64 - self.width())),
         }
     }
 
-    /// The element that has these bits; what lies above [`DType::width`] is ignored.
+    /// The element with these bits. Bits above [`DType::width`] are ignored.
     pub fn from_bits(self, bits: u64) -> f64 {
         let unused = 64 - self.width();
         match self.float_format() {

@@ -1,7 +1,8 @@
-//! Composites written out: from the graph that plans are made of to the graph that programs are made of.
+//! Expansion of composites: from the graph that plans consist of to the graph that programs consist of.
 //!
-//! A plan speaks of a softmax or an attention as one op with one strategy. Its decomposition has a strategy for each node,
-//! which follows from that one ([`Decomposition::strategy`]), so a plan of composites is a plan of their decompositions.
+//! In a plan, a softmax or an attention is one op with one strategy. Its decomposition has a strategy for each node,
+//! which follows from that one ([`Decomposition::strategy`]). So a plan of composites is a plan of their
+//! decompositions.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Decomposition, Op};
@@ -11,17 +12,17 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A graph without composites, and what of the graph with them each of its nodes is.
+/// A graph without composites, with the origin of each of its nodes in the graph with composites.
 #[derive(Clone, Debug)]
 pub struct Expanded {
     pub graph: Graph,
-    /// For each value of the graph with composites the one here.
+    /// For each value of the graph with composites, the value here.
     pub values: Vec<ValueId>,
-    /// For each node here the node there, and where that is a composite, the node of its decomposition.
+    /// For each node here, the node there. If that is a composite, also the node of its decomposition.
     origins: Vec<(ValueId, Option<(Arc<Decomposition>, ValueId)>)>,
 }
 
-/// Writes out every composite of a verified graph.
+/// Expands every composite of a verified graph.
 pub fn expand(graph: &Graph) -> Expanded {
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
     let mut values: Vec<ValueId> = Vec::with_capacity(graph.len());
@@ -54,7 +55,7 @@ pub fn expand(graph: &Graph) -> Expanded {
     Expanded { graph: to, values, origins }
 }
 
-/// The graph without composites; the graph itself where it has none.
+/// The graph without composites. The graph itself if it has none.
 pub fn without_composites(graph: &Graph) -> Cow<'_, Graph> {
     match graph.nodes.iter().any(|n| matches!(n.op, Op::Composite(_))) {
         true => Cow::Owned(expand(graph).graph),
@@ -63,8 +64,8 @@ pub fn without_composites(graph: &Graph) -> Cow<'_, Graph> {
 }
 
 impl Expanded {
-    /// The values here that a backward pass computes again under every plan ([`Function::recomputes_inside`]). Results of composites
-    /// are not among them.
+    /// For each value here, true if every plan recomputes it in the backward pass ([`Function::recomputes_inside`]).
+    /// Results of composites are not among them.
     ///
     /// [`Function::recomputes_inside`]: crate::op::Function::recomputes_inside
     pub fn recomputed(&self, from: &Graph) -> Vec<bool> {
@@ -76,13 +77,13 @@ impl Expanded {
         self.origins.iter().enumerate().map(inside).collect()
     }
 
-    /// The first node here of what begins at a node there.
+    /// The first node here that stems from node `start` there or a later one.
     pub fn start(&self, start: u32) -> u32 {
         self.origins.partition_point(|(v, _)| v.0 < start) as u32
     }
 
-    /// A stage of a plan of the graph with composites, whose nodes are those from `nodes.start` to `nodes.end`, as one of the graph
-    /// without.
+    /// Converts a stage of a plan of the graph with composites to one of the graph without. The stage has the nodes
+    /// from `nodes.start` to `nodes.end`.
     pub fn stage(&self, stage: &Stage, nodes: Range<u32>) -> Stage {
         let mut shardings = BTreeMap::new();
         for at in self.start(nodes.start)..self.start(nodes.end) {

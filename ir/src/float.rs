@@ -1,22 +1,22 @@
-//! Binary floating-point formats: which real numbers one has, how others are rounded to them, and what bits they are.
+//! Binary floating-point formats: the real numbers that a format has, the rounding of others, and their bits.
 //!
-//! All formats of at most 64 bits share this one description, from `f64` to the eight-bit formats of the Open Compute
+//! One description covers all formats of at most 64 bits, from `f64` to the eight-bit formats of the Open Compute
 //! Project (OFP8, MX) and of Noune et al. 2022 (`fnuz`). Every value of a format is an `f64`, so rounding is exact.
 
-/// What the extreme bit patterns of a format stand for.
+/// The meaning of a format's extreme bit patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Specials {
-    /// IEEE 754: the greatest exponent is that of infinities and NaNs.
+    /// IEEE 754: the greatest exponent is reserved for infinities and NaNs.
     Ieee,
-    /// No infinities; only all ones in exponent and mantissa is NaN (`fn`).
+    /// No infinities. Only all ones in exponent and mantissa is NaN (`fn`).
     Finite,
-    /// No infinities and no negative zero, whose pattern is the NaN (`fnuz`).
+    /// No infinities and no negative zero, whose pattern is NaN (`fnuz`).
     UnsignedZero,
-    /// Powers of two alone: neither sign nor zero nor infinities, and all ones are NaN (`e8m0fnu`).
+    /// Powers of two only: no sign, no zero, no infinities. All ones are NaN (`e8m0fnu`).
     Scale,
 }
 
-/// A format: widths of its fields, the exponent that is stored as zero more than what stands there, and its specials.
+/// A format: the widths of its fields, the bias of the stored exponent, and its special values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FloatFormat {
     pub exponent_bits: u32,
@@ -26,18 +26,18 @@ pub struct FloatFormat {
 }
 
 impl FloatFormat {
-    /// A format of IEEE 754's kind.
+    /// A format like those of IEEE 754.
     pub const fn ieee(exponent_bits: u32, mantissa_bits: u32) -> Self {
         let bias = (1 << (exponent_bits - 1)) - 1;
         FloatFormat { exponent_bits, mantissa_bits, bias, specials: Specials::Ieee }
     }
 
-    /// Bits of an element.
+    /// The bits of an element.
     pub fn width(self) -> u32 {
         (self.specials != Specials::Scale) as u32 + self.exponent_bits + self.mantissa_bits
     }
 
-    /// The exponent of the least normal number; smaller ones share it and lose digits instead.
+    /// The exponent of the smallest normal number. Smaller numbers share it and lose digits instead.
     fn least_exponent(self) -> i32 {
         if self.specials == Specials::Scale { -self.bias } else { 1 - self.bias }
     }
@@ -54,22 +54,22 @@ impl FloatFormat {
         steps as f64 * power_of_two(self.greatest_exponent() - self.mantissa_bits as i32)
     }
 
-    /// The number that no other exceeds: infinity, where there is one.
+    /// The upper bound of all numbers: infinity if the format has one.
     pub fn most(self) -> f64 {
         if self.specials == Specials::Ieee { f64::INFINITY } else { self.greatest() }
     }
 
-    /// The number that no other is below.
+    /// The lower bound of all numbers.
     pub fn least(self) -> f64 {
         if self.specials == Specials::Scale { power_of_two(self.least_exponent()) } else { -self.most() }
     }
 
-    /// What a number beyond the greatest becomes.
+    /// The result of rounding a number beyond the greatest.
     fn overflow(self, sign: f64) -> f64 {
         if self.specials == Specials::Ieee { f64::INFINITY.copysign(sign) } else { f64::NAN }
     }
 
-    /// The nearest number of the format; of two that are equally near the one whose last digit is even.
+    /// The nearest number of the format. Ties go to the number whose last digit is even.
     ///
     /// ```
     /// use altiplano_ir::dtype::DType;
@@ -95,7 +95,7 @@ impl FloatFormat {
         }
     }
 
-    /// The bits of the number of the format that is nearest to `x`.
+    /// The bits of the format's number nearest to `x`.
     pub fn to_bits(self, x: f64) -> u64 {
         let x = self.round(x);
         let sign = 1u64 << (self.width() - 1);
@@ -113,12 +113,12 @@ impl FloatFormat {
         }
         let scale = exponent(x).max(self.least_exponent());
         let steps = (x.abs() / power_of_two(scale - self.mantissa_bits as i32)) as u64;
-        // The leading digit of a normal number counts as one in the exponent's field.
+        // The leading digit of a normal number adds one to the exponent field.
         let below = (scale + self.bias - 1) as i64;
         negative | ((below << self.mantissa_bits) + steps as i64) as u64
     }
 
-    /// The number that these bits stand for. What lies above [`FloatFormat::width`] is ignored.
+    /// The number with these bits. Bits above [`FloatFormat::width`] are ignored.
     pub fn from_bits(self, bits: u64) -> f64 {
         let mantissa = bits & ((1u64 << self.mantissa_bits) - 1);
         let exponents = (1u64 << self.exponent_bits) - 1;
@@ -143,16 +143,16 @@ impl FloatFormat {
     }
 }
 
-/// StableHLO's `reduce_precision`: digits beyond `mantissa_bits` are rounded away, then numbers whose exponent
-/// `exponent_bits` cannot hold become infinities or zeros (subnormal numbers too, as XLA does). A width that `source`
-/// does not exceed changes nothing.
+/// StableHLO's `reduce_precision`. It rounds to `mantissa_bits`, then turns numbers whose exponent does not fit
+/// `exponent_bits` into infinities or zeros (including subnormal numbers, as XLA does). A width of at least `source`'s
+/// has no effect.
 pub fn reduce_precision(x: f64, exponent_bits: u32, mantissa_bits: u32, source: FloatFormat) -> f64 {
     if !x.is_finite() || x == 0.0 {
         return x;
     }
     let mut rounded = x;
     if mantissa_bits < source.mantissa_bits {
-        // On the bits, so that without a mantissa ties go to the exponent that is stored as an even number.
+        // Round the bits, so that without a mantissa ties go to the even stored exponent.
         let dropped = 52 - mantissa_bits;
         let bits = x.to_bits();
         let half = (1u64 << (dropped - 1)) - 1 + (bits >> dropped & 1);
@@ -169,7 +169,7 @@ pub fn reduce_precision(x: f64, exponent_bits: u32, mantissa_bits: u32, source: 
     rounded
 }
 
-/// `e` where `2^e <= |x| < 2^(e+1)`; -1023 for what is smaller than any normal `f64`.
+/// `e` with `2^e <= |x| < 2^(e+1)`, or -1023 if `x` is smaller than any normal `f64`.
 fn exponent(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7ff) as i32 - 1023
 }
@@ -205,7 +205,8 @@ mod tests {
                 assert_eq!(format.round(value).to_bits(), value.to_bits(), "{dtype} {bits:#x}");
                 if bits < 1 << signless {
                     assert!(value > last, "{dtype} {bits:#x}: {value} after {last}");
-                    // Between two neighbours the middle goes to the even one, and what is nearer to one goes there.
+                    // The middle between two neighbours rounds to the even one. Numbers nearer to one of them round to
+                    // it.
                     if last.is_finite() && value.is_finite() && format.mantissa_bits > 0 {
                         let middle = (value + last) / 2.0;
                         let even = if bits % 2 == 0 { value } else { last };
@@ -219,7 +220,7 @@ mod tests {
         }
     }
 
-    /// Rounding by other means: the processor's, and that of the crate `half`.
+    /// Compares rounding with that of the processor and of the crate `half`.
     #[test]
     fn wide_formats_round_as_the_processor_does() {
         let mut rng = crate::op::tests::numbers::Rng::new(11);
@@ -233,7 +234,7 @@ mod tests {
                 };
                 same(DType::F64, x);
                 same(DType::F32, f64::from(x as f32));
-                // Through f32 a number could be rounded twice.
+                // Rounding through f32 would round other numbers twice.
                 if f64::from(x as f32) == x {
                     same(DType::F16, f16::from_f32(x as f32).to_f64());
                     same(DType::BF16, bf16::from_f32(x as f32).to_f64());
@@ -246,7 +247,7 @@ mod tests {
         }
     }
 
-    /// Extremes and what lies beyond them, as `ml_dtypes` 0.5 has them.
+    /// The extremes and numbers beyond them, as in `ml_dtypes` 0.5.
     #[test]
     fn eight_bit_formats_end_where_they_should() {
         let (nan, inf) = (f64::NAN, f64::INFINITY);

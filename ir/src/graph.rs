@@ -1,7 +1,7 @@
 //! The graph: a list of nodes in topological order, each one op with one result.
 //!
-//! A value is named by the node that makes it, so `ValueId` is the node's position. Leaves are nodes too.
-//! Passes build new graphs by appending; nothing is edited in place.
+//! The node that makes a value names it, so a `ValueId` is the node's position. Leaves are nodes too. Passes build new
+//! graphs by appending. Nothing is edited in place.
 
 use crate::dtype::DType;
 use crate::literal::Literal;
@@ -16,7 +16,7 @@ use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A value: the result of the node at this position. Its text form is `%12`.
+/// A value: the result of the node at this position. It is written as `%12`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ValueId(pub u32);
 
@@ -38,10 +38,10 @@ pub struct Node {
     pub op: Op,
     pub operands: Vec<ValueId>,
     pub ty: TensorType,
-    /// Dimensions (bit `i` for dimension `i`) whose size is proportional to the batch.
+    /// The dimensions (bit `i` for dimension `i`) whose size is proportional to the batch.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_dims: u32,
-    /// Where the op comes from, e.g. `jit(gpt)/dot_general`; empty where unknown.
+    /// The origin of the op in the model, e.g. `jit(gpt)/dot_general`. Empty if unknown.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
 }
@@ -50,24 +50,22 @@ fn is_zero(bits: &u32) -> bool {
     *bits == 0
 }
 
-/// A computation. `outputs[0]` is the loss of a training graph.
+/// A computation. `outputs[0]` of a training graph is its loss.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Graph {
     pub name: String,
     pub nodes: Vec<Node>,
     pub outputs: Vec<ValueId>,
-    /// Samples in the batch that the sizes are written for; 0 where the graph has no batch.
+    /// The number of samples in the batch that the shapes are written for. 0 if the graph has no batch.
     #[serde(default)]
     pub batch: u64,
-    /// Where the model's author wants values to be split, in ascending order of values.
+    /// The layouts that the model's author asks for, in ascending order of values.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pins: Vec<Pin>,
 }
 
-/// What a model says of how a value is to be laid out, in terms of a mesh of its own.
-///
 impl Graph {
-    /// Values that are summed over the microbatches of a step before the first of them is worked on ([`Microbatches`]).
+    /// The values that are summed over the microbatches of a step before its first microbatch runs ([`Microbatches`]).
     pub fn totals(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.values().filter(|&v| self.is_total(v))
     }
@@ -76,7 +74,8 @@ impl Graph {
         matches!(self.node(v).op, Op::Microbatches(op) if op.is_total())
     }
 
-    /// Totals of what is not known before the first microbatch is worked on.
+    /// Errors for totals that depend on a parameter or on another total. These are not known before the first
+    /// microbatch runs.
     fn totals_too_late(&self) -> Vec<GraphError> {
         if self.totals().next().is_none() {
             return Vec::new();
@@ -96,6 +95,8 @@ impl Graph {
     }
 }
 
+/// The layout that a model asks for one of its values, on a mesh of its own.
+///
 /// `%3 on mesh<data=2, model=4>: [{data}, {?}]` splits dimension 0 over two devices and leaves dimension 1 open.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pin {
@@ -106,21 +107,23 @@ pub struct Pin {
     pub dims: Vec<PinnedDim>,
 }
 
-/// How a pin lays out one dimension.
+/// The layout that a pin asks for one dimension.
 #[derive(Clone, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PinnedDim {
     /// The axes that split it, major first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub axes: Vec<String>,
-    /// Further axes may split it.
+    /// True if further axes may split it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub open: bool,
 }
 
 impl Pin {
-    /// Whether a layout on another mesh does what the pin asks for. Where that mesh has all axes of the pin by name and size,
-    /// those are meant. Otherwise meshes differ in axes and names, so what counts is into how many contiguous parts each
-    /// dimension is split: exactly as many as the pin's axes, or a multiple where it is open.
+    /// Returns true if a layout on another mesh satisfies the pin.
+    ///
+    /// If that mesh has all axes of the pin, by name and size, the layout must use the same axes. Otherwise the meshes
+    /// have different axes, so only the number of contiguous parts of each dimension counts. It must equal the number
+    /// that the pin asks for, or be a multiple of it if the dimension is open.
     pub fn allows(&self, layout: &Sharding, mesh: &Mesh) -> bool {
         let size = |name: &String| self.mesh.iter().find(|(axis, _)| axis == name).map_or(1, |(_, size)| *size);
         let same = |(name, size): &(String, u64)| mesh.find(name).is_some_and(|axis| mesh.size(axis) == *size);
@@ -137,7 +140,7 @@ impl Pin {
     }
 }
 
-/// What is wrong with a graph, found by [`Graph::verify`].
+/// An error in a graph, found by [`Graph::verify`].
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GraphError {
     #[error("node {node}: operand {operand} is not defined before it")]
@@ -163,7 +166,7 @@ impl Graph {
         Graph { name: name.into(), ..Default::default() }
     }
 
-    /// Appends a node after checking that the op takes these operands.
+    /// Appends a node after checking that the op accepts these operands.
     pub fn push(&mut self, op: Op, operands: &[ValueId]) -> Result<ValueId, ShapeError> {
         let ty = {
             let types: Vec<&TensorType> = operands.iter().map(|&v| self.ty(v)).collect();
@@ -172,7 +175,7 @@ impl Graph {
         Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() }))
     }
 
-    /// Adds a pin unless the same was said already.
+    /// Adds a pin unless the graph has the same one already.
     pub fn pin(&mut self, pin: Pin) {
         if !self.pins.contains(&pin) {
             let at = self.pins.partition_point(|known| known.value <= pin.value);
@@ -186,8 +189,8 @@ impl Graph {
         &self.pins[range(|pin, value| pin < value)..range(|pin, value| pin <= value)]
     }
 
-    /// The graph in which every pinned value can be laid out in any way: what is neither elementwise nor a parameter gets
-    /// an op of no effect behind it, where it changes its layout.
+    /// A graph in which every pinned value can take any layout. A pinned value that is neither elementwise nor a
+    /// parameter gets a conversion to its own type behind it. That op changes nothing but can change the layout.
     pub fn with_free_pins(&self) -> Graph {
         let free = |v: ValueId| self.node(v).op.is_elementwise() || matches!(self.node(v).op, Op::Parameter(_));
         if self.pins.iter().all(|pin| free(pin.value)) {
@@ -212,7 +215,8 @@ impl Graph {
         to
     }
 
-    /// Takes over the pins of a graph whose values are these here; what has no value here loses its pins.
+    /// Copies the pins of another graph, whose values `map` translates. Pins of values without a counterpart are
+    /// dropped.
     pub fn take_pins(&mut self, from: &Graph, map: impl Fn(ValueId) -> Option<ValueId>) {
         for pin in &from.pins {
             if let Some(value) = map(pin.value) {
@@ -221,7 +225,7 @@ impl Graph {
         }
     }
 
-    /// Appends a node as it is.
+    /// Appends a node without checks.
     pub fn append(&mut self, node: Node) -> ValueId {
         self.nodes.push(node);
         ValueId((self.nodes.len() - 1) as u32)
@@ -230,7 +234,7 @@ impl Graph {
     /// [`Graph::push`] for ops that a pass derives from a verified graph.
     ///
     /// # Panics
-    /// Where the op does not take these operands: an error of the pass, not of the user.
+    /// If the op does not accept these operands. That is an error of the pass, not of the user.
     pub fn emit(&mut self, op: Op, operands: &[ValueId]) -> ValueId {
         let types: Vec<&TensorType> = operands.iter().map(|&v| self.ty(v)).collect();
         match op.infer(&types) {
@@ -277,28 +281,28 @@ impl Graph {
         node.op.rule(&self.operand_types(value), &node.ty)
     }
 
-    /// Floating-point operations of a node.
+    /// The floating-point operations of a node.
     pub fn flop(&self, value: ValueId) -> u64 {
         let node = self.node(value);
         node.op.flop(&self.operand_types(value), &node.ty)
     }
 
-    /// True if a value is a parameter that is trained.
+    /// Returns true if a value is a trained parameter.
     pub fn is_trained(&self, value: ValueId) -> bool {
         matches!(&self.node(value).op, Op::Parameter(p) if !p.frozen)
     }
 
-    /// True if a value is a parameter that no step changes.
+    /// Returns true if a value is a parameter that training does not change.
     pub fn is_frozen(&self, value: ValueId) -> bool {
         matches!(&self.node(value).op, Op::Parameter(p) if p.frozen)
     }
 
-    /// Parameters that are trained, in order, with their names.
+    /// The trained parameters in order, with their names.
     pub fn trained_parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.parameters().filter(|(v, _)| self.is_trained(*v))
     }
 
-    /// Parameters in order, frozen ones included, with their names.
+    /// The parameters in order, frozen ones included, with their names.
     pub fn parameters(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.values().filter_map(|v| match &self.node(v).op {
             Op::Parameter(p) => Some((v, p.name.as_str())),
@@ -306,7 +310,7 @@ impl Graph {
         })
     }
 
-    /// Inputs in order, with their names.
+    /// The inputs in order, with their names.
     pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &str)> {
         self.values().filter_map(|v| match &self.node(v).op {
             Op::Input(p) => Some((v, p.name.as_str())),
@@ -314,7 +318,7 @@ impl Graph {
         })
     }
 
-    /// The nodes that use each value, in order; a node that uses it twice is listed twice.
+    /// The nodes that use each value, in order. A node that uses a value twice is listed twice.
     pub fn users(&self) -> Vec<Vec<ValueId>> {
         let mut users = vec![Vec::new(); self.len()];
         for v in self.values() {
@@ -325,7 +329,7 @@ impl Graph {
         users
     }
 
-    /// For each value, whether it depends on a leaf for which `is_source` holds.
+    /// For each value, true if `is_source` holds for it or for a value that it depends on.
     pub fn depends_on(&self, is_source: impl Fn(ValueId) -> bool) -> Vec<bool> {
         let mut depends = vec![false; self.len()];
         for v in self.values() {
@@ -334,7 +338,7 @@ impl Graph {
         depends
     }
 
-    /// Everything that is wrong: order, shapes, declared types, outputs, names.
+    /// Returns all errors: order, shapes, declared types, outputs, names, totals and pins.
     pub fn verify(&self) -> Vec<GraphError> {
         let mut errors = Vec::new();
         let mut names = std::collections::BTreeSet::new();
@@ -358,7 +362,7 @@ impl Graph {
                 errors.push(GraphError::DuplicateName { name: name.clone() });
             }
         }
-        // Operands that are not defined before their users were found above.
+        // Totals can be checked only if every operand is defined before its users.
         if errors.is_empty() {
             errors.extend(self.totals_too_late());
         }
@@ -403,13 +407,13 @@ impl fmt::Display for Pin {
     }
 }
 
-/// Short forms for passes that write ops. Like [`Graph::emit`] they expect operands that fit.
+/// Shorthands for passes that emit ops. Like [`Graph::emit`], they expect operands that fit.
 impl Graph {
     pub fn constant(&mut self, literal: Literal) -> ValueId {
         self.emit(Op::Constant(literal), &[])
     }
 
-    /// `value` in the type of `like`.
+    /// A constant with the type of `like` and `value` in every element.
     pub fn splat_like(&mut self, like: ValueId, value: f64) -> ValueId {
         let ty = self.ty(like).clone();
         self.constant(Literal::splat(ty, value))
@@ -443,17 +447,17 @@ impl Graph {
         self.emit(Op::Select(Select {}), &[predicate, on_true, on_false])
     }
 
-    /// The value itself where it has this type already.
+    /// Converts a value, or returns it unchanged if it has this type already.
     pub fn convert(&mut self, x: ValueId, dtype: DType) -> ValueId {
         if self.ty(x).dtype == dtype { x } else { self.emit(Op::Convert(Convert { dtype }), &[x]) }
     }
 
-    /// The value itself where it has this shape already.
+    /// Reshapes a value, or returns it unchanged if it has this shape already.
     pub fn reshape(&mut self, x: ValueId, shape: &[u64]) -> ValueId {
         if self.shape(x) == shape { x } else { self.emit(Op::Reshape(Reshape { shape: shape.to_vec() }), &[x]) }
     }
 
-    /// The value itself where the permutation is the identity.
+    /// Transposes a value, or returns it unchanged if the permutation is the identity.
     pub fn transpose(&mut self, x: ValueId, permutation: &[usize]) -> ValueId {
         if permutation.is_sorted() {
             return x;
@@ -461,7 +465,7 @@ impl Graph {
         self.emit(Op::Transpose(Transpose { permutation: permutation.to_vec() }), &[x])
     }
 
-    /// The value itself where no dimension is reduced.
+    /// Reduces a value, or returns it unchanged if `dims` is empty.
     pub fn reduce(&mut self, x: ValueId, reducer: Reducer, dims: &[usize]) -> ValueId {
         if dims.is_empty() { x } else { self.emit(Op::Reduce(Reduce { reducer, dims: dims.to_vec() }), &[x]) }
     }

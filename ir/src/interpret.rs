@@ -1,4 +1,4 @@
-//! The reference interpreter: what a graph means, in f64, with no regard for speed. The oracle of every test.
+//! The reference interpreter: the semantics of a graph in f64, regardless of speed. It is the oracle of every test.
 
 use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;
@@ -6,7 +6,7 @@ use crate::op::{Op, Operator};
 use crate::reshard::Collective;
 use crate::tensor::{Tensor, for_each_index};
 
-/// Values of all nodes. `leaf` supplies parameters and inputs.
+/// The values of all nodes. `leaf` supplies parameters and inputs.
 pub fn run_all(graph: &Graph, mut leaf: impl FnMut(ValueId) -> Tensor) -> Vec<Tensor> {
     let mut values: Vec<Tensor> = Vec::with_capacity(graph.len());
     for v in graph.values() {
@@ -22,14 +22,14 @@ pub fn run_all(graph: &Graph, mut leaf: impl FnMut(ValueId) -> Tensor) -> Vec<Te
     values
 }
 
-/// Values of the graph's outputs.
+/// The values of the graph's outputs.
 pub fn run(graph: &Graph, leaf: impl FnMut(ValueId) -> Tensor) -> Vec<Tensor> {
     let values = run_all(graph, leaf);
     graph.outputs.iter().map(|o| values[o.index()].clone()).collect()
 }
 
-/// Runs a local graph on all devices of `mesh` in lock step; `leaf(value, device)` supplies each device's leaves.
-/// The result is indexed `[value][device]`.
+/// Runs a local graph on all devices of `mesh` in lock step. `leaf(value, device)` supplies each device's leaves. The
+/// result is indexed `[value][device]`.
 pub fn run_mesh(graph: &Graph, mesh: &Mesh, mut leaf: impl FnMut(ValueId, u32) -> Tensor) -> Vec<Vec<Tensor>> {
     let devices: Vec<u32> = (0..mesh.num_devices()).collect();
     let mut values: Vec<Vec<Tensor>> = Vec::with_capacity(graph.len());
@@ -55,7 +55,7 @@ pub fn run_mesh(graph: &Graph, mesh: &Mesh, mut leaf: impl FnMut(ValueId, u32) -
     values
 }
 
-/// The meaning of a collective: results of all devices from operands of all devices.
+/// The semantics of a collective: the results of all devices from the operands of all devices.
 pub fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> Vec<Tensor> {
     let result = |device: u32| {
         let group = mesh.group(collective.axes(), device);
@@ -146,8 +146,8 @@ fn join(parts: &[&Tensor], dim: usize, outer: u64) -> Tensor {
     joined
 }
 
-/// One device's part of a global tensor laid out as `sharding` says (partial values: the first device along the
-/// partial axes holds all, the others the neutral element).
+/// One device's part of a global tensor, laid out by `sharding`. For partial values, the first device along the partial
+/// axes holds everything and the others hold the neutral element.
 pub fn shard(tensor: &Tensor, sharding: &crate::sharding::Sharding, mesh: &Mesh, device: u32) -> Tensor {
     let coordinates = mesh.coordinates(device);
     let indices: Vec<Vec<u64>> = sharding.dims.iter().map(|d| d.global_indices(mesh, &coordinates)).collect();
@@ -164,7 +164,7 @@ pub fn shard(tensor: &Tensor, sharding: &crate::sharding::Sharding, mesh: &Mesh,
     })
 }
 
-/// The global tensor from all devices' parts: the inverse of [`shard`], reducing what is partial.
+/// The global tensor from all devices' parts, with partial values reduced. The inverse of [`shard`].
 pub fn unshard(
     parts: &[Tensor],
     global: &crate::types::TensorType,

@@ -1,19 +1,23 @@
-//! The kernels that a device launches for a straight-line graph: what is computed in one pass over memory, and what each
+//! The kernels that a device launches for a straight-line graph: which ops run in one pass over memory, and what each
 //! pass reads and writes.
 //!
-//! Matmuls, convolutions, lookups and sorts are kernels of their own. Everything between two of them that is elementwise,
-//! or reduces rows that fit on the chip, is one kernel, as hand-written softmax, norm and activation kernels are and as
-//! compilers fuse. Reshapes, slices, transposes and broadcasts are read through and cost nothing unless a matmul needs what
-//! no stride describes. A value that later kernels need is kept or computed again, whichever moves fewer bytes.
+//! Matmuls, convolutions, lookups and sorts are kernels of their own. Between two of them, all elementwise ops and all
+//! reductions of rows that fit on the chip form one kernel. Hand-written softmax, norm and activation kernels work like
+//! this, and compilers fuse like this. Reshapes, slices, transposes and broadcasts are read through. They cost nothing
+//! unless a matmul needs a layout that no strides describe. A value that later kernels need is kept or recomputed,
+//! whichever moves fewer bytes.
 //!
-//! Where the software has fused attention, a product that is larger than its factors, what is done to its elements and the
-//! products that consume it are one kernel, which never writes the large values (Dao et al. 2022, FlashAttention).
+//! If the software has fused attention, one kernel computes a product that is larger than its factors, the elementwise
+//! ops on it, and the products that consume it. It never writes the large values (Dao et al. 2022, FlashAttention).
 //!
-//! Nodes get a *level*: that of their operands, and one more on an edge that is a barrier (into or out of a kernel of its
-//! own, out of a reduction that needs every row, and where rows of several products that grow are combined, as the rounds of a
-//! ring of attention are, which are kernels of their own; a reshape that changes no shape is a barrier as well, by which a
-//! graph says that values are to be made one after the other). A kernel is a connected set of nodes of one level, so kernels never
-//! depend on each other in a circle.
+//! Each node has a *level*: that of its operands, plus one on an edge that is a barrier. A kernel is a connected set of
+//! nodes of one level, so kernels never depend on each other in a cycle. The barriers are:
+//!
+//! * edges into or out of a kernel of its own;
+//! * edges out of a reduction that needs every row;
+//! * edges where rows of several growing products are combined, such as the rounds of ring attention, which are kernels
+//!   of their own;
+//! * reshapes that change no shape, by which a graph asks for values to be made one after the other.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
@@ -25,37 +29,38 @@ use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-/// Bytes of a row, in f32, that a kernel keeps on the chip between reducing and using it: the registers of a thread block,
-/// 64 Ki of 4 bytes, less what addresses and operands take.
+/// The bytes of an f32 row that a kernel keeps on the chip between reducing and using it. They are the registers of a
+/// thread block, 64 Ki of 4 bytes, less those for addresses and operands.
 pub const ROW_BYTES: u64 = 128 << 10;
 
-/// Values that a value is computed again from, at most; beyond that it is kept.
+/// The largest number of values that a value is recomputed from. Beyond that, it is kept.
 const MAX_SOURCES: usize = 8;
 
 /// One launch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kernel {
     pub kind: KernelKind,
-    /// The nodes it computes, in order of the graph.
+    /// The nodes that the kernel computes, in graph order.
     pub nodes: Vec<ValueId>,
-    /// What it reads of earlier kernels and of the body's leaves, and the bytes that it reads of each.
+    /// The values of earlier kernels and leaves of the body that the kernel reads, with the bytes read of each.
     pub reads: Vec<(ValueId, u64)>,
-    /// What it leaves in memory.
+    /// The values that the kernel writes to memory.
     pub writes: Vec<ValueId>,
     pub read_bytes: u64,
     pub written_bytes: u64,
-    /// What a runtime does for it, where one has said so.
+    /// The work that a runtime does for the kernel, if known.
     pub work: Option<Work>,
 }
 
 impl Kernel {
-    /// A kernel of which nothing is known but its kind and what it reads and writes.
+    /// A kernel of which only the kind and the bytes it moves are known.
     pub fn moving(kind: KernelKind, bytes: u64) -> Kernel {
         let (nodes, reads, writes) = (Vec::new(), Vec::new(), Vec::new());
         Kernel { kind, nodes, reads, writes, read_bytes: bytes, written_bytes: 0, work: None }
     }
 
-    /// What it computes as a graph of its own, in which what it reads are inputs, and the value there of each value of `graph`.
+    /// The kernel's computation as a graph of its own, whose inputs are the values that it reads. Also returns the
+    /// value there of each value of `graph`.
     pub fn part(&self, graph: &Graph) -> (Graph, BTreeMap<ValueId, ValueId>) {
         let reads: BTreeSet<ValueId> = self.reads.iter().map(|r| r.0).collect();
         let mut needed = vec![false; graph.len()];
@@ -85,7 +90,7 @@ pub enum KernelKind {
         flop: f64,
         dtype: DType,
     },
-    /// Elementwise ops and reductions of rows; `operations` are scalar ones, a transcendental counted as
+    /// Elementwise ops and reductions of rows. `operations` are scalar ones, and a transcendental counts as
     /// [`TRANSCENDENTAL`].
     Fused {
         operations: f64,
@@ -94,18 +99,18 @@ pub enum KernelKind {
     Attention(Attention),
     /// Lookups, scatters and windows.
     Indexed,
-    /// So many passes over keys and positions.
+    /// A sort with this many passes over keys and positions.
     Sort {
         passes: u64,
     },
-    /// Something sent between devices.
+    /// A transfer between devices.
     Collective,
-    /// Something that goes between a device and the memory of its host.
+    /// A transfer between a device and host memory.
     HostCopy(HostRoute),
 }
 
 impl KernelKind {
-    /// Whether it moves something from or to a device, beside which that computes.
+    /// Returns true if the kernel transfers data from or to a device, which can compute meanwhile.
     pub fn communicates(&self) -> bool {
         matches!(self, KernelKind::Collective | KernelKind::HostCopy(_))
     }
@@ -114,13 +119,14 @@ impl KernelKind {
 /// Fused attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
-    /// Of its products, as if nothing were masked.
+    /// The operations of its products without masking.
     pub flop: f64,
-    /// Part of the tiles that is computed; a mask hides the rest wherever its data are.
+    /// The fraction of the tiles that is computed. A mask hides the others whatever the data.
     pub share: f64,
-    /// Length of a row of the large values.
+    /// The length of a row of the large values.
     pub keys: u64,
-    /// True if more than one of its products makes large values, as where gradients of scores are made beside the scores.
+    /// True if more than one of its products makes large values, as in backward passes, which make gradients of scores
+    /// beside the scores.
     pub backward: bool,
     pub dtype: DType,
 }
@@ -133,33 +139,34 @@ pub struct Matmul {
     pub n: u64,
     pub k: u64,
     pub dtype: DType,
-    /// Elements by which every row of operands and result is aligned: the greatest power of two that divides their rows, at
-    /// most 8 (16 bytes of half precision, what tensor cores load at once).
+    /// The alignment of every row of operands and result, in elements. It is the greatest power of two that divides
+    /// their rows, at most 8 (16 bytes of half precision, which tensor cores load at once).
     pub aligned: u64,
 }
 
 impl Matmul {
-    /// In f64, since the count of a matmul that no device could hold does not fit into 64 bits.
+    /// The operations of the product. They are an f64, since those of a matmul that no device could hold do not fit
+    /// into 64 bits.
     pub fn flop(&self) -> f64 {
         2.0 * self.batch as f64 * self.m as f64 * self.n as f64 * self.k as f64
     }
 }
 
-/// Scalar operations that an exponential, a root or a division takes on vector units: special functions run at a quarter
-/// of the rate of multiplications on NVIDIA devices (CUDA programming guide, arithmetic throughput), and need a few
+/// The scalar operations of an exponential, a root or a division on vector units. Special functions run at a quarter of
+/// the rate of multiplications on NVIDIA devices (CUDA programming guide, arithmetic throughput), and need a few
 /// operations around them.
 pub const TRANSCENDENTAL: f64 = 8.0;
 
-/// How a node takes part in kernels.
+/// The role of a node in kernels.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// There before the body runs.
+    /// A value that exists before the body runs.
     Leaf,
-    /// Known at compile time: constants, positions, masks.
+    /// A value known at compile time: constants, positions, masks.
     Constant,
-    /// Another way to look at its operand.
+    /// A view of its operand.
     Alias,
-    /// Elementwise: one element for one element.
+    /// An elementwise op.
     Map,
     /// A reduction whose rows stay on the chip.
     Row,
@@ -169,18 +176,20 @@ enum Role {
     Alone,
 }
 
-/// The kernels of a body's graph, in an order in which they can run. `written` are the values that the body leaves in buffers.
+/// The kernels of a body's graph, in an order in which they can run. `written` are the values that the body writes to
+/// buffers.
 pub fn kernels(graph: &Graph, written: &BTreeSet<ValueId>, fused_attention: bool) -> Vec<Kernel> {
     kernels_where(graph, written, &mut |_| fused_attention)
 }
 
-/// The kernels of a body's graph, where those around large products are one only if `fuses` says so of the kernel that this makes.
+/// The kernels of a body's graph. Kernels around large products are joined only if `fuses` returns true for the joined
+/// kernel.
 pub fn kernels_where(
     graph: &Graph,
     written: &BTreeSet<ValueId>,
     fuses: &mut dyn FnMut(&Kernel) -> bool,
 ) -> Vec<Kernel> {
-    // What goes to the host must be laid out in memory as what stays is.
+    // Values that go to the host must be laid out in memory, like values that stay.
     let stored = graph.nodes.iter().filter(|node| node.op.stores_in_host()).map(|node| node.operands[0]);
     let written = &written.iter().copied().chain(stored).collect();
     let roles = roles(graph, written);
@@ -198,7 +207,7 @@ pub fn kernels_where(
     in_order(graph, made)
 }
 
-/// The kernel that a call of a runtime is, with what it would be to a device of which nothing is measured.
+/// The kernel for a call of a runtime, with the kind it would have on a device without measurements.
 pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
     let named = call.nodes.last().copied().unwrap_or(ValueId(0));
     let node = graph.node(named);
@@ -224,10 +233,11 @@ pub fn of_runtime(graph: &Graph, call: Called) -> Kernel {
     Kernel { kind, nodes: call.nodes, reads: call.reads, writes, read_bytes, written_bytes, work: Some(call.work) }
 }
 
-/// Joins kernels that are connected by products that grow ([`crate::op::DotGeneral::grows`]), or by values of their
-/// size that are made of them element by element, where a product sums these up again. What takes large values before and after something else was made of them, as
-/// a backward pass does whose forward pass is computed again in the same body, are kernels of their own: each makes the large values
-/// anew.
+/// Joins the kernels around growing products ([`crate::op::DotGeneral::grows`]). Kernels are connected by such
+/// products, or by values of their size that are computed from them elementwise, if a product contracts these again.
+///
+/// Kernels that use the large values before and after another result is computed from them stay separate. This happens
+/// in a backward pass whose forward pass is recomputed in the same body. Each such kernel recomputes the large values.
 fn with_products_fused(
     graph: &Graph,
     roles: &[Role],
@@ -270,8 +280,8 @@ fn with_products_fused(
         }
     }
     let mut component: Vec<usize> = (0..kernels.len()).map(|i| find(&mut joined, i)).collect();
-    // Only where a product sums large values up again is there a kernel that never writes them; what merely maps them, as gates of
-    // experts do with few terms, is no one launch.
+    // Only if a product contracts large values again can a kernel avoid writing them. Kernels that merely map them,
+    // like the gates of experts with few terms, are not one launch.
     let sums_up = |kernel: &&Kernel| {
         let is_small = |v: &ValueId| matches!(graph.node(*v).op, Op::DotGeneral(_)) && !large.contains(v);
         kernel.nodes.iter().any(is_small) && kernel.reads.iter().any(|(read, _)| large.contains(read))
@@ -281,7 +291,8 @@ fn with_products_fused(
     for (i, c) in component.iter_mut().enumerate().filter(|(_, c)| !summed.contains(c)) {
         *c = i;
     }
-    // How often what a kernel reads was made of what some connected kernels made before: one more on each way out of these.
+    // The number of connected groups that a kernel's inputs passed through. It grows by one on each edge that leaves
+    // such a group.
     let mut members = vec![0u32; kernels.len()];
     component.iter().for_each(|&c| members[c] += 1);
     let mut depth = vec![0u32; kernels.len()];
@@ -299,7 +310,7 @@ fn with_products_fused(
     }
     let shares = Shares { graph, known: RefCell::default() };
     let together = |of_group: &[usize]| -> Option<Kernel> {
-        // Large values of before are made again, of what is in memory and of nothing that is not.
+        // Recompute large values of earlier kernels, but only from values in memory.
         let mut again: BTreeSet<usize> = of_group.iter().copied().collect();
         let mut open: Vec<usize> = of_group.to_vec();
         while let Some(i) = open.pop() {
@@ -323,7 +334,7 @@ fn with_products_fused(
                 None => reads.push((read, bytes)),
             }
         }
-        // Of the kernels before, only what the large values are made of.
+        // Keep only those nodes of earlier kernels that the large values depend on.
         let mut needed = vec![false; graph.len()];
         own().flat_map(|k| &k.nodes).for_each(|n| needed[n.index()] = true);
         writes.iter().for_each(|w| needed[w.index()] = true);
@@ -342,7 +353,7 @@ fn with_products_fused(
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
-        // What a mask hides wherever it stands is not computed.
+        // Tiles that a mask hides in every position are not computed.
         let share = |&v: &ValueId| {
             let selects = matches!(graph.node(v).op, Op::Select(_));
             selects
@@ -360,7 +371,7 @@ fn with_products_fused(
     let mut replaced = vec![false; kernels.len()];
     let mut fused: Vec<Kernel> = Vec::new();
     for c in (0..kernels.len()).filter(|&c| members[c] > 1) {
-        // All of what is connected or nothing: what one does not make in memory another one would read there.
+        // Join all connected kernels or none: a value that one kernel no longer writes would be read there by another.
         let of_component = groups.range((c, 0)..=(c, u32::MAX)).filter_map(|(_, of_group)| together(of_group));
         let of_component: Vec<Kernel> = of_component.collect();
         if of_component.iter().all(&mut *fuses) {
@@ -372,7 +383,7 @@ fn with_products_fused(
     kept.chain(fused).collect()
 }
 
-/// The visible parts of a body's masks. Layers have masks of their own that are alike, and one is looked at for all.
+/// The visible fractions of a body's masks. Layers have equal masks of their own, and only one of them is examined.
 struct Shares<'a> {
     graph: &'a Graph,
     known: RefCell<BTreeMap<(bool, String), f64>>,
@@ -390,7 +401,7 @@ impl Shares<'_> {
     }
 }
 
-/// Whether a value is a product that is larger than its factors ([`crate::op::DotGeneral::grows`]).
+/// Returns true if a value is a product that is larger than its factors ([`crate::op::DotGeneral::grows`]).
 fn grows(graph: &Graph, v: ValueId) -> bool {
     let shape = |i: usize| graph.shape(graph.node(v).operands[i]);
     matches!(&graph.node(v).op, Op::DotGeneral(dot) if dot.grows(shape(0), shape(1), graph.shape(v)))
@@ -402,7 +413,7 @@ fn computes(role: Role) -> bool {
 
 fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-    // Whether the elements of a value lie in memory in its own order.
+    // True for values whose elements lie in memory in their own order.
     let mut contiguous = vec![true; graph.len()];
     let mut roles = Vec::with_capacity(graph.len());
     for v in graph.values() {
@@ -441,7 +452,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             | Op::Composite(_) => Role::Alone,
             _ => Role::Map,
         };
-        // What leaves the body must be laid out.
+        // A value that leaves the body must be laid out in memory.
         let role = if role == Role::Alias && written.contains(&v) { Role::Map } else { role };
         contiguous[v.index()] = match role {
             Role::Alias => matches!(node.op, Op::Reshape(_)) && contiguous[operand().index()],
@@ -452,7 +463,8 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
     roles
 }
 
-/// Whether a reshape gives each dimension as one or more, so that strides describe it whatever the operand's strides.
+/// Returns true if a reshape keeps or splits each dimension, so that strides describe the result for any strides of the
+/// operand.
 fn only_splits(from: &[u64], to: &[u64]) -> bool {
     let mut to = to.iter().filter(|&&d| d != 1);
     from.iter().filter(|&&d| d != 1).all(|&size| {
@@ -483,7 +495,7 @@ fn sources(graph: &Graph, roles: &[Role]) -> Vec<(ValueId, u64)> {
     source
 }
 
-/// The barriers between each value and its source ([`sources`]): reshapes that change no shape.
+/// The number of barriers between each value and its source ([`sources`]): reshapes that change no shape.
 fn barriers(graph: &Graph, roles: &[Role]) -> Vec<u32> {
     let mut barriers = vec![0; graph.len()];
     for v in graph.values().filter(|v| roles[v.index()] == Role::Alias) {
@@ -494,7 +506,7 @@ fn barriers(graph: &Graph, roles: &[Role]) -> Vec<u32> {
     barriers
 }
 
-/// The kernel of each computed node, named by one of its nodes.
+/// The kernel of each computed node, identified by one of its nodes.
 fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[u32]) -> Vec<u32> {
     let mut level = vec![0u32; graph.len()];
     let mut parent: Vec<u32> = (0..graph.len() as u32).collect();
@@ -505,7 +517,7 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[
         }
         at
     }
-    // The product that grows of which a kernel's value is made.
+    // The growing product that a kernel's value is computed from.
     let mut made_of: Vec<Option<ValueId>> = vec![None; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         let alone = roles[v.index()] == Role::Alone;
@@ -544,7 +556,7 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[
     (0..graph.len() as u32).map(|v| find(&mut parent, v)).collect()
 }
 
-/// Which values are left in memory, and what each other value is computed again from.
+/// The values that are kept in memory, and for each other value those that it is recomputed from.
 struct Kept {
     kept: Vec<bool>,
     sources: Vec<Vec<ValueId>>,
@@ -579,7 +591,7 @@ fn kept(
             continue;
         }
         if roles[i] == Role::Row {
-            // Few bytes: never worth a pass over the rows.
+            // The result has few bytes, so recomputing it is never worth a pass over the rows.
             kept[i] = crosses[i];
             continue;
         }
@@ -601,7 +613,7 @@ fn kept(
         if from.len() > MAX_SOURCES || crosses[i] && bytes > graph.ty(v).bytes() {
             kept[i] = true;
         } else {
-            // What is computed again from a row's reduction needs it in memory.
+            // A recomputed value that depends on a row's reduction needs that reduction in memory.
             if crosses[i] {
                 for s in from.iter().filter(|s| roles[s.index()] == Role::Row) {
                     kept[s.index()] = true;
@@ -635,9 +647,9 @@ fn kernel(
         let node = graph.node(v);
         for (position, o) in node.operands.iter().enumerate() {
             let (s, bytes) = source[o.index()];
-            // Of a table only the rows that are taken.
+            // A lookup reads only the selected rows of a table.
             let bytes = match (&node.op, position) {
-                // What a copy only waits for.
+                // A copy waits for this operand but does not read it.
                 (Op::HostCopy(_), 1) => 0,
                 (Op::Gather(_), 0) => bytes.min(node.ty.elements() * graph.ty(*o).dtype.bytes()),
                 _ => bytes,
@@ -683,7 +695,7 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
                 if matches!(node.op, Op::GroupedDot(_)) { graph.shape(node.operands[1]) } else { &node.ty.shape };
             let flop = node.op.flop(&graph.operand_types(v), &node.ty);
             let (batch, terms, columns) = (matrices[0].max(1), matrices[1], matrices[2]);
-            // Rows are spread evenly.
+            // Rows are assumed to be spread evenly.
             let rows = flop.div_ceil(2 * batch * (terms * columns).max(1));
             let [m, n, k] = match &node.op {
                 Op::GroupedOuter(_) => [terms, columns, rows],
@@ -718,14 +730,15 @@ fn operations(graph: &Graph, v: ValueId) -> f64 {
     let each = match &node.op {
         Op::Unary(Unary::Negate | Unary::Abs | Unary::Not | Unary::Sign | Unary::StopGradient) => 1.0,
         Op::Unary(_) | Op::Binary(Binary::Divide | Binary::Power | Binary::Remainder) => TRANSCENDENTAL,
-        // Its 20 rounds (Salmon et al. 2011).
+        // The 20 rounds of Threefry (Salmon et al. 2011).
         Op::Threefry(_) => 80.0,
         _ => 1.0,
     };
     each * elements as f64
 }
 
-/// An order in which every kernel runs after those that it reads from: the order of the graph where that leaves a choice.
+/// An order in which every kernel runs after those that it reads from. Where this leaves a choice, it is the order of
+/// the graph.
 fn in_order(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let mut maker: Vec<Option<u32>> = vec![None; graph.len()];
     for (i, kernel) in kernels.iter().enumerate() {

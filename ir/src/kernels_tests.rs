@@ -1,4 +1,4 @@
-//! Which kernels graphs become, by hand; and what must hold of any.
+//! Tests the kernels of particular graphs, and properties that hold for all graphs.
 
 use super::*;
 use crate::literal::Literal;
@@ -11,7 +11,7 @@ fn input(g: &mut Graph, shape: &[u64]) -> ValueId {
     g.emit(Op::Input(Input { name: format!("x{}", g.len()), ty }), &[])
 }
 
-/// `[b, m, k] x [b, k, n]`, or with the second transposed.
+/// `[b, m, k] x [b, k, n]`, or with the second operand transposed.
 fn product(g: &mut Graph, a: ValueId, b: ValueId, rhs_contract: usize) -> ValueId {
     let dot =
         DotGeneral { lhs_batch: vec![0], rhs_batch: vec![0], lhs_contract: vec![2], rhs_contract: vec![rhs_contract] };
@@ -51,7 +51,7 @@ fn rows_that_do_not_fit_on_the_chip_are_gone_through_again() {
     let x = input(&mut g, &[8, 100_000]);
     let y = softmax(&mut g, x);
     let found = of(&g, &[y], false);
-    // For the maximum, for the sum, and for the quotient.
+    // One kernel each for the maximum, the sum and the quotient.
     assert_eq!(found.len(), 3, "{found:?}");
     assert!(found.iter().all(|k| k.read_bytes >= 8 * 100_000 * 2));
 }
@@ -68,7 +68,7 @@ fn a_matmul_reads_through_slices_and_transposes_but_not_through_what_no_stride_d
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!(found[0].read_bytes, 2 * (4 * 64 * 32 + 4 * 32 * 64));
 
-    // Heads back to features: the transposed dimensions are merged, which is a copy.
+    // Merging heads to features also merges transposed dimensions, which is a copy.
     let mut g = Graph::new("copy");
     let (x, w) = (input(&mut g, &[1, 8, 64, 32]), input(&mut g, &[1, 256, 16]));
     let turned = g.transpose(x, &[0, 2, 1, 3]);
@@ -84,7 +84,7 @@ fn a_cheap_value_is_computed_again_and_a_sum_of_two_is_kept() {
     let first = product(&mut g, a, b, 1);
     let act = g.unary(Unary::Tanh, first);
     let second = product(&mut g, act, b, 1);
-    // Used again after the second product: read from the first product, not stored twice.
+    // A value used again after the second product is read from the first product and not stored twice.
     let slope = g.mul(act, act);
     let late = g.mul(second, slope);
     let found = of(&g, &[late], false);
@@ -119,12 +119,12 @@ fn fused_attention_never_writes_scores() {
     assert_eq!((*keys, *backward), (1024, false));
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
-    // No product sums the other one that grows up again, so that it is written as any product is.
+    // No product contracts the other growing product, so that one is written like any product.
     assert_eq!(found.len(), 3, "{found:?}");
     assert!(found.iter().any(|kernel| kernel.writes == [wide]), "{found:?}");
 }
 
-/// Scores of queries of a device that come after those of the devices before it, as the mask says.
+/// Scores of a device's queries, which come after those of earlier devices, as the mask says.
 #[test]
 fn the_device_that_sees_most_says_how_much_is_computed() {
     let share = |parts: u32, alike: bool| {
@@ -160,7 +160,7 @@ fn the_device_that_sees_most_says_how_much_is_computed() {
         });
         kernels.collect::<Vec<f64>>()
     };
-    // Of 8 x 8 tiles those on the diagonal count as a whole; the last part sees all that is before it.
+    // There are 8 x 8 tiles. Those on the diagonal count fully, and the last part sees everything before it.
     assert_eq!(share(1, false), [36.0 / 64.0]);
     assert_eq!(share(2, false), [(64.0 + 36.0) / 128.0]);
     assert_eq!(share(4, false), [(192.0 + 36.0) / 256.0]);

@@ -1,10 +1,11 @@
-//! The artefacts of Altiplano and what they mean.
+//! The data types of Altiplano and their semantics.
 //!
-//! A [`Graph`](graph::Graph) is a list of ops in topological order. Each op (see [`op`]) states its
-//! shape function, its sharding rule, its gradient and its reference semantics in one file, and
-//! everything else in the project (planning, pricing, partitioning, execution) follows from those.
-//! [`Plan`](plan::Plan) and [`Program`](program::Program) are what the planner hands to the runtime:
-//! plain data, verified before use.
+//! A [`Graph`](graph::Graph) is a list of ops in topological order. Each op (see [`op`]) defines its shape function,
+//! its sharding rule, its gradient and its reference semantics in one file. Planning, pricing, partitioning and
+//! execution follow from these.
+//!
+//! The planner hands a [`Plan`](plan::Plan) and a [`Program`](program::Program) to the runtime. Both are plain data,
+//! verified before use.
 
 #![forbid(unsafe_code)]
 

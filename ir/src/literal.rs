@@ -1,12 +1,12 @@
-//! Constants of a graph: one value for all elements, or a value each.
+//! Constants of a graph: one number for all elements, or one for each.
 
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A constant tensor. `batch_power` says how it scales with the batch: a constant that counts
-/// summed samples has power 1 (its value at batch `b'` is `value * (b'/b)`), a reciprocal -1.
+/// A constant tensor. `batch_power` is the power of the batch with which it scales. A constant that counts summed
+/// samples has power 1 (its value at batch `b'` is `value * (b'/b)`), and a reciprocal has -1.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Literal {
     pub ty: TensorType,
@@ -19,8 +19,8 @@ fn is_zero(power: &i8) -> bool {
     *power == 0
 }
 
-/// Elements of a literal, as in the reference semantics (`f64`, row major). Infinities and NaN are
-/// spelled `"inf"`, `"-inf"` and `"nan"` in JSON.
+/// The elements of a literal, as in the reference semantics (`f64`, row major). Infinities and NaN are written `"inf"`,
+/// `"-inf"` and `"nan"` in JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Values {
@@ -28,8 +28,7 @@ pub enum Values {
     Dense(Arc<Vec<Real>>),
 }
 
-/// An `f64` whose JSON form covers infinities and NaN, and whose equality is that of bits, all NaNs
-/// being one.
+/// An `f64` whose JSON form includes infinities and NaN. Two are equal if their bits are, and all NaNs are equal.
 #[derive(Clone, Copy, Debug)]
 pub struct Real(pub f64);
 
@@ -71,12 +70,12 @@ impl<'de> Deserialize<'de> for Real {
 }
 
 impl Literal {
-    /// All elements equal `value`.
+    /// A literal with `value` in every element.
     pub fn splat(ty: TensorType, value: f64) -> Self {
         Literal { ty, values: Values::Splat(Real(value)), batch_power: 0 }
     }
 
-    /// One value per element, row major; collapses to a splat where all are equal.
+    /// A literal with one value per element, row major. It becomes a splat if all are equal.
     pub fn dense(ty: TensorType, data: Vec<f64>) -> Self {
         match data.first() {
             Some(&first) if data.iter().all(|v| v.to_bits() == first.to_bits()) => Literal::splat(ty, first),
@@ -84,7 +83,7 @@ impl Literal {
         }
     }
 
-    /// The value of all elements, where there is just one.
+    /// The number of all elements, if there is just one.
     pub fn as_splat(&self) -> Option<f64> {
         match &self.values {
             Values::Splat(v) => Some(v.0),

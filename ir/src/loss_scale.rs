@@ -1,8 +1,8 @@
-//! Loss scaling: the loss is multiplied by a number before it is differentiated, so that gradients which are too small for f16 do not
-//! become zero, and gradients are divided by it before anything is made of them. A step whose gradients are not finite then changes
-//! nothing but the scale, which is found while training goes on (Micikevicius et al. 2018, section 3.2).
+//! Loss scaling. The loss is multiplied by a scale before differentiation, so that gradients too small for f16 do not
+//! become zero. Gradients are divided by the scale before any use. A step with non-finite gradients changes nothing but
+//! the scale, which is thus found during training (Micikevicius et al. 2018, section 3.2).
 //!
-//! The scale is state of the training step, and how it changes is part of the update, so that whatever executes programs scales alike.
+//! The scale is state of the training step, and the update changes it. So every executor of programs scales alike.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -12,31 +12,33 @@ use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Where a scale that is found starts, and after how many steps without overflow it grows: the defaults of PyTorch's `GradScaler`.
+/// The initial value of a dynamic scale, and the number of steps without overflow after which it grows. These are the
+/// defaults of PyTorch's `GradScaler`.
 pub const INITIAL: f64 = 65536.0;
 pub const INTERVAL: u32 = 2000;
-/// By which it grows, and shrinks where gradients overflow.
+/// The factor by which a scale grows, and shrinks if gradients overflow.
 pub const FACTOR: f64 = 2.0;
 
-/// Slots of [`crate::program::ALL_PARAMETERS`], which start at 0 as all state does: the scale of the next step, 0 where that is the
-/// initial one;
+/// Slot of [`crate::program::ALL_PARAMETERS`]: the scale of the next step. Like all state it starts at 0, which stands
+/// for the initial scale.
 pub const SCALE: &str = "loss scale";
-/// the steps since it changed;
+/// Slot of [`crate::program::ALL_PARAMETERS`]: the steps since the scale changed.
 pub const UNCHANGED_STEPS: &str = "steps since the loss scale changed";
-/// and the steps of the run that were skipped.
+/// Slot of [`crate::program::ALL_PARAMETERS`]: the skipped steps of the run.
 pub const SKIPPED_STEPS: &str = "skipped steps";
 
-/// By what a loss is multiplied.
+/// The scale of a loss.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum LossScale {
-    /// By this in every step.
+    /// The same scale in every step.
     Fixed(f64),
-    /// By what gradients allow: half of it after a step that was skipped, twice as much after `interval` steps that were not.
+    /// A scale that adapts to gradients. It is halved after a skipped step, and doubled after `interval` steps without
+    /// one.
     Dynamic { initial: f64, interval: u32 },
 }
 
-/// The state of loss scaling in a graph that updates parameters: f32 scalars.
+/// The state of loss scaling in a graph that updates parameters, as f32 scalars.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaleState {
     pub skipped: ValueId,
@@ -51,21 +53,21 @@ impl Default for LossScale {
 }
 
 impl LossScale {
-    /// What a model is trained with unless something else is asked for: a scale that is found where something that depends on a
-    /// parameter is f16. The other float types have numbers as small as gradients are.
+    /// The default for training a model: a dynamic scale if a value that depends on a parameter is f16. The other float
+    /// types can represent small gradients.
     pub fn of_model(graph: &Graph) -> Option<LossScale> {
         let trained = graph.depends_on(|v| graph.is_trained(v));
         let is_small = |v: ValueId| trained[v.index()] && graph.ty(v).dtype == DType::F16;
         graph.values().any(is_small).then(LossScale::default)
     }
 
-    /// Whether there can be such a scale where gradients are so many steps late: the next step begins before they have told whether
-    /// the scale was too large.
+    /// Returns true if the scale works with gradients that are `staleness` steps late. A dynamic scale does not,
+    /// because the next step begins before it is known if the scale was too large.
     pub fn is_of_staleness(&self, staleness: u32) -> bool {
         matches!(self, LossScale::Fixed(_)) || staleness == 0
     }
 
-    /// The names of the state that there is, each an f32 scalar that is the same on all devices.
+    /// The names of the scale's state, each an f32 scalar that is the same on all devices.
     pub fn slots(&self) -> &'static [&'static str] {
         match self {
             LossScale::Fixed(_) => &[SKIPPED_STEPS],
@@ -73,13 +75,13 @@ impl LossScale {
         }
     }
 
-    /// The largest scale of a loss of this type: a power of two that it has, whose inverse is a normal number of single precision.
+    /// The largest scale of a loss of this type: a power of two in its range, whose inverse is a normal f32.
     pub fn most(loss: DType) -> f64 {
         let greatest = loss.float_format().map_or(f64::MAX, |format| format.greatest());
         greatest.log2().floor().min(-f64::from(f32::MIN_POSITIVE).log2()).exp2()
     }
 
-    /// What is wrong with the scale for a loss of this type.
+    /// The problem of the scale for a loss of this type, if any.
     pub fn problem(&self, loss: DType) -> Option<&'static str> {
         match *self {
             LossScale::Fixed(scale) if !(scale >= f64::from(f32::MIN_POSITIVE) && scale <= Self::most(loss)) => {
@@ -93,7 +95,7 @@ impl LossScale {
         }
     }
 
-    /// The scale of the first step of a loss of this type.
+    /// The scale of the first step for a loss of this type.
     pub fn first(&self, loss: DType) -> f64 {
         match *self {
             LossScale::Fixed(scale) => scale,
@@ -101,7 +103,7 @@ impl LossScale {
         }
     }
 
-    /// The scale of a step, an f32 scalar; `kept` is the state of that name, which a dynamic scale has.
+    /// The scale of a step as an f32 scalar. `kept` is the state of that name, which a dynamic scale has.
     pub fn now(&self, graph: &mut Graph, kept: Option<ValueId>, loss: DType) -> ValueId {
         let first = graph.constant(Literal::splat(TensorType::scalar(DType::F32), self.first(loss)));
         let Some(kept) = kept else { return first };
@@ -110,7 +112,8 @@ impl LossScale {
         graph.select(is_kept, kept, first)
     }
 
-    /// The state after a step with the scale `now`, in the order of [`LossScale::slots`]; `overflows` is a boolean scalar.
+    /// The state after a step with the scale `now`, in the order of [`LossScale::slots`]. `overflows` is a boolean
+    /// scalar.
     pub fn after(
         &self,
         graph: &mut Graph,
@@ -137,7 +140,7 @@ impl LossScale {
             graph.emit(Op::Binary(by), &[scaled, bound])
         };
         let larger = scaled(graph, FACTOR, Self::most(loss), Binary::Minimum);
-        // Never 0, which is where a scale starts.
+        // Never 0, which stands for the initial scale.
         let smaller = scaled(graph, 1.0 / FACTOR, f64::from(f32::MIN_POSITIVE), Binary::Maximum);
         let grown = graph.select(grows, larger, now);
         let scale = graph.select(overflows, smaller, grown);
@@ -145,8 +148,8 @@ impl LossScale {
     }
 }
 
-/// How many elements of a local tensor are no finite numbers, as an f32 scalar. Unlike a sum of squares, which overflows itself where
-/// gradients are large, it is above 0 where one of them is not finite and nowhere else.
+/// The number of non-finite elements of a local tensor, as an f32 scalar. A sum of squares would not do, because it
+/// overflows itself if gradients are large.
 pub fn overflows(graph: &mut Graph, x: ValueId) -> ValueId {
     let finite = graph.unary(Unary::IsFinite, x);
     let shape = graph.shape(x).to_vec();

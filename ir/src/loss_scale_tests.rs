@@ -1,11 +1,12 @@
-//! The scale against what PyTorch's `GradScaler` does, over sequences of steps that overflow and that do not.
+//! Compares the scale with PyTorch's `GradScaler`, over sequences of steps with and without overflow.
 
 use super::*;
 use crate::interpret;
 use crate::optimizer::leaf;
 use crate::tensor::Tensor;
 
-/// Runs the state over steps of which some overflow: after each the scale, the steps since it changed and the steps skipped.
+/// Runs the state over steps, some of which overflow. Returns after each the scale, the steps since it changed, and the
+/// skipped steps.
 fn run(scale: LossScale, loss: DType, overflows: &[bool]) -> Vec<[f64; 3]> {
     let scalar = TensorType::scalar(DType::F32);
     let mut graph = Graph::new("scale");
@@ -39,8 +40,8 @@ fn run(scale: LossScale, loss: DType, overflows: &[bool]) -> Vec<[f64; 3]> {
     seen
 }
 
-/// `update` of `torch.amp.GradScaler` with a growth factor of 2 and a backoff factor of 0.5 (torch 2.15 on a CPU): scale and growth
-/// tracker after each step.
+/// `update` of `torch.amp.GradScaler` with a growth factor of 2 and a backoff factor of 0.5 (torch 2.15 on a CPU). Each
+/// entry is the scale and the growth tracker after a step.
 #[test]
 fn a_scale_is_found_as_pytorch_finds_it() {
     let steps = [true, true, false, false, false, true, false, false, false, false, false, false, true];
@@ -67,7 +68,7 @@ fn a_scale_is_found_as_pytorch_finds_it() {
 
 #[test]
 fn a_scale_stays_a_number_of_the_losss_type() {
-    // 65536 is infinity in f16, so that it would be the seed that overflows.
+    // 65536 is infinity in f16, so the seed would overflow.
     let half =
         run(LossScale::Dynamic { initial: INITIAL, interval: 1 }, DType::F16, &[false, true, false, false, false]);
     assert_eq!(half.iter().map(|state| state[0]).collect::<Vec<_>>(), [32768.0, 16384.0, 32768.0, 32768.0, 32768.0]);
@@ -92,7 +93,7 @@ fn only_what_is_not_finite_overflows() {
         graph.outputs = vec![overflows(&mut graph, x)];
         interpret::run(&graph, &|_| Tensor::new(ty.clone(), values.to_vec()))[0].data[0]
     };
-    // The sum of their squares is none in single precision.
+    // The sum of their squares would overflow in single precision.
     assert_eq!(count(&[3e38, -3e38, 0.0]), 0.0);
     assert_eq!(count(&[1.0, f64::INFINITY, f64::NEG_INFINITY, f64::NAN]), 3.0);
 }

@@ -1,24 +1,24 @@
-//! Training steps with several losses, as those of adversarial networks or of an actor and a critic.
+//! Training steps with several losses, such as those of adversarial networks or of an actor and a critic.
 //!
-//! A step is planned by one loss. Where the step differentiates another one as well, that loss's parameters have gradients which no
-//! derivative of the first loss gives. What a backward pass needs of its forward pass tells them apart: a gradient that is made of
-//! values on the way to another loss, and not on the way to the first, is that loss's. Numbers that are only reported (an
-//! accuracy, the norm of gradients) have no such gradients.
+//! A step is planned by one loss. If it also differentiates another loss, the parameters of that loss have gradients
+//! which the first loss does not produce. The forward values that a backward pass needs distinguish the two. A gradient
+//! belongs to the other loss if it is computed from values on the way to that loss and not on the way to the first.
+//! Values that are only reported (an accuracy, the norm of gradients) have no such gradients.
 
 use crate::graph::{Graph, ValueId};
 use crate::step::{TrainingStep, ancestors, updated_by};
 use std::collections::BTreeSet;
 
-/// A loss beside the one of a step.
+/// A loss in addition to the main one of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtherLoss {
-    /// Its position among the graph's outputs.
+    /// The position of the loss among the graph's outputs.
     pub output: usize,
-    /// The leaves that it trains.
+    /// The leaves that the loss trains.
     pub parameters: Vec<ValueId>,
 }
 
-/// The losses of a step beside its own. `arguments` are the graph's leaves in the function's order.
+/// The losses of a step in addition to its main one. `arguments` are the graph's leaves in the function's order.
 pub fn other_losses(graph: &Graph, arguments: &[ValueId], step: &TrainingStep) -> Vec<OtherLoss> {
     let needed = ancestors(graph, &[step.loss], |_| true);
     let of_loss = graph.depends_on(|v| v == step.loss);
@@ -36,8 +36,8 @@ pub fn other_losses(graph: &Graph, arguments: &[ValueId], step: &TrainingStep) -
         }
         let behind = ancestors(graph, &[other], |_| true);
         let smooth = ancestors(graph, &[other], |v| graph.ty(v).dtype.is_float());
-        // A loss of weights that the step has updated already is made of gradients, as a norm of gradients is; only what follows
-        // from the updated weights is the loss's.
+        // A loss of already updated weights is computed from gradients, like a norm of gradients. Only values computed
+        // from the updated weights belong to the loss.
         let late = from_gradients[other.index()];
         let is_its = |v: ValueId| {
             let i = v.index();
@@ -48,7 +48,7 @@ pub fn other_losses(graph: &Graph, arguments: &[ValueId], step: &TrainingStep) -
         let is_trained = |p: &&crate::step::TrainedParameter| p.gradient.is_some_and(|g| differentiated[g.index()]);
         let mut parameters: BTreeSet<ValueId> =
             step.parameters.iter().filter(is_trained).map(|p| p.parameter).collect();
-        // Weights that the step's own loss knows nothing of.
+        // Weights that the step's main loss does not involve.
         let is_weight = |(leaf, updated): &(&ValueId, &ValueId)| {
             smooth[leaf.index()] && differentiated[updated.index()] && !own.contains(leaf)
         };

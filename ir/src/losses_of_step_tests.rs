@@ -4,7 +4,7 @@ use crate::op::{Input, Op, Reducer, Unary};
 use crate::step::recognise;
 use crate::types::TensorType;
 
-/// Leaves `d`, `g`, `x` and `z` of four numbers, and what a step makes of them.
+/// A step with leaves `d`, `g`, `x` and `z` of four numbers, whose outputs `build` makes.
 fn step(build: impl FnOnce(&mut Graph, [ValueId; 4]) -> Vec<ValueId>) -> Graph {
     let mut graph = Graph::new("step");
     let input = |graph: &mut Graph, name: &str| {
@@ -35,7 +35,7 @@ fn descended(g: &mut Graph, p: ValueId, gradient: ValueId) -> ValueId {
     g.sub(p, change)
 }
 
-/// The other losses, by output and names of what they train.
+/// The other losses, each with its output and the leaves that it trains.
 fn found(graph: &Graph) -> Vec<(usize, Vec<ValueId>)> {
     let arguments: Vec<ValueId> = graph.values().filter(|&v| graph.node(v).op.is_leaf()).collect();
     let step = recognise(graph, &arguments, &[]).expect("a step");
@@ -44,7 +44,7 @@ fn found(graph: &Graph) -> Vec<(usize, Vec<ValueId>)> {
 
 #[test]
 fn a_second_loss_that_trains_is_found() {
-    // Both losses depend on `d` and `g`; the first trains `d`, the second `g`.
+    // Both losses depend on `d` and `g`. The first trains `d`, the second `g`.
     let adversarial = step(|graph, [d, g, x, z]| {
         let fake = graph.mul(g, z);
         let both = graph.add(fake, x);
@@ -56,7 +56,7 @@ fn a_second_loss_that_trains_is_found() {
     });
     assert_eq!(found(&adversarial), [(3, vec![ValueId(1)])]);
 
-    // The second is computed with the weights that the first has updated.
+    // The second loss is computed with the weights that the first has updated.
     let alternating = step(|graph, [d, g, x, z]| {
         let fake = graph.mul(g, z);
         let both = graph.add(fake, x);

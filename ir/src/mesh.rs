@@ -15,8 +15,9 @@ pub struct Axis {
 }
 
 /// A logical array of devices with named axes, major axis first: `mesh<data=4, tensor=8>`.
-/// The device at coordinates `(c0, c1, ..)` is the row-major position among the submesh's devices,
-/// so the last axis has the closest neighbours.
+///
+/// The device at coordinates `(c0, c1, ..)` is the one at that row-major position of the submesh. So neighbours along
+/// the last axis are closest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Mesh {
     pub axes: Vec<Axis>,
@@ -35,7 +36,7 @@ impl Mesh {
         self.axes[axis.0 as usize].size as u64
     }
 
-    /// Product of the sizes of `axes`.
+    /// The product of the sizes of `axes`.
     pub fn product(&self, axes: &[AxisId]) -> u64 {
         axes.iter().map(|&a| self.size(a)).product()
     }
@@ -52,23 +53,23 @@ impl Mesh {
         self.axes.iter().map(|a| a.size).product()
     }
 
-    /// Distance between neighbours along `axis`, counted in devices of the submesh.
+    /// The distance between neighbours along `axis`, in devices of the submesh.
     pub fn stride(&self, axis: AxisId) -> u32 {
         self.axes[axis.0 as usize + 1..].iter().map(|a| a.size).product()
     }
 
-    /// Coordinates of the device at a position of the submesh.
+    /// The coordinates of the device at a position of the submesh.
     pub fn coordinates(&self, position: u32) -> Vec<u32> {
         self.axis_ids().map(|a| position / self.stride(a) % self.axes[a.0 as usize].size).collect()
     }
 
-    /// Position within `axes` (major first) of the device with these mesh coordinates.
+    /// The position within `axes` (major first) of the device with these mesh coordinates.
     pub fn index_along(&self, axes: &[AxisId], coordinates: &[u32]) -> u64 {
         axes.iter().fold(0, |i, &a| i * self.size(a) + coordinates[a.0 as usize] as u64)
     }
 
-    /// The devices (positions of the submesh) that differ from `position` only along `axes`,
-    /// ordered by [`Mesh::index_along`]: the group of a collective.
+    /// The group of a collective over `axes`: the devices that differ from `position` only along `axes`. Devices are
+    /// positions of the submesh, ordered by [`Mesh::index_along`].
     pub fn group(&self, axes: &[AxisId], position: u32) -> Vec<u32> {
         let here = self.coordinates(position);
         let base: u32 =

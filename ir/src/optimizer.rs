@@ -1,8 +1,9 @@
 //! Optimizer updates as graphs: elementwise ops on a parameter, its gradient and its state.
 //!
-//! An update is the same for every shard of a parameter, so it is written once for a local shape and runs under
-//! any storage sharding; where it needs a sum over the whole tensor, whoever lowers it says how shards are added up. State is f32, of
-//! f64 parameters f64; parameters of less than single precision keep an f32 master copy that is updated and then rounded.
+//! An update is the same for every shard of a parameter. So it is written once for a local shape and runs under any
+//! storage sharding. If it needs a sum over the whole tensor, the caller provides the sum over shards. State is f32, or
+//! f64 for f64 parameters. Parameters of less than single precision have an f32 master copy, which is updated and then
+//! rounded.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -10,31 +11,33 @@ use crate::op::{Binary, Direction, Input, Op, Reducer, Unary};
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 
-/// How parameters are updated from gradients.
+/// An optimizer and its settings.
 ///
-/// LARS, LARC and LAMB scale the step of each parameter by a ratio of norms over the whole tensor, however it is sharded; the ratio
-/// is 1 where one of the norms is 0. Parameters of one dimension, which are biases and gains, step by the rate alone: the papers
-/// write a ratio for every layer, but the implementations that they were shown with leave it out there (LAMB's of BERT by
-/// name, LARS's of ResNet-50 for batch normalisation and biases), since such a tensor may begin with zeros.
+/// LARS, LARC and LAMB scale the step of each parameter by a ratio of norms over the whole tensor, however it is
+/// sharded. The ratio is 1 if one of the norms is 0. By default, parameters of one dimension (biases and gains) have no
+/// ratio and step by the learning rate alone.
+///
+/// The papers write a ratio for every layer. But their implementations omit it there, since such a tensor may start at
+/// zero: LAMB's of BERT by name, and LARS's of ResNet-50 for batch normalisation and biases.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Optimizer {
-    /// `u = momentum * u + g + weight_decay * p; p -= lr * u`. Without momentum there is no state.
+    /// `u = momentum * u + g + weight_decay * p; p -= lr * u`. With zero momentum there is no state.
     Sgd { momentum: f64, weight_decay: f64 },
-    /// Momentum as Sutskever et al. 2013 write Nesterov's (equation 7 in the form that frameworks have): `u = momentum * u + g +
+    /// Nesterov momentum (Sutskever et al. 2013, equation 7, in the form that frameworks use): `u = momentum * u + g +
     /// weight_decay * p; p -= lr * (g + weight_decay * p + momentum * u)`.
     Nesterov { momentum: f64, weight_decay: f64 },
-    /// Adam (Kingma & Ba 2015), decay added to the gradient.
+    /// Adam (Kingma & Ba 2015), with decay added to the gradient.
     Adam {
         beta1: f64,
         beta2: f64,
         epsilon: f64,
         weight_decay: f64,
-        /// Averages are divided by `1 - beta^step`.
+        /// True if averages are divided by `1 - beta^step`.
         #[serde(default = "yes")]
         bias_correction: bool,
     },
-    /// AdamW (Loshchilov & Hutter 2019), decay applied to the parameter.
+    /// AdamW (Loshchilov & Hutter 2019), with decay applied to the parameter.
     Adamw {
         beta1: f64,
         beta2: f64,
@@ -43,27 +46,29 @@ pub enum Optimizer {
         #[serde(default = "yes")]
         bias_correction: bool,
     },
-    /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), decay added to the gradient: `v = decay * v + (1 - decay) * g^2`,
-    /// `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
+    /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), with decay added to the gradient: `v = decay * v + (1 - decay) *
+    /// g^2`, `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
     Rmsprop {
         decay: f64,
         epsilon: f64,
         momentum: f64,
         weight_decay: f64,
-        /// `sqrt(v + epsilon)` takes the place of `sqrt(v) + epsilon`.
+        /// True to use `sqrt(v + epsilon)` instead of `sqrt(v) + epsilon`.
         #[serde(default, skip_serializing_if = "is_false")]
         epsilon_in_root: bool,
     },
-    /// Adagrad (Duchi, Hazan & Singer 2011), decay added to the gradient: `s += g^2; p -= lr * g / (sqrt(s) + epsilon)`.
+    /// Adagrad (Duchi, Hazan & Singer 2011), with decay added to the gradient: `s += g^2; p -= lr * g / (sqrt(s) +
+    /// epsilon)`.
     Adagrad {
         epsilon: f64,
         weight_decay: f64,
-        /// `sqrt(s + epsilon)` takes the place of `sqrt(s) + epsilon`.
+        /// True to use `sqrt(s + epsilon)` instead of `sqrt(s) + epsilon`.
         #[serde(default, skip_serializing_if = "is_false")]
         epsilon_in_root: bool,
     },
-    /// Adadelta (Zeiler 2012, algorithm 1), decay added to the gradient: `v = rho * v + (1 - rho) * g^2`,
-    /// `d = g * sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its own rate is 1.
+    /// Adadelta (Zeiler 2012, algorithm 1), with decay added to the gradient: `v = rho * v + (1 - rho) * g^2`, `d = g *
+    /// sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its usual learning rate
+    /// is 1.
     Adadelta { rho: f64, epsilon: f64, weight_decay: f64 },
     /// LARS (You, Gitman & Ginsburg 2017, algorithm 1): `r = trust * |p| / (|g| + weight_decay * |p|)`,
     /// `u = momentum * u + lr * r * (g + weight_decay * p)`, `p -= u`.
@@ -71,21 +76,21 @@ pub enum Optimizer {
         momentum: f64,
         weight_decay: f64,
         trust: f64,
-        /// Parameters of fewer than two dimensions step by a ratio too.
+        /// True if parameters of fewer than two dimensions use the ratio too.
         #[serde(default, skip_serializing_if = "is_false")]
         ratio_of_all: bool,
     },
-    /// LARC (Ginsburg, Gitman & You 2018): the rate of a layer is LARS's, and at most the given one:
-    /// `r = min(trust * |p| / (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
+    /// LARC (Ginsburg, Gitman & You 2018): LARS with a layer's rate limited to the given one. `r = min(trust * |p| /
+    /// (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
     Larc { momentum: f64, weight_decay: f64, trust: f64 },
-    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) + weight_decay * p`
-    /// with Adam's averages, `p -= lr * |p| / |d| * d`.
+    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) +
+    /// weight_decay * p` with Adam's averages, `p -= lr * |p| / |d| * d`.
     Lamb {
         beta1: f64,
         beta2: f64,
         epsilon: f64,
         weight_decay: f64,
-        /// Parameters of fewer than two dimensions step by a ratio too.
+        /// True if parameters of fewer than two dimensions use the ratio too.
         #[serde(default, skip_serializing_if = "is_false")]
         ratio_of_all: bool,
     },
@@ -100,7 +105,7 @@ fn is_false(flag: &bool) -> bool {
 }
 
 impl Optimizer {
-    /// The names of all.
+    /// The names of all optimizers.
     pub const NAMES: [&str; 10] =
         ["sgd", "nesterov", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "lars", "larc", "lamb"];
 
@@ -116,7 +121,7 @@ impl Optimizer {
         Optimizer::Adamw { beta1: 0.9, beta2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true }
     }
 
-    /// The default settings of the optimizer of this name: those of its paper, or where that has none, PyTorch's.
+    /// The optimizer of this name with default settings: those of its paper, or PyTorch's if the paper has none.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "sgd" => Some(Optimizer::sgd()),
@@ -160,16 +165,17 @@ impl Optimizer {
         }
     }
 
-    /// Whether an element that is zero stays zero where no gradient reaches it: not where it is divided by a root of its state alone.
+    /// Returns true if a zero element without gradient stays zero. Without a positive epsilon, it would be divided by
+    /// the root of its zero state.
     pub fn keeps_zeros(&self) -> bool {
         let mut settings = *self;
         settings.setting("epsilon").is_none_or(|epsilon| *epsilon > 1e-30)
     }
 
-    /// The names of all settings that are numbers.
+    /// The names of all numeric settings.
     pub const SETTINGS: [&str; 8] = ["momentum", "beta1", "beta2", "epsilon", "weight_decay", "decay", "rho", "trust"];
 
-    /// A setting by its name, one of [`Optimizer::SETTINGS`]; none where this optimizer has no such setting.
+    /// A setting by its name, one of [`Optimizer::SETTINGS`]. `None` if this optimizer does not have it.
     ///
     /// ```
     /// use altiplano_ir::optimizer::Optimizer;
@@ -221,12 +227,13 @@ impl Optimizer {
         }
     }
 
-    /// The type of the state of a parameter, in which its update is computed: that of the parameter, and no less than single precision.
+    /// The type of a parameter's state, in which the update is computed: the parameter's type, but at least single
+    /// precision.
     pub fn state_type(parameter: DType) -> DType {
         if parameter == DType::F64 { DType::F64 } else { DType::F32 }
     }
 
-    /// Names of the state tensors that a parameter of this type has, each of [`Optimizer::state_type`].
+    /// The names of the state tensors of a parameter of this type, each of [`Optimizer::state_type`].
     pub fn slots(&self, parameter: DType) -> Vec<&'static str> {
         let mut slots = match self {
             Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => vec![],
@@ -244,37 +251,38 @@ impl Optimizer {
         slots
     }
 
-    /// Bytes of state of one element of a parameter.
+    /// The bytes of state per element of a parameter.
     pub fn state_bytes_per_element(&self, parameter: DType) -> u64 {
         Optimizer::state_type(parameter).bytes() * self.slots(parameter).len() as u64
     }
 }
 
-/// What the update of a parameter shard starts from.
+/// The inputs of the update of a parameter shard.
 pub struct Given<'a> {
     pub parameter: ValueId,
-    /// The sum over microbatches, and what turns it into the mean.
+    /// The sum over microbatches, and the factor that turns it into the mean.
     pub gradient: ValueId,
     pub gradient_scale: f64,
-    /// A scalar that the gradient is multiplied by as well, where it is clipped or the loss was scaled.
+    /// A scalar that also multiplies the gradient, if it is clipped or the loss was scaled.
     pub factor: Option<ValueId>,
-    /// In the order of [`Optimizer::slots`].
+    /// The states, in the order of [`Optimizer::slots`].
     pub states: &'a [ValueId],
-    /// f32 scalars.
+    /// The learning rate and the step as f32 scalars.
     pub learning_rate: ValueId,
     pub step: ValueId,
-    /// Adds up a local scalar over all shards of the tensor.
+    /// Sums a local scalar over all shards of the tensor.
     pub whole: &'a dyn Fn(&mut Graph, ValueId) -> ValueId,
 }
 
-/// The update of one parameter shard.
+/// The results of the update of one parameter shard.
 pub struct Update {
     pub parameter: ValueId,
     pub states: Vec<ValueId>,
 }
 
-/// The factor of gradients whose norm is at most `most` afterwards: `min(1, most / (norm + 1e-6))` (Pascanu, Mikolov & Bengio 2013,
-/// algorithm 1, with the small number of PyTorch's `clip_grad_norm_`). `squares` is the sum of the squares of all gradients.
+/// The factor that limits the norm of gradients to `most`: `min(1, most / (norm + 1e-6))` (Pascanu, Mikolov & Bengio
+/// 2013, algorithm 1, with the constant of PyTorch's `clip_grad_norm_`). `squares` is the sum of the squares of all
+/// gradients.
 pub fn clip_factor(graph: &mut Graph, squares: ValueId, most: f64) -> ValueId {
     let norm = graph.unary(Unary::Sqrt, squares);
     let little = graph.splat_like(norm, 1e-6);
@@ -287,7 +295,7 @@ pub fn clip_factor(graph: &mut Graph, squares: ValueId, most: f64) -> ValueId {
 
 /// The sum of the squares of a local tensor, times `factor`, as an f32 scalar.
 pub fn squares(graph: &mut Graph, x: ValueId, factor: f64) -> ValueId {
-    // Squares leave the range of half precision long before numbers do.
+    // Squares leave the range of half precision long before the numbers themselves do.
     let mut x = graph.convert(x, DType::F32);
     if factor != 1.0 {
         x = scale(graph, x, factor);
@@ -445,7 +453,8 @@ pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Up
     Update { parameter: graph.convert(new_weights, dtype), states: new_states }
 }
 
-/// Adam's direction, and its new averages `m` and `v`; settings are beta1, beta2, epsilon and whether the bias is corrected.
+/// Adam's direction, and its new averages `m` and `v`. The settings are beta1, beta2, epsilon, and whether to correct
+/// the bias.
 fn adam(
     graph: &mut Graph,
     grad: ValueId,
@@ -479,14 +488,14 @@ fn by_root(graph: &mut Graph, x: ValueId, square: ValueId, epsilon: f64, in_root
     graph.div(x, denominator)
 }
 
-/// The norm of a whole tensor of which `x` is a shard, as an f32 scalar.
+/// The norm of the whole tensor that `x` is a shard of, as an f32 scalar.
 fn norm(graph: &mut Graph, x: ValueId, whole: &dyn Fn(&mut Graph, ValueId) -> ValueId) -> ValueId {
     let local = squares(graph, x, 1.0);
     let sum = whole(graph, local);
     graph.unary(Unary::Sqrt, sum)
 }
 
-/// `numerator / denominator`, or 1 where one of the norms is 0.
+/// `numerator / denominator`, or 1 if one of the norms is 0.
 fn where_positive(graph: &mut Graph, numerator: ValueId, denominator: ValueId, norms: [ValueId; 2]) -> ValueId {
     let least = graph.emit(Op::Binary(Binary::Minimum), &norms);
     let zero = graph.splat_like(least, 0.0);

@@ -1,10 +1,10 @@
-//! Every optimizer against its formulas, written here again over plain numbers.
+//! Compares every optimizer with its formulas, written here again over plain numbers.
 
 use super::*;
 use crate::interpret;
 use crate::tensor::Tensor;
 
-/// What each optimizer keeps, as plain numbers.
+/// The state of each optimizer, as plain numbers.
 #[derive(Default)]
 struct Kept {
     first: Vec<f64>,
@@ -15,7 +15,7 @@ fn length(x: &[f64]) -> f64 {
     x.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
-/// One step, number `t`, straight from the papers.
+/// Step number `t`, straight from the papers.
 fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr: f64, (t, has_ratio): (i32, bool)) {
     let n = p.len();
     kept.first.resize(n, 0.0);
@@ -91,14 +91,14 @@ fn by_hand(optimizer: &Optimizer, p: &mut [f64], g: &[f64], kept: &mut Kept, lr:
     p.iter_mut().zip(&direction).for_each(|(p, d)| *p -= lr * ratio * d);
 }
 
-/// Five steps of an optimizer as a graph, of which every number is a shard of its own where there is a clip.
+/// Checks five steps of an optimizer as a graph. With a clip, every number is a shard of its own.
 fn check(optimizer: &Optimizer, start: [f64; 3], rate: f64, clip: Option<f64>) {
     for shape in [&[3u64][..], &[1, 3]] {
         check_shape(optimizer, shape, start, rate, clip);
     }
 }
 
-/// Of one dimension or two: the former have no ratio of norms.
+/// Checks one shape. Parameters of one dimension have no ratio of norms.
 fn check_shape(optimizer: &Optimizer, shape: &[u64], start: [f64; 3], rate: f64, clip: Option<f64>) {
     let has_ratio = shape.len() > 1;
     let ty = TensorType::new(DType::F32, shape.to_vec());
@@ -176,7 +176,8 @@ fn optimizers_compute_what_their_papers_say() {
     }
 }
 
-/// State has the type of [`Optimizer::state_type`], and the new parameter that of the old, whatever the gradient is summed in.
+/// State has the type [`Optimizer::state_type`], and the new parameter has that of the old one, whatever type the
+/// gradient is summed in.
 #[test]
 fn parameters_of_every_float_type_are_updated() {
     let floats = DType::ALL.into_iter().filter(|dtype| dtype.is_float());

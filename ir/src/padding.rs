@@ -1,9 +1,9 @@
-//! Sizes that devices do not divide, made a little larger: a vocabulary of 50257 is one of 50264 to eight devices.
+//! Padding of sizes that devices do not divide: with eight devices, a vocabulary of 50257 becomes one of 50264.
 //!
-//! A size that any number of elements would do for (see [`crate::reduce`]) is rounded up everywhere at once, and where an op would
-//! notice what is beyond the model's own elements, it is masked by what changes nothing: zero in a sum, the least number in a
-//! softmax. What comes out is an ordinary graph that computes what the model computes. Parameters are zero beyond their own elements
-//! and stay so: no gradient reaches them there.
+//! A size that may have any number of elements (see [`crate::reduce`]) is rounded up everywhere at once. If an op would
+//! notice the additional elements, they are masked by a value without effect: zero in a sum, the smallest number in a
+//! softmax. The result is an ordinary graph with the same semantics as the model. Parameters are zero in their padding
+//! and stay so, because no gradient reaches it.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
@@ -16,7 +16,7 @@ use crate::types::{MAX_ELEMENTS, TensorType};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A factor of a dimension: its size in the model, and that which it is given.
+/// A factor of a dimension: its size in the model, and its padded size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Extent {
@@ -24,7 +24,7 @@ pub struct Extent {
     pub padded: u64,
 }
 
-/// Where the elements of a tensor are within a larger one: for each dimension its factors, major first.
+/// The positions of a tensor's elements within its padded form: for each dimension its factors, major first.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Extents(pub Vec<Vec<Extent>>);
@@ -39,7 +39,7 @@ impl Extents {
         self.0.iter().map(|dim| dim.iter().fold(1, |n: u64, e| n.saturating_mul(e.padded))).collect()
     }
 
-    /// Of each element along a dimension its position in the larger tensor.
+    /// For each element along a dimension, its position in the padded tensor.
     pub fn positions(&self, dim: usize) -> Vec<u64> {
         let within = |all: Vec<u64>, e: &Extent| {
             all.iter().flat_map(|&at| (0..e.size).map(move |i| at * e.padded + i)).collect()
@@ -47,7 +47,8 @@ impl Extents {
         self.0[dim].iter().fold(vec![0], within)
     }
 
-    /// Positions in the larger tensor, row major, of all elements in order, each with its number of elements that follow each other.
+    /// The positions in the padded tensor, row major, of all elements in order. Each comes with the number of elements
+    /// that follow contiguously.
     pub fn runs(&self) -> impl Iterator<Item = (u64, u64)> {
         let dims: Vec<Vec<u64>> = (0..self.0.len()).map(|d| self.positions(d)).collect();
         let shape = self.padded_shape();
@@ -82,27 +83,27 @@ fn is_padded(dim: &[Extent]) -> bool {
     dim.iter().any(|e| e.size != e.padded)
 }
 
-/// What a plan's graph was before its sizes were made larger.
+/// The original of a plan's padded graph.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Padding {
-    /// The model as it is.
+    /// The model without padding.
     pub graph: Graph,
-    /// Values of it through which no gradient flows.
+    /// Values of the model through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop_gradients: Vec<ValueId>,
-    /// The parameters that became larger.
+    /// The padded parameters.
     pub parameters: BTreeMap<String, Extents>,
 }
 
 impl Padding {
-    /// Whether only sizes grew that hardly do.
+    /// Returns true if all padding is slight.
     pub fn is_slight(&self) -> bool {
         let grows = |e: &Extent| e.padded as f64 > e.size as f64 * (1.0 + NEGLIGIBLE);
         !self.parameters.values().flat_map(|extents| &extents.0).flatten().any(grows)
     }
 
-    /// What keeps this from being what a graph was, if anything does.
+    /// The reason why this cannot be the original of `graph`, if there is one.
     pub fn problem(&self, graph: &Graph) -> Option<&'static str> {
         let own = &self.graph;
         if !own.verify().is_empty() {
@@ -138,24 +139,26 @@ impl Padding {
     }
 }
 
-/// A graph of larger sizes.
+/// A padded graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Padded {
     pub graph: Graph,
     /// The value here of each value of the model.
     pub map: Vec<ValueId>,
-    /// The parameters that became larger.
+    /// The padded parameters.
     pub parameters: BTreeMap<String, Extents>,
 }
 
-/// A size that hardly changes is made one that all devices divide.
+/// The growth of a size that counts as slight. Such a size is padded to a multiple of all devices.
 const NEGLIGIBLE: f64 = 0.005;
-/// By what part a size may grow that no two devices of a node divide.
+/// The largest growth of a size that has no divisor in common with the devices of a node.
 const MOST: f64 = 0.2;
 
-/// The model in sizes that `near` devices divide, the devices of a node say, into multiples of `unit`, and `all` of them where that is
-/// next to nothing more: first where only sizes change that hardly do, then with those as well that no two devices divide. Nothing where
-/// there are none.
+/// Padded forms of the model. The first pads only sizes that grow slightly. The second also pads sizes that have no
+/// divisor in common with `near`. The list is empty if there is nothing to pad.
+///
+/// `near` is a number of devices, such as those of a node. Padded sizes divide by it, into multiples of `unit` if
+/// possible. They also divide by `all` devices if that takes hardly more.
 pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
     let good = near.saturating_mul(unit);
     if good <= 1 {
@@ -191,12 +194,13 @@ pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
     goals.into_iter().filter_map(|goal| padded(graph, &sizes, goal)).collect()
 }
 
-/// The least number that both divide, as far as there is one.
+/// The least common multiple, saturating.
 pub fn common_multiple(a: u64, b: u64) -> u64 {
     a.saturating_mul(b / gcd(a, b).max(1)).max(1)
 }
 
-/// The atoms by whose sizes parameters' dimensions are split: the major one that is free, of parameters that ops share work by.
+/// The atoms by which parameters' dimensions can be split: the major free one of each dimension. Only parameters of
+/// several dimensions count.
 fn major_atoms_of_parameters(sizes: &Sizes, graph: &Graph) -> BTreeSet<Atom> {
     let in_sums = sizes.atoms.in_sums();
     let dims = graph.parameters().filter(|(v, _)| graph.shape(*v).len() > 1);
@@ -205,8 +209,8 @@ fn major_atoms_of_parameters(sizes: &Sizes, graph: &Graph) -> BTreeSet<Atom> {
     major.filter(|atom| !in_sums.contains(atom)).collect()
 }
 
-/// Keeps sizes as they are where an op makes of more elements something else than of fewer and some beside, and where the outside sees
-/// them.
+/// Fixes sizes along which an op computes something else if there are more elements, and sizes that are visible
+/// outside.
 fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
     let all = |sizes: &mut Sizes, v: ValueId| {
         (0..graph.shape(v).len()).for_each(|d| {
@@ -219,7 +223,7 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
         match &node.op {
             Op::Input(_) => all(sizes, v),
             Op::Constant(literal) if literal.as_splat().is_none() => all(sizes, v),
-            // Where elements of a minor factor come between, others have other positions.
+            // If padding of a minor factor came in between, elements would have other positions.
             Op::Iota(op) => fix_minor(sizes, (v, op.dim)),
             op if op.is_elementwise() => {}
             Op::Parameter(_)
@@ -267,7 +271,7 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
                     node.operands.iter().chain([&v]).for_each(|&o| _ = sizes.fix((o, op.dim)));
                 }
             }
-            // Of any other op, what it does not look into.
+            // Any other op allows padding of the dimensions that it does not look into.
             _ => {
                 for (k, &o) in node.operands.iter().enumerate() {
                     mixed(graph, v, k).into_iter().for_each(|d| _ = sizes.fix((o, d)));
@@ -278,21 +282,21 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
     }
 }
 
-/// Whether a slice takes all of a dimension of this size, or one of a few long blocks, which may be longer.
+/// Returns true if a slice takes all of a dimension of this size, or one of a few long blocks, which may become longer.
 fn keeps_blocks(op: &Slice, dim: usize, size: u64) -> bool {
     let kept = op.limit[dim] - op.start[dim];
     let aligned = |n: u64| kept > 0 && n.is_multiple_of(kept);
     kept == size || op.stride[dim] == 1 && aligned(size) && aligned(op.start[dim]) && kept >= size / kept
 }
 
-/// Keeps all factors of a dimension as they are but the major one.
+/// Fixes all factors of a dimension except the major one.
 fn fix_minor(sizes: &mut Sizes, dim: (ValueId, usize)) {
     sizes.leaves(dim).into_iter().skip(1).for_each(|atom| {
         sizes.atoms.fix(&[atom]);
     });
 }
 
-/// The dimensions of an operand along which an op does more than the same to all elements.
+/// The dimensions of an operand along which an op does not treat all elements alike.
 fn mixed(graph: &Graph, v: ValueId, operand: usize) -> Vec<usize> {
     let rule = graph.rule(v);
     let passes = |f: &u8| {
@@ -303,14 +307,14 @@ fn mixed(graph: &Graph, v: ValueId, operand: usize) -> Vec<usize> {
     (0..rule.operands[operand].len()).filter(|&d| is_mixed(&rule.operands[operand][d])).collect()
 }
 
-/// The dimensions of the result that are not those of an operand.
+/// The dimensions of the result that stem from no operand.
 fn new_dims(graph: &Graph, v: ValueId) -> Vec<usize> {
     let rule = graph.rule(v);
     let known = |f: &u8| rule.operands.iter().flatten().any(|dim| dim.contains(f));
     (0..rule.result.len()).filter(|&d| !rule.result[d].iter().all(known)).collect()
 }
 
-/// Of each operand of a composite the dimensions along which its decomposition does more than the same to all elements.
+/// For each operand of a composite, the dimensions along which its decomposition does not treat all elements alike.
 fn mixed_dims(op: &Composite, operands: &[&TensorType]) -> Vec<Vec<usize>> {
     let Ok(body) = op.body(operands) else {
         return operands.iter().map(|ty| (0..ty.rank()).collect()).collect();
@@ -334,18 +338,18 @@ fn mixed_dims(op: &Composite, operands: &[&TensorType]) -> Vec<Vec<usize>> {
     graph.values().filter(|&v| matches!(graph.node(v).op, Op::Input(_))).map(of).collect()
 }
 
-/// What is known of a value's elements beyond the model's own.
+/// The known facts about the padding of a value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Beyond {
-    /// All are this; so is a constant everywhere.
+    /// All elements have this value. This includes constants.
     All(f64),
-    /// They are finite.
+    /// The elements are finite.
     Some,
 }
 
 const ZERO: Beyond = Beyond::All(0.0);
 
-/// The graph in which these atoms have these sizes; `None` where an op cannot be of them.
+/// The graph with these sizes of atoms. `None` if an op cannot take them.
 fn padded(graph: &Graph, sizes: &Sizes, goal: BTreeMap<Atom, u64>) -> Option<Padded> {
     let larger = sizes.rebuilt(graph, &Sizing::Exactly(goal.clone())).ok()?;
     if larger.nodes.iter().any(|node| node.ty.elements() > MAX_ELEMENTS) {
@@ -358,7 +362,7 @@ fn padded(graph: &Graph, sizes: &Sizes, goal: BTreeMap<Atom, u64>) -> Option<Pad
                 let size = sizes.atoms.size(atom);
                 let padded = goal.get(&atom).copied().unwrap_or(size);
                 match dim.last_mut() {
-                    // A block whose own elements come first is one factor with what it repeats.
+                    // A block whose own elements come first forms one factor with its repetitions.
                     Some(last) if padded == size => {
                         last.size *= size;
                         last.padded *= size;
@@ -391,7 +395,7 @@ fn padded(graph: &Graph, sizes: &Sizes, goal: BTreeMap<Atom, u64>) -> Option<Pad
     Some(Padded { graph: to, map, parameters })
 }
 
-/// A number that is nothing beside any other where exponentials are compared, whatever is taken from it.
+/// A number whose exponential is negligible beside any other, whatever is subtracted from it.
 fn negligible(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => -30_000.0,
@@ -399,14 +403,14 @@ fn negligible(dtype: DType) -> f64 {
     }
 }
 
-/// The pass over a graph of larger sizes that masks what is beyond the model's own elements where an op would notice.
+/// The pass over a padded graph that masks padding where an op would notice it.
 struct Masking {
     extents: Vec<Extents>,
     larger: Graph,
     to: Graph,
     map: Vec<ValueId>,
     beyond: Vec<Beyond>,
-    /// For a dimension whether each element is the model's own.
+    /// For a dimension, a boolean for each element that is true for the model's own.
     masks: BTreeMap<Vec<Extent>, ValueId>,
 }
 
@@ -420,7 +424,7 @@ impl Masking {
         self.beyond.push(beyond);
     }
 
-    /// Masks the operands of a node where it needs that. Gives what is known of its result.
+    /// Masks the operands of a node where necessary. Returns the facts about its result.
     fn adapted(&mut self, v: ValueId, was: &[ValueId], node: &mut Node) -> Beyond {
         let op = node.op.clone();
         let of = |masking: &Masking, k: usize| masking.beyond[was[k].index()];
@@ -498,7 +502,7 @@ impl Masking {
                     let last = self.larger.shape(was[0]).len() - 1;
                     self.softmax(was, node, last, ZERO)
                 }
-                // Heads that have neither keys nor values of their own share those of others.
+                // Query heads without keys and values of their own share those of others.
                 Function::Attention { .. } if of(self, 2) == ZERO && self.grown(was[0]) == self.grown(was[2]) => ZERO,
                 Function::Rotary { .. } | Function::GeluErf | Function::GeluTanh | Function::Silu
                     if of(self, 0) == ZERO =>
@@ -512,7 +516,7 @@ impl Masking {
         }
     }
 
-    /// How many factors of a value became larger.
+    /// The number of padded factors of a value.
     fn grown(&self, v: ValueId) -> usize {
         self.extents[v.index()].0.iter().flatten().filter(|e| e.size != e.padded).count()
     }
@@ -541,8 +545,8 @@ impl Masking {
         }
     }
 
-    /// Masks an operand by a value of which a function and its derivative are finite, unless that holds for what is known of it.
-    /// Gives what its elements are then.
+    /// Masks an operand with a value at which a function and its derivative are finite, unless the known values are
+    /// safe already. Returns the value of the padding afterwards.
     fn made_safe(
         &mut self,
         was: &[ValueId],
@@ -571,7 +575,8 @@ impl Masking {
         }
     }
 
-    /// What is known of a product: where an element is beyond in what one side alone has, that side must be zero there.
+    /// The padding of a product. If only one side has a padded dimension, the padding is zero only if that side is zero
+    /// there.
     fn product(&self, was: &[ValueId], both: [&[usize]; 2], alone: [&[usize]; 2]) -> Beyond {
         let zero = |k: usize| self.beyond[was[k].index()] == ZERO;
         let padded = |k: usize, dims: &[usize]| dims.iter().any(|&d| is_padded(&self.extents[was[k].index()].0[d]));
@@ -580,7 +585,7 @@ impl Masking {
         if together && apart { ZERO } else { Beyond::Some }
     }
 
-    /// Where classes are compared by their exponentials, those beyond have none.
+    /// Classes are compared by their exponentials, so those in the padding are masked to have none.
     fn softmax(&mut self, was: &[ValueId], node: &mut Node, dim: usize, result: Beyond) -> Beyond {
         let dtype = self.larger.ty(was[0]).dtype;
         let grows = is_padded(&self.extents[was[0].index()].0[dim]);
@@ -588,7 +593,7 @@ impl Masking {
         if grows { result } else { Beyond::Some }
     }
 
-    /// Indices that were beyond the table still are.
+    /// Keeps indices that were outside the table outside the padded one.
     fn lookup(&mut self, was: &[ValueId], node: &mut Node, row: usize, beyond: OutOfBounds) {
         let [extent] = self.extents[was[0].index()].0[row][..] else { return };
         let indices = node.operands[1];
@@ -614,7 +619,7 @@ impl Masking {
         self.to.nodes[first..].iter_mut().for_each(|node| node.batch_dims = batch_dims);
     }
 
-    /// Puts `fill` where an element is beyond the model's own in one of these dimensions of an operand.
+    /// Writes `fill` into the padding of an operand along these dimensions.
     fn mask(&mut self, was: &[ValueId], node: &mut Node, operand: usize, dims: &[usize], fill: f64) {
         let extents = &self.extents[was[operand].index()].0;
         let padded: Vec<(usize, Vec<Extent>)> =
@@ -632,7 +637,7 @@ impl Masking {
         }
     }
 
-    /// For each element along a dimension whether it is the model's own.
+    /// A boolean for each element along a dimension, true for the model's own.
     fn own_elements(&mut self, extents: &[Extent]) -> ValueId {
         if let Some(&known) = self.masks.get(extents) {
             return known;
@@ -645,7 +650,8 @@ impl Masking {
         let mut minor = 1;
         for (i, extent) in extents.iter().enumerate().rev() {
             if extent.size != extent.padded {
-                // The elements of a major factor come before all that are beyond, those of others do so within each block.
+                // Padding of the major factor comes after all own elements. Padding of other factors comes within each
+                // block.
                 let mut at = place;
                 if i > 0 {
                     let block = self.to.splat_like(place, (extent.padded * minor) as f64);
@@ -663,12 +669,13 @@ impl Masking {
     }
 }
 
-/// What is known of elements that are all `x`.
+/// The fact that all elements are `x`.
 fn all(x: f64) -> Beyond {
     if x.is_finite() { Beyond::All(x) } else { Beyond::Some }
 }
 
-/// An operand for which a function that is not smooth everywhere is; `-inf` stands for the least that there is.
+/// An operand at which a function is smooth, for functions that are not smooth everywhere. `-inf` stands for the
+/// smallest number.
 fn safe_for(op: Unary) -> Option<f64> {
     match op {
         Unary::Exponential | Unary::ExponentialMinusOne => Some(f64::NEG_INFINITY),
@@ -677,7 +684,7 @@ fn safe_for(op: Unary) -> Option<f64> {
     }
 }
 
-/// Whether a function and its derivative are finite at `x`.
+/// Returns true if a function and its derivative are finite at `x`.
 fn is_smooth(op: Unary, x: f64) -> bool {
     match op {
         Unary::Exponential | Unary::ExponentialMinusOne => x <= 1.0,

@@ -1,4 +1,4 @@
-//! Padded models compute what the model computes: loss and gradients, with nothing beyond the model's own elements.
+//! Padded models compute the same loss and gradients as the original, with no gradient in the padding.
 
 use super::*;
 use crate::array;
@@ -40,14 +40,14 @@ fn rows(graph: &mut Graph, table: ValueId, ids: ValueId, out_of_bounds: OutOfBou
     graph.emit(Op::Gather(Gather { dims, out_of_bounds }), &[table, ids])
 }
 
-/// How a model's loss is written.
+/// The form of a model's loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Loss {
     Composite,
     Spelled,
 }
 
-/// A transformer block of 5 heads of 4 with a fused projection, 9 hidden units and 11 words.
+/// A transformer block with 5 heads of 4, a fused projection, 9 hidden units and 11 words.
 fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
     let g = &mut Graph::new("transformer");
     let ids = input(g, "ids", DType::I32, &[2, 3]);
@@ -79,7 +79,7 @@ fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
     let hidden = g.add(hidden, bias);
     let hidden = match loss {
         Loss::Composite => g.emit(Function::GeluTanh.into(), &[hidden]),
-        // Not zero where its operand is.
+        // The logistic function of zero is not zero.
         Loss::Spelled => g.unary(Unary::Logistic, hidden),
     };
     let down = parameter(g, "down", &[9, 20]);
@@ -101,7 +101,7 @@ fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
             let hot = g.convert(is_label, DType::F32);
             let picked = g.mul(hot, shifted);
             let picked = g.reduce(picked, Reducer::Sum, &[2]);
-            // Labels are smoothed, which every word takes part in.
+            // Label smoothing involves every word.
             let all = g.reduce(shifted, Reducer::Sum, &[2]);
             let little = g.splat_like(all, 0.01);
             let all = g.mul(all, little);
@@ -110,7 +110,7 @@ fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
         }
     };
     let loss = array::mean(g, of_labels, &[0, 1], false).unwrap();
-    // A weight decay in the loss sees every element.
+    // A weight decay in the loss involves every element.
     let squares = g.mul(wte, wte);
     let decay = g.reduce(squares, Reducer::Sum, &[0, 1]);
     let loss = g.add(loss, decay);
@@ -118,7 +118,7 @@ fn transformer(loss: Loss, out_of_bounds: OutOfBounds) -> Graph {
     g.clone()
 }
 
-/// A mixture of 5 experts of 3 units and 7 classes.
+/// A mixture of 5 experts with 3 units each, and 7 classes.
 fn others() -> Graph {
     let g = &mut Graph::new("others");
     let x = input(g, "x", DType::F32, &[4, 6]);
@@ -136,7 +136,7 @@ fn others() -> Graph {
     let gates = g.broadcast(gates, &[5, 4, 7], &[0, 1]);
     let gated = g.mul(gates, each);
     let y = g.reduce(gated, Reducer::Sum, &[0]);
-    // A normalisation and functions that are not smooth at zero, by what is there.
+    // A normalisation, and functions that are not smooth at zero.
     let squares = g.mul(y, y);
     let one = g.splat_like(squares, 0.5);
     let root = g.unary(Unary::Sqrt, squares);
@@ -154,7 +154,7 @@ fn others() -> Graph {
     g.clone()
 }
 
-/// The loss and the gradient of each parameter, where parameters and inputs are these.
+/// The loss and the gradient of each parameter, with these parameters and inputs.
 fn trained(graph: &Graph, leaf: impl Fn(&str) -> Tensor) -> (f64, BTreeMap<String, Tensor>) {
     let training = differentiate(graph, &[]).unwrap();
     let wanted: Vec<(String, ValueId)> =
@@ -170,7 +170,7 @@ fn trained(graph: &Graph, leaf: impl Fn(&str) -> Tensor) -> (f64, BTreeMap<Strin
     (results[0].data[0], gradients)
 }
 
-/// A tensor among zeros, as the larger graph has it.
+/// A tensor embedded in zeros, as in the padded graph.
 fn embedded(tensor: &Tensor, extents: &Extents) -> Tensor {
     let ty = tensor.ty.with_shape(extents.padded_shape());
     let mut larger = Tensor::splat(ty, 0.0);
@@ -183,7 +183,7 @@ fn embedded(tensor: &Tensor, extents: &Extents) -> Tensor {
     larger
 }
 
-/// Checks a padded graph against the model on random numbers.
+/// Compares a padded graph with the model on random numbers.
 fn assert_computes_the_same(graph: &Graph, padded: &Padded, integers: (i64, i64)) {
     assert_eq!(padded.graph.verify(), []);
     let rng = &mut Rng::new(11);
@@ -203,7 +203,7 @@ fn assert_computes_the_same(graph: &Graph, padded: &Padded, integers: (i64, i64)
             Some(extents) => embedded(&gradient, extents),
             None => gradient,
         };
-        // Also where there is nothing of the model: no gradient comes there at all.
+        // The padding must be zero too, because no gradient reaches it.
         let scale = expected.data.iter().fold(0.0f64, |m, x| m.max(x.abs()));
         for (x, y) in expected.data.iter().zip(&others[&name].data) {
             assert!((x - y).abs() <= 1e-11 * scale, "{name}: {x} and {y}");
@@ -219,7 +219,7 @@ fn extent(size: u64, padded: u64) -> Extent {
 #[test]
 fn a_transformer_of_odd_sizes_becomes_even() {
     for loss in [Loss::Composite, Loss::Spelled] {
-        // Some words are none: what becomes of these is the same, too.
+        // Some word ids lie outside the table. Their results must be the same too.
         for (out_of_bounds, integers) in [(OutOfBounds::Clamp, (0, 14)), (OutOfBounds::Zero, (-2, 14))] {
             let words = if loss == Loss::Composite { (0, 11) } else { integers };
             let graph = transformer(loss, out_of_bounds);
@@ -247,15 +247,16 @@ fn experts_and_classes_become_even() {
     assert_computes_the_same(&graph, padded, (0, 5));
 }
 
-/// What hardly grows is made a multiple of all devices, other sizes one of the devices of a node, and only where nothing else divides.
+/// Sizes that grow slightly become multiples of all devices. Others become multiples of the devices of a node, and only
+/// if nothing else divides.
 #[test]
 fn little_is_added() {
     let graph = transformer(Loss::Composite, OutOfBounds::Clamp);
     assert_eq!(variants(&graph, [1, 1, 1]), []);
-    // 5 heads of 4 devices would be 8, which is too many; 11 words are 12; 9 units would be 12.
+    // For 4 devices, 5 heads would become 8 and 9 units 12, which is too much. 11 words become 12.
     let [padded] = &variants(&graph, [1, 4, 4])[..] else { panic!("one variant") };
     assert_eq!(padded.parameters.keys().collect::<Vec<_>>(), ["wte"]);
-    // 10 divides neither 11 nor 9; 20 heads are fine.
+    // For 5 devices, 9 units become 10. 11 words would become 15, which is too much, and 5 heads divide already.
     let grown = |near: u64, all: u64| -> Vec<Vec<String>> {
         variants(&graph, [1, near, all]).into_iter().map(|p| p.parameters.into_keys().collect()).collect()
     };
@@ -271,7 +272,7 @@ fn little_is_added() {
         padded.iter().map(|p| p.parameters["wte"].padded_shape()[0]).collect::<Vec<_>>()
     };
     assert_eq!(table(50257), [50304]);
-    // 64 would be 2 % more, and 8 all that one device wants.
+    // A multiple of 64 would be 2 % more, and 8 is all that one device wants.
     assert_eq!(table(2001), [2008]);
     assert!(table(1024).is_empty());
     assert!(table(1000).is_empty());

@@ -1,7 +1,7 @@
-//! The plan: which layers run where, how each op is sharded there, and what is predicted of it.
+//! The plan: which layers run where, how each op is sharded there, and the predicted time and memory.
 //!
-//! A plan carries its forward graph, cluster and optimizer, so that it stands alone. It is data: `verify` checks
-//! it against the graph and the cluster that it contains before anything is done with it.
+//! A plan carries its forward graph, cluster and optimizer, so that it stands alone. It is plain data. `verify` checks
+//! it against the graph and the cluster that it contains before anything uses it.
 
 use crate::batch::LossKind;
 use crate::cluster::{BetweenGroups, Cluster, Group};
@@ -31,7 +31,7 @@ pub const FORMAT: &str = "altiplano.plan";
 /// The `version` of a plan file.
 pub const VERSION: u32 = 1;
 
-/// The order of forward and backward work on a pipeline's stages, or that there is only forward work.
+/// The order of forward and backward passes on the stages of a pipeline. One schedule has forward passes only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Schedule {
     /// All forwards, then all backwards (Huang et al. 2019).
@@ -40,16 +40,17 @@ pub enum Schedule {
     /// One forward, one backward, after a warm-up (Narayanan et al. 2019, with flush).
     #[serde(rename = "1f1b")]
     OneFOneB,
-    /// As `1f1b`, with the gradients of weights apart from those of inputs, for which the next stage waits: they fill what would be
-    /// bubble (ZB-H1 of Qi et al. 2023).
+    /// Like `1f1b`, but weight gradients are computed apart from input gradients, for which the previous stage waits.
+    /// Weight gradients fill what would otherwise be bubble (ZB-H1 of Qi et al. 2023).
     #[serde(rename = "zb-h1")]
     ZbH1,
-    /// As `1f1b`, without a flush between steps: what a stage still has to do of a step when it begins the next it does among the
-    /// work of that one, with the weights that the step began with (PipeDream-2BW of Narayanan et al. 2021, "Memory-Efficient
-    /// Pipeline-Parallel DNN Training"). There is no bubble, and gradients are one step late: see [`Plan::staleness`].
+    /// Like `1f1b`, but without a flush between steps. A stage begins the next step early and finishes the old one in
+    /// between, with the weights that the old step began with (PipeDream-2BW of Narayanan et al. 2021,
+    /// "Memory-Efficient Pipeline-Parallel DNN Training"). There is no bubble, and gradients are one step late: see
+    /// [`Plan::staleness`].
     #[serde(rename = "pipedream")]
     PipeDream,
-    /// Forwards alone: the model is run and not trained, and what it gives is collected.
+    /// Forward passes only. The model is run rather than trained, and its outputs are collected.
     #[serde(rename = "forward")]
     Forward,
 }
@@ -65,7 +66,7 @@ impl Schedule {
         }
     }
 
-    /// Whether there are gradients and updates.
+    /// Returns true if the schedule computes gradients and updates weights.
     pub fn trains(self) -> bool {
         self != Schedule::Forward
     }
@@ -75,8 +76,8 @@ impl Schedule {
         all.into_iter().find(|s| s.name() == text)
     }
 
-    /// Microbatches whose activations stage `stage` of `num_stages` holds at once; under `zb-h1` those that wait for the gradients of
-    /// weights alone, of which less is held, are not counted.
+    /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Under `zb-h1`,
+    /// microbatches that wait only for weight gradients are not counted, because less of them is held.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
@@ -88,14 +89,15 @@ impl Schedule {
     }
 }
 
-/// When the gradients of a step change the weights.
+/// The time at which the gradients of a step change the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Update {
-    /// At the end of the step, which waits until they are reduced.
+    /// At the end of the step, which waits for their reduction.
     #[default]
     Synchronous,
-    /// At the end of the next step, during which they are reduced: gradients are one step late, and no step waits for its own.
+    /// At the end of the next step. The reduction overlaps that step, so no step waits for its own gradients, which are
+    /// one step late.
     Stale,
 }
 
@@ -112,14 +114,14 @@ impl Update {
     }
 }
 
-/// What a model that is run, and not trained, is planned for.
+/// The objective for a model that is run rather than trained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Goal {
-    /// A batch alone, from its arrival to its last result.
+    /// The time of a single batch, from its arrival to its last result.
     #[default]
     Latency,
-    /// Batches that follow each other without waiting: how often one of them ends.
+    /// The rate of batches that follow each other without waiting.
     Throughput,
 }
 
@@ -136,20 +138,19 @@ impl Goal {
     }
 }
 
-/// What of a stage is in the memory of its devices' hosts rather than in their own: any of two parts. Written as the names of the
-/// parts, `optimizer` and `activations`, with a comma between them, or `none`.
+/// The parts of a stage that are in host memory rather than device memory. Written as the names of the parts,
+/// `optimizer` and `activations`, separated by a comma, or as `none`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Offload {
-    /// The optimizer's state, with the f32 copies of half-precision parameters: all that only the update reads. The update
-    /// brings the state of a few parameters at a time to the device, and back.
+    /// The optimizer state, including the f32 copies of half-precision parameters: everything that only the update
+    /// reads. The update brings the state of a few parameters at a time to the device and back.
     pub optimizer: bool,
-    /// What the forward pass of a microbatch leaves for its backward pass, which goes to the host as it is made and comes back ahead
-    /// of its use.
+    /// Activations. They go to the host as the forward pass makes them and are prefetched for the backward pass.
     pub activations: bool,
 }
 
-/// A word that names no part of a stage that can be in host memory.
+/// A word that names no part that can be offloaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{0}` is none of optimizer and activations, which go with a comma between them, and none and all, which stand alone"
@@ -162,15 +163,15 @@ impl Offload {
     pub const ACTIVATIONS: Offload = Offload { optimizer: false, activations: true };
     pub const ALL: Offload = Offload { optimizer: true, activations: true };
 
-    /// All that there may be, least first.
+    /// All combinations, least offloading first.
     pub const EACH: [Offload; 4] = [Offload::NONE, Offload::OPTIMIZER, Offload::ACTIVATIONS, Offload::ALL];
 
-    /// As options and files have it.
+    /// The name in options and files.
     pub fn name(self) -> &'static str {
         self.said("none", "optimizer", "activations", "optimizer,activations")
     }
 
-    /// What is in host memory, in words; of nothing, nothing.
+    /// The offloaded parts in words. Empty if nothing is offloaded.
     pub fn words(self) -> &'static str {
         self.said("", "optimizer state", "activations", "optimizer state and activations")
     }
@@ -230,8 +231,8 @@ impl From<Offload> for String {
     }
 }
 
-/// Bytes of one device of a stage by what they hold. `activations` is the most that is held at once beyond the
-/// rest: saved values of all microbatches in flight and temporaries.
+/// The memory of one device of a stage in bytes, by use. `activations_bytes` is the peak beyond the rest: saved values
+/// of all microbatches in flight, and temporaries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Memory {
     pub parameters_bytes: u64,
@@ -246,23 +247,23 @@ impl Memory {
     }
 }
 
-/// Predicted for one stage; times are those of one device, all devices of a stage being equal. What a device waits and holds is
-/// said alike of all stages that share it.
+/// The prediction for one stage. Times are those of one device, as all devices of a stage are equal. Stages that share
+/// a device repeat its waiting time and its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct StagePredicted {
-    /// Seconds of one microbatch's forward and backward, communication included.
+    /// The seconds of one microbatch's forward and backward pass, including communication.
     pub forward_s: f64,
     pub backward_s: f64,
-    /// Seconds once per step: gradient reduction and update.
+    /// The seconds spent once per step, on gradient reduction and the update.
     pub step_s: f64,
-    /// Of a whole step, the seconds that the device computes and communicates for this stage.
+    /// The seconds per step that the device computes and communicates for this stage.
     pub compute_s: f64,
     pub communication_s: f64,
-    /// Seconds of a step that the device waits for others.
+    /// The seconds per step that the device waits for others.
     pub bubble_s: f64,
     pub memory: Memory,
     pub peak_bytes: u64,
-    /// Bytes that the device keeps in its host's memory.
+    /// The bytes that the device keeps in host memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub host_bytes: u64,
 }
@@ -271,14 +272,14 @@ fn is_zero(bytes: &u64) -> bool {
     *bytes == 0
 }
 
-/// Which floating-point operations of attention count as the model's.
+/// The floating-point operations of attention that count as the model's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MfuConvention {
-    /// Those that a mask leaves: what has to be computed.
+    /// Only operations that a mask leaves, which have to be computed.
     #[default]
     Computed,
-    /// All, whatever a mask hides, as the appendix of PaLM (Chowdhery et al. 2022) and Megatron-LM count.
+    /// All operations, even masked ones, as the appendix of PaLM (Chowdhery et al. 2022) and Megatron-LM count them.
     Full,
 }
 
@@ -288,43 +289,45 @@ impl MfuConvention {
     }
 }
 
-/// Predicted for the plan.
+/// The prediction for the whole plan.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Predicted {
-    /// Of a step, or a batch; where batches follow each other, from the end of one to the end of the next.
+    /// The time of a step or a batch. If batches follow each other, the time from the end of one to the end of the
+    /// next.
     pub step_time_s: f64,
-    /// Where batches follow each other: of one alone, from its arrival to its last result.
+    /// The time of a single batch, from its arrival to its last result, if batches follow each other.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_s: Option<f64>,
-    /// No plan on these devices can be faster: the operations that the step has to compute at the devices' peak rates.
+    /// A lower bound for every plan on these devices: the step's operations at the devices' peak rates.
     pub lower_bound_s: f64,
     pub samples_per_s: f64,
-    /// Model FLOPs of a step over what all devices' peaks could do in the step time.
+    /// The model FLOPs of a step, as a fraction of the peak of all devices over the step time.
     pub mfu: f64,
-    /// Peak of the devices of each stage, and of each parameter server.
+    /// The peak memory on the devices of each stage, and of each parameter server.
     pub peak_bytes: Vec<u64>,
-    /// Floating-point operations of a step of the model (forward and backward, without recomputation), as `mfu_convention` counts.
+    /// The floating-point operations of the model in a step, by `mfu_convention`. They include forward and backward
+    /// passes but no recomputation.
     pub model_flop: f64,
     #[serde(default, skip_serializing_if = "MfuConvention::is_computed")]
     pub mfu_convention: MfuConvention,
 }
 
-/// How one parameter, its gradient and its optimizer state are stored on a stage.
+/// The layouts in which a stage stores one parameter, its gradient and its optimizer state.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Storage {
     pub parameter: Sharding,
-    /// Layout of the gradient accumulator; it may stay partial until the end of the step.
+    /// The layout of the gradient accumulator. It may stay partial until the end of the step.
     pub gradient: Sharding,
     pub state: Sharding,
 }
 
-/// The sharding of a value as a reader sees it, with the strategy that gives it.
+/// The sharding of a value in readable form, with the strategy that produces it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ValueSharding {
-    /// Where the value comes from in the model.
+    /// The origin of the value in the model.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
-    /// Text form of the op's result sharding; it must agree with the strategy.
+    /// The text form of the op's result sharding. It must agree with the strategy.
     pub sharding: String,
     pub strategy: Strategy,
 }
@@ -332,7 +335,7 @@ pub struct ValueSharding {
 /// Consecutive layers on one submesh.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stage {
-    /// Numbers of the first layer and of the one after the last.
+    /// The number of the first layer and of the one after the last.
     pub layers: Range<u32>,
     /// The group of the cluster that the stage's devices belong to.
     #[serde(default, skip_serializing_if = "is_first_group")]
@@ -342,25 +345,26 @@ pub struct Stage {
     /// Global device ids in mesh order.
     pub devices: Vec<u32>,
     pub mesh: Mesh,
-    /// What the backward pass computes again instead of keeping it.
+    /// The values that the backward pass recomputes instead of keeping them.
     pub recompute: Recomputation,
-    /// What is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Where
-    /// parameters differ it is that of most of their bytes, and `parameters` says it of each.
+    /// The ZeRO level, which tells what is sharded over otherwise unused axes: 0 nothing, 1 optimizer state, 2
+    /// gradients too, 3 parameters too. If parameters differ, it is the level of most of their bytes, and `parameters`
+    /// has each one's layouts.
     pub zero: u8,
     #[serde(default, skip_serializing_if = "Offload::is_none")]
     pub offload: Offload,
     pub shardings: BTreeMap<ValueId, ValueSharding>,
     pub parameters: BTreeMap<String, Storage>,
-    /// Layout in which each value from an earlier stage arrives.
+    /// The layout in which each value from an earlier stage arrives.
     pub receives: BTreeMap<ValueId, Sharding>,
-    /// How near the shardings are to the best; absent where they were not compared.
+    /// How close the shardings are to the optimum. Absent if they were not compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub solved: Option<Solved>,
     pub predicted: StagePredicted,
 }
 
 impl Stage {
-    /// What a layer of this stage, by its number in the plan, computes again.
+    /// The recomputation of a layer of this stage. `layer` is its number in the plan.
     pub fn recomputes(&self, layer: u32) -> Recompute {
         self.recompute.of(layer.saturating_sub(self.layers.start) as usize)
     }
@@ -370,31 +374,31 @@ fn is_first_group(group: &u32) -> bool {
     *group == 0
 }
 
-/// How near a stage's shardings are to the best of the space that they were chosen from, by the prices of the search: seconds per
-/// microbatch, with a microbatch's share of what is done once per step.
+/// How close the shardings of a stage are to the optimum of their search space, by the prices of the search. Costs are
+/// seconds per microbatch, including a microbatch's share of once-per-step work.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Solved {
     pub cost_s: f64,
-    /// No shardings of these layers on this mesh within its memory cost less.
+    /// A lower bound for all shardings of these layers on this mesh that fit its memory.
     pub lower_bound_s: f64,
 }
 
 impl Solved {
-    /// How far above the best the shardings can be at most, relative to the best; zero where they are proven best, infinite where
-    /// nothing is proven.
+    /// The largest possible distance to the optimum, relative to it. Zero if the shardings are proven optimal, infinite
+    /// if nothing is proven.
     pub fn gap(&self) -> f64 {
         if self.cost_s <= self.lower_bound_s { 0.0 } else { self.cost_s / self.lower_bound_s - 1.0 }
     }
 }
 
-/// One line of the table that ends every plan.
+/// One line of the table of alternatives that ends every plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
     pub name: String,
-    /// Absent where no such plan exists (say, more pipeline stages than layers).
+    /// Absent if no such plan exists, e.g. with more pipeline stages than layers.
     pub predicted: Option<Predicted>,
     pub fits: bool,
-    /// The degrees used, e.g. `dp8`, or why there is none.
+    /// The degrees used, e.g. `dp8`, or the reason why there is no such plan.
     pub detail: String,
 }
 
@@ -402,13 +406,12 @@ pub struct Alternative {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MadeBy {
-    /// Of the program.
+    /// The version of the program.
     pub version: String,
-    /// The command line, without what only says where results go.
+    /// The command line, without options that only name output files.
     pub command: String,
 }
 
-/// A plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     pub format: String,
@@ -418,56 +421,58 @@ pub struct Plan {
     pub cluster: Cluster,
     pub global_batch: u64,
     pub num_microbatches: u32,
-    /// Samples of the global batch that go through the pipeline at once.
+    /// The samples of the global batch that pass through the pipeline at once.
     pub microbatch: u64,
     pub schedule: Schedule,
     #[serde(default, skip_serializing_if = "Update::is_synchronous")]
     pub update: Update,
-    /// Servers that hold what workers, each with all of the model, train together; absent where every device updates what it holds.
+    /// The parameter servers of workers that each hold the whole model. Absent if every device updates the parameters
+    /// that it holds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub servers: Option<ParameterServers>,
     #[serde(default, skip_serializing_if = "Goal::is_latency")]
     pub goal: Goal,
-    /// Stages that share devices: of `p` *lanes* (blocks of devices), lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
+    /// The number of stages per lane, a block of devices. With `p` lanes, lane `l` has the stages `l`, `l + p`, `l +
+    /// 2p`, ...
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
     pub optimizer: Optimizer,
-    /// The largest norm that all gradients together may have; larger ones are scaled down before the update.
+    /// The largest allowed norm of all gradients together. Larger gradients are scaled down before the update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
-    /// What keeps small gradients of f16; absent where gradients are as they are.
+    /// The loss scaling that protects small f16 gradients from underflow. Absent if gradients are not scaled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
-    /// Whether steps measure the gradient's norm and variance.
+    /// True if steps measure the norm and the variance of the gradient.
     #[serde(default, skip_serializing_if = "is_false")]
     pub measure_noise: bool,
     #[serde(default)]
     pub execution: Execution,
-    /// What the plan was made for.
+    /// The system that the plan is meant to run on.
     #[serde(default, skip_serializing_if = "Target::is_ours")]
     pub target: Target,
     pub loss: LossKind,
-    /// Values through which no gradient flows.
+    /// The values through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop_gradients: Vec<ValueId>,
-    /// Of a small twin, what it is smaller by than the model.
+    /// For a downscaled model, how it differs in size from the original.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduction: Option<Reduction>,
-    /// The measured profile by which the plan was judged, in words; absent where it was the figures of the cluster. What is
-    /// predicted follows from the plan and that profile.
+    /// The measured profile that predictions are based on, in words. Absent if they are based on the figures of the
+    /// cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// What wrote the plan; absent where a library did.
+    /// The program that wrote the plan. Absent if the library was used directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_by: Option<MadeBy>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
-    /// Nodes of each layer: `layers[i]..layers[i + 1]`, leaves and values that depend on no leaf excepted.
+    /// The nodes of each layer, `layers[i]..layers[i + 1]`. Leaves and values that depend on no leaf are not counted.
     pub layers: Vec<u32>,
     pub stages: Vec<Stage>,
     /// The forward graph at microbatch size.
     pub graph: Graph,
-    /// What the graph was before its sizes were made larger; absent where they are the model's own.
+    /// The graph before its sizes were padded. Absent if the sizes are the model's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Arc<Padding>>,
 }
@@ -484,7 +489,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// What is wrong with a plan file, with the JSON path of the place.
+/// An error in a plan file, with the JSON path of the place.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error("{line}:{column}: {error}")]
@@ -501,7 +506,7 @@ pub enum PlanError {
     Invalid { path: String, problem: &'static str },
 }
 
-/// A 128-bit fingerprint of a graph's meaning, as 32 hex digits: two FNV-1a passes over its JSON form.
+/// A 128-bit fingerprint of a graph, as 32 hex digits. It consists of two FNV-1a hashes of the graph's JSON form.
 pub fn graph_hash(graph: &Graph) -> String {
     let text = serde_json::to_string(graph).unwrap_or_default();
     let fnv = |h: u64, byte: u8| (h ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
@@ -511,7 +516,7 @@ pub fn graph_hash(graph: &Graph) -> String {
 }
 
 impl Plan {
-    /// The layer of each node; `None` for leaves and for values that depend on no leaf.
+    /// The layer of each node. `None` for leaves and for values that depend on no leaf.
     pub fn layer_of(&self) -> Vec<Option<u32>> {
         let varies = self.graph.depends_on(|v| self.graph.node(v).op.is_leaf());
         let layer = |v: ValueId| {
@@ -521,7 +526,7 @@ impl Plan {
         self.graph.values().map(layer).collect()
     }
 
-    /// The model as it is, of one microbatch, and the values of it through which no gradient flows.
+    /// The unpadded model at microbatch size, and its values through which no gradient flows.
     pub fn own(&self) -> (&Graph, &[ValueId]) {
         match &self.padding {
             Some(padding) => (&padding.graph, &padding.stop_gradients),
@@ -529,12 +534,12 @@ impl Plan {
         }
     }
 
-    /// Where a parameter's own elements are among those that the plan's graph has of it, if there are more.
+    /// The positions of a parameter's own elements within its padded form. `None` if the plan pads nothing of it.
     pub fn extents(&self, parameter: &str) -> Option<&Extents> {
         self.padding.as_ref()?.parameters.get(parameter)
     }
 
-    /// Bytes of a device of a stage that tensors can use.
+    /// The bytes of a device of a stage that tensors can use.
     pub fn usable_bytes(&self, stage: &Stage) -> u64 {
         self.cluster.usable_bytes(self.group_of(stage))
     }
@@ -548,39 +553,39 @@ impl Plan {
         self.layers.len() as u32 - 1
     }
 
-    /// By how many steps the weights that gradients are computed with are behind those that they change: `w[t+1] = w[t] - f(g(w[t - s]))`
-    /// for a staleness of `s`. It is the same on all stages, and before the first step no gradient is late.
+    /// The number of steps by which gradients lag behind the weights that they change: `w[t+1] = w[t] - f(g(w[t - s]))`
+    /// for a staleness of `s`. It is the same on all stages. Before the first step, no gradient is late.
     pub fn staleness(&self) -> u32 {
         let flushes = self.schedule != Schedule::PipeDream || self.num_lanes() <= 1;
         u32::from(self.schedule.trains() && (self.update == Update::Stale || !flushes))
     }
 
-    /// Blocks of devices that one or more stages share.
+    /// The number of lanes, which are blocks of devices that one or more stages share.
     pub fn num_lanes(&self) -> usize {
         self.stages.len() / (self.virtual_stages as usize).max(1)
     }
 
-    /// Whose devices stage `stage` is on.
+    /// The lane of a stage.
     pub fn lane_of(&self, stage: usize) -> usize {
         stage % self.num_lanes().max(1)
     }
 
-    /// The stages that share the devices of a lane, first to last.
+    /// The stages of a lane, first to last.
     pub fn stages_of(&self, lane: usize) -> impl Iterator<Item = usize> + use<> {
         (lane..self.stages.len()).step_by(self.num_lanes().max(1))
     }
 
-    /// The first stage of each lane, which says what devices it has and how they are a mesh.
+    /// The first stage of each lane, which lists its devices and their mesh.
     pub fn lanes(&self) -> &[Stage] {
         &self.stages[..self.num_lanes()]
     }
 
-    /// The stages of a lane, in words: `stage0`, `stage0, stage4`.
+    /// The stages of a lane in words: `stage0`, or `stage0, stage4`.
     pub fn lane_name(&self, lane: usize) -> String {
         self.stages_of(lane).map(|s| format!("stage{s}")).collect::<Vec<_>>().join(", ")
     }
 
-    /// Global ids of all devices that run something, in the order of their programs.
+    /// The global ids of all devices that run a program, in the order of their programs.
     pub fn devices(&self) -> Vec<u32> {
         match &self.servers {
             Some(servers) => servers.workers.iter().chain(&servers.servers).copied().collect(),
@@ -588,12 +593,13 @@ impl Plan {
         }
     }
 
-    /// How many of them there are.
+    /// The number of devices that run a program.
     pub fn num_devices(&self) -> u32 {
         self.devices().len() as u32
     }
 
-    /// What the program of this number is called: that of a lane by its stages, others by what runs them (`worker2`, `server0`).
+    /// The name of a program. With parameter servers it is `worker2` or `server0`, otherwise it lists the stages of the
+    /// lane.
     pub fn program_name(&self, program: usize) -> String {
         let workers = self.num_workers() as usize;
         match &self.servers {
@@ -607,7 +613,7 @@ impl Plan {
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
-    /// Reads and verifies a plan file.
+    /// Parses and verifies a plan file.
     pub fn from_json(text: &str) -> Result<Plan, PlanError> {
         let not_json =
             |e: serde_json::Error| PlanError::Json { line: e.line(), column: e.column(), error: json::message(&e) };
@@ -630,7 +636,7 @@ impl Plan {
         }
     }
 
-    /// Everything that is inconsistent.
+    /// Returns all inconsistencies.
     pub fn verify(&self) -> Vec<PlanError> {
         let mut errors = Vec::new();
         for error in self.graph.verify() {

@@ -1,8 +1,8 @@
-//! What devices execute: per submesh one SPMD program, and the transfers between them.
+//! The programs that devices execute: one SPMD program per submesh, and the transfers between them.
 //!
-//! A program has bodies (local graphs, run by every device of the submesh with its own coordinates), the buffers
-//! through which bodies talk to each other and to the outside, and a schedule of calls. Bodies are written once
-//! whatever the number of devices and microbatches, so a program for 16,384 devices is not larger than one for 16.
+//! A program has bodies, buffers and a schedule of calls. Bodies are local graphs that every device of the submesh runs
+//! with its own coordinates. Buffers connect bodies to each other and to the outside. Each body is written once, for
+//! any number of devices and microbatches, so a program for 16,384 devices is not larger than one for 16.
 
 use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;
@@ -16,72 +16,76 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BufferId(pub u32);
 
-/// What sums over all parameters are called where a parameter's name is asked for: the [`BufferKind::State`] that a step leaves
-/// them in for the host, and the [`BufferKind::Accumulator`] in which a stage collects its share. No parameter is called so.
+/// Stands for a parameter's name in buffers of sums over all parameters: the [`BufferKind::State`] that a step leaves
+/// for the host, and the [`BufferKind::Accumulator`] that collects a stage's share. No parameter has this name.
 pub const ALL_PARAMETERS: &str = "(all parameters)";
 
-/// Slots of [`ALL_PARAMETERS`]: the square of the norm of the step's gradient, before it is clipped;
+/// Slot of [`ALL_PARAMETERS`]: the squared norm of the step's gradient, before clipping.
 pub const GRADIENT_SQUARES: &str = "gradient squares";
-/// the variance of that gradient over batches, summed over elements, as parts of the batch tell of it;
+/// Slot of [`ALL_PARAMETERS`]: the variance of the gradient over batches, summed over elements, as estimated from parts
+/// of the batch.
 pub const GRADIENT_VARIANCE: &str = "gradient variance";
-/// and the square of the norm of the gradients of which that is, those seen in parts.
+/// Slot of [`ALL_PARAMETERS`]: the squared norm of the gradients that contribute to [`GRADIENT_VARIANCE`], those seen
+/// in parts.
 pub const MEASURED_SQUARES: &str = "measured squares";
 
-/// How many elements of the step's gradient were not finite, where the plan scales the loss; then the step was skipped.
+/// Slot of [`ALL_PARAMETERS`]: the number of non-finite elements in the step's gradient, if the plan scales the loss.
+/// If there are any, the step was skipped.
 pub const OVERFLOWS: &str = "gradients not finite";
 
 /// A transfer of [`Programs`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TransferId(pub u32);
 
-/// What a buffer is for, which decides when it lives and who fills it.
+/// The purpose of a buffer. It decides how long the buffer lives and who fills it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BufferKind {
-    /// The trained weights that bodies compute with. Lives for the whole run; loaded from outside, and where another program
-    /// updates them received from there.
+    /// The weights that bodies compute with. Lives for the whole run. The host loads it. If another program updates the
+    /// parameter, this one receives the new values from there.
     Parameter { name: String },
-    /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision
-    /// parameter, which starts as the parameter's value; all others start at zero). Lives for the whole run.
+    /// Optimizer state of a parameter: `momentum`, `m`, `v`, or `master` (the f32 copy of a half-precision parameter).
+    /// Lives for the whole run. `master` starts as the parameter's value, all others start at zero.
     State { parameter: String, slot: String },
-    /// Sum of a parameter's gradient over the microbatches of a step, or of a value of [`Phase::Totals`] ([`ALL_PARAMETERS`]). Zero before the first of them; keeps its value until the
-    /// next step, or the one after it ([`Overlap::doubles_accumulators`]), adds its own.
+    /// Sum over the microbatches of a step of a parameter's gradient, or of a value of [`Phase::Totals`] (with the name
+    /// [`ALL_PARAMETERS`]). It is zero before the first microbatch. It keeps its value until the next step adds its
+    /// own, or the step after that ([`Overlap::doubles_accumulators`]).
     Accumulator { parameter: String },
-    /// An input of the model, one instance per microbatch: the microbatch's rows in each batch dimension,
-    /// or all of it where the input has no batch dimension.
+    /// An input of the model, with one instance per microbatch: the microbatch's rows in each batch dimension, or the
+    /// whole input if it has no batch dimension.
     Input { name: String },
-    /// A scalar given anew for each step: `learning_rate`, or `step` (counted from 1).
+    /// A scalar that each step sets anew: `learning_rate`, or `step` (counted from 1).
     Scalar { name: String },
-    /// The loss of one microbatch, replicated over the submesh; the executor collects it.
+    /// The loss of one microbatch, replicated over the submesh. The executor collects it.
     Loss,
-    /// One microbatch's part of a result of a model that is run and not trained, by its position among the results. The
-    /// host takes it away, as it brings inputs.
+    /// One microbatch's part of an output of a model that is run rather than trained. `index` is its position among the
+    /// outputs. The host collects it.
     Output { index: u32 },
-    /// A value between bodies or transfers, one instance per microbatch (per step where the writing call has no
-    /// microbatch). Lives from its writer to the call that frees it.
+    /// A value between bodies or transfers, with one instance per microbatch, or per step if the writing call has no
+    /// microbatch. Lives from its writer to the call that frees it.
     Value,
 }
 
 impl BufferKind {
-    /// Instances are of one step, most of one microbatch of it: they do not outlive the step.
+    /// Returns true if instances belong to a step, most of them to one microbatch, and do not outlive it.
     pub fn is_of_step(&self) -> bool {
         matches!(self, BufferKind::Value | BufferKind::Input { .. } | BufferKind::Loss | BufferKind::Output { .. })
     }
 }
 
-/// A buffer: global type and layout over the program's mesh.
+/// A buffer, with its global type and its layout over the program's mesh.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Buffer {
     pub name: String,
-    /// The plan's stage that it is of.
+    /// The plan's stage that the buffer belongs to.
     pub stage: u32,
     pub kind: BufferKind,
     pub ty: TensorType,
     pub sharding: Sharding,
-    /// Where the model's own elements are among zeros, if there are more.
+    /// The positions of the model's own elements, if the buffer is padded with zeros.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extents: Option<Extents>,
-    /// It is in the memory of the device's host, where only copies ([`crate::op::HostCopy`]) read and write it.
+    /// True if the buffer is in host memory, where only copies ([`crate::op::HostCopy`]) read and write it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub host: bool,
 }
@@ -91,49 +95,50 @@ fn is_false(flag: &bool) -> bool {
 }
 
 impl Buffer {
-    /// The type of what the model has of it.
+    /// The type of the buffer without padding.
     pub fn own_type(&self) -> TensorType {
         self.extents.as_ref().map_or_else(|| self.ty.clone(), |extents| self.ty.with_shape(extents.shape()))
     }
 }
 
-/// Which part of a training step a body is.
+/// The part of a training step that a body computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Adds what a microbatch has of values that are summed over all of them ([`crate::op::Microbatches`]). Called for every
-    /// microbatch before the first forward body.
+    /// Adds a microbatch's share of values that are summed over all microbatches ([`crate::op::Microbatches`]). Called
+    /// for every microbatch before the first forward body.
     Totals,
     Forward,
-    /// All gradients, or under a schedule that runs them apart those that earlier stages wait for.
+    /// All gradients. If the schedule computes weight gradients apart, only the gradients that earlier stages wait for.
     Backward,
-    /// The gradients of weights, where they are run apart.
+    /// The weight gradients, if the schedule computes them apart.
     Weights,
-    /// Reduces gradients once per step, before they are exchanged between stages.
+    /// Reduces gradients once per step, before stages exchange them.
     Reduce,
-    /// A stage's share of sums over all gradients, before these are exchanged between stages.
+    /// A stage's share of sums over all gradients, before stages exchange these sums.
     Norm,
     Update,
 }
 
-/// A straight-line local graph. Its leaves are [`crate::op::Op::Input`] nodes, each bound to a buffer by
-/// `reads`; collectives and `axis_index` are ops of the graph.
+/// A straight-line local graph. Its leaves are [`crate::op::Op::Input`] nodes, and `reads` binds each to a buffer.
+/// Collectives and `axis_index` are ops of the graph.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Body {
     pub name: String,
-    /// The plan's stage that it is of.
+    /// The plan's stage that the body belongs to.
     pub stage: u32,
     pub phase: Phase,
     pub graph: Graph,
-    /// Leaves of the graph and the buffers whose local part they are.
+    /// The leaves of the graph, each with the buffer whose local part it reads.
     pub reads: Vec<(ValueId, BufferId)>,
-    /// Buffers that the body leaves a value in. A buffer may be read and written: the value replaces the old one.
+    /// The buffers that the body writes, each with its value. A buffer may be both read and written, which replaces its
+    /// value.
     pub writes: Vec<(BufferId, ValueId)>,
-    /// Instances of per-microbatch buffers that nothing needs after this call.
+    /// The per-microbatch buffers whose instance is not needed after this call.
     pub frees: Vec<BufferId>,
 }
 
-/// One entry of a schedule. `microbatch` is `None` for what happens once per step.
+/// One entry of a schedule. `microbatch` is `None` for calls that happen once per step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Call {
@@ -141,83 +146,86 @@ pub enum Call {
         body: u32,
         microbatch: Option<u32>,
     },
-    /// Never waits for the receiver. `free`: the buffer instance is not needed afterwards.
+    /// Never waits for the receiver. `free` means that the buffer instance is not needed afterwards.
     Send {
         transfer: TransferId,
         microbatch: Option<u32>,
         free: bool,
     },
-    /// Waits for the value; the target buffer instance lives from here.
+    /// Waits for the value. The target buffer instance lives from here.
     Receive {
         transfer: TransferId,
         microbatch: Option<u32>,
     },
 }
 
-/// The program of one submesh: of one stage, or of all stages that share its devices.
+/// The program of one submesh, with one stage or all stages that share its devices.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Program {
-    /// Global ids of the devices, in mesh order (row major).
+    /// The global ids of the devices, in mesh order (row major).
     pub devices: Vec<u32>,
     pub mesh: Mesh,
     pub buffers: Vec<Buffer>,
     pub bodies: Vec<Body>,
-    /// The calls of one step, first to last.
+    /// The calls of one step, in order.
     pub schedule: Vec<Call>,
-    /// The last calls of a step that are run among those of the next step: of each, after how many calls of the next step, which
-    /// never falls. Empty where a step ends before the next begins. See [`Program::turns`].
+    /// The last calls of a step that overlap the next step. Each entry is the number of calls of the next step that run
+    /// first, and entries never decrease. Empty if a step ends before the next begins. See [`Program::turns`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub late: Vec<u32>,
-    /// Calls that are made once no step is left to run, before the weights are looked at: they bring this program's copy of the weights
-    /// up to date with those that others have updated since. Where any program has such calls, devices begin a step without waiting
-    /// for others to end the one before.
+    /// The calls after the last step, before anything reads the weights. They bring this program's copy of the weights
+    /// up to date with the updates of other programs. If any program has such calls, devices begin a step without
+    /// waiting for others to end the previous one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub flush: Vec<Call>,
-    /// Whether GPUs run products around large values as one kernel ([`crate::plan::Execution::fused_attention`]).
+    /// True if GPUs run each pair of products around a large value as one kernel
+    /// ([`crate::plan::Execution::fused_attention`]).
     pub fused_attention: bool,
 }
 
-/// What a device holds of two steps at once.
+/// The state that a device holds for two steps at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Overlap {
-    /// What is a step's own from its beginning, as scalars.
+    /// Values that belong to a step from its beginning, such as scalars.
     pub steps: bool,
-    /// Parameters: as a step began with them, and updated.
+    /// Parameters, both as a step began with them and as updated since.
     pub stashes_parameters: bool,
-    /// Sums of gradients: some of a step are added up before those of the step before were used.
+    /// Gradient sums: a step adds to its own before those of the previous step have been used.
     pub doubles_accumulators: bool,
 }
 
 impl Phase {
-    /// Whether a body works on a microbatch with the weights of its step, rather than on what all of a step gave.
+    /// Returns true if the body works on one microbatch with the weights of its step, rather than on the results of a
+    /// whole step.
     pub fn is_of_microbatch(self) -> bool {
         matches!(self, Phase::Totals | Phase::Forward | Phase::Backward | Phase::Weights)
     }
 }
 
 impl Program {
-    /// Whether a device may begin a step before all others have ended the one before it, which then are not done with until a flush.
+    /// Returns true if a device may begin a step before all others have ended the previous one. Those then end at a
+    /// flush.
     pub fn runs_ahead(&self) -> bool {
         !self.late.is_empty() || !self.flush.is_empty()
     }
 
-    /// Whether some body writes a buffer.
+    /// Returns true if some body writes the buffer.
     pub fn writes(&self, buffer: BufferId) -> bool {
         self.bodies.iter().any(|body| body.writes.iter().any(|(written, _)| *written == buffer))
     }
 
-    /// How many of the schedule's calls are run before the next step begins.
+    /// The number of the schedule's calls that run before the next step begins.
     pub fn num_prompt(&self) -> usize {
         self.schedule.len() - self.late.len().min(self.schedule.len())
     }
 
-    /// The calls that a device runs between the beginning of one step and that of the next: positions in the schedule, and
-    /// whether the call is of the step before. In the first step there are no calls of one before, and after the last those that
-    /// are left of it run alone.
+    /// The calls that a device runs between the beginning of one step and that of the next. Each is a position in the
+    /// schedule, and true if the call belongs to the previous step. The first step has no calls of a previous one.
+    /// After the last step, its remaining calls run alone.
     ///
-    /// Calls of different steps share parameters and optimizer state. All else they have of their own: inputs, scalars, values, the
-    /// sums of gradients. Bodies of microbatches read the parameters as they were when their step began, even where an update
-    /// has changed them since; all other bodies read and write the newest.
+    /// Calls of different steps share parameters and optimizer state. Each step has its own inputs, scalars, values and
+    /// gradient sums. Bodies that work on microbatches read the parameters as they were when their step began, even if
+    /// an update has changed them since. All other bodies read and write the newest parameters.
     pub fn turns(&self) -> impl Iterator<Item = (usize, bool)> + '_ {
         let prompt = self.num_prompt();
         let (mut now, mut before) = (0, 0);
@@ -233,7 +241,7 @@ impl Program {
         })
     }
 
-    /// What is held of two steps at once, with bodies that may be those of a program that is as this one.
+    /// The state that is held for two steps at once. `bodies` may come from another program of the same form.
     pub fn overlap(&self, bodies: &[Body]) -> Overlap {
         let mut overlap = Overlap { steps: !self.late.is_empty(), ..Overlap::default() };
         let (mut updated, mut added) = (false, false);
@@ -252,60 +260,60 @@ impl Program {
         &self.buffers[id.0 as usize]
     }
 
-    /// The position of a stage's body of some phase.
+    /// The position of a stage's body for a phase.
     pub fn body_of(&self, stage: u32, phase: Phase) -> Option<u32> {
         self.bodies.iter().position(|b| (b.stage, b.phase) == (stage, phase)).map(|b| b as u32)
     }
 
-    /// Local bytes of one instance of a buffer on one device.
+    /// The local bytes of one buffer instance on one device.
     pub fn local_bytes(&self, id: BufferId) -> u64 {
         let buffer = self.buffer(id);
         buffer.sharding.local_bytes(&buffer.ty, &self.mesh)
     }
 }
 
-/// A value that moves from one stage to another: the same global tensor in two layouts. Where both are on the same devices, it
-/// goes from a program to itself.
+/// A value that moves from one stage to another: the same global tensor in two layouts. If both stages are on the same
+/// devices, a program sends it to itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Transfer {
     pub source: (u32, BufferId),
     pub target: (u32, BufferId),
 }
 
-/// All programs of a plan and what passes between them.
+/// All programs of a plan, and the transfers between them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Programs {
     pub programs: Vec<Program>,
     pub transfers: Vec<Transfer>,
     pub num_microbatches: u32,
-    /// Samples in one microbatch (global, not per device); 0 where the graph has no batch.
+    /// The number of samples in one microbatch (global, not per device). 0 if the graph has no batch.
     pub microbatch: u64,
-    /// Whether the loss of a step is the mean (else the sum) of its microbatches' losses.
+    /// True if the loss of a step is the mean of its microbatches' losses, false if it is their sum.
     pub loss_is_mean: bool,
 }
 
-/// One device-to-device part of a transfer: the sender's local elements at the cross product of
-/// `source_indices` go, in row-major order, to the receiver's at the cross product of `target_indices`.
+/// One device-to-device part of a transfer. The sender's local elements at the cross product of `source_indices` go, in
+/// row-major order, to the receiver's elements at the cross product of `target_indices`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Positions within the source's and the target's submesh.
+    /// Positions within the source and the target submesh.
     pub source: u32,
     pub target: u32,
-    /// Per dimension, the local indices taken.
+    /// The local indices taken, per dimension.
     pub source_indices: Vec<Vec<u64>>,
     pub target_indices: Vec<Vec<u64>>,
 }
 
 impl Programs {
-    /// The stages between which a transfer goes.
+    /// The source and the target stage of a transfer.
     pub fn stages_of(&self, transfer: TransferId) -> (u32, u32) {
         let Transfer { source, target } = &self.transfers[transfer.0 as usize];
         let stage = |(program, buffer): (u32, BufferId)| self.programs[program as usize].buffer(buffer).stage;
         (stage(*source), stage(*target))
     }
 
-    /// The messages of a transfer: a pure function of the two layouts, used alike by the simulator and every executor.
-    /// Where several source devices hold the same part, receivers are spread over them.
+    /// The messages of a transfer. They depend only on the two layouts, and the simulator and every executor use them.
+    /// If several source devices hold the same part, receivers are spread over them.
     pub fn messages(&self, transfer: TransferId) -> Vec<Message> {
         let Transfer { source, target } = &self.transfers[transfer.0 as usize];
         let (from, to) = (&self.programs[source.0 as usize], &self.programs[target.0 as usize]);
@@ -313,9 +321,9 @@ impl Programs {
     }
 }
 
-/// See [`Programs::messages`]. Neither sharding may be partial.
+/// The messages between two layouts (see [`Programs::messages`]). Neither sharding may be partial.
 pub fn messages(from: &Sharding, from_mesh: &Mesh, to: &Sharding, to_mesh: &Mesh) -> Vec<Message> {
-    // Source devices grouped by what they hold: distinct parts, each with its replicas.
+    // Group the source devices by the part that they hold: distinct parts, each with its replicas.
     let mut parts: Vec<(Vec<Vec<u64>>, Vec<u32>)> = Vec::new();
     for device in 0..from_mesh.num_devices() {
         let coordinates = from_mesh.coordinates(device);
@@ -342,7 +350,7 @@ pub fn messages(from: &Sharding, from_mesh: &Mesh, to: &Sharding, to_mesh: &Mesh
     messages
 }
 
-/// Positions in two increasing lists of the values they share.
+/// The positions, in two increasing lists, of the values that they share.
 fn common(a: &[u64], b: &[u64]) -> (Vec<u64>, Vec<u64>) {
     let (mut i, mut j) = (0, 0);
     let (mut in_a, mut in_b) = (Vec::new(), Vec::new());

@@ -1,20 +1,20 @@
-//! What a layer's backward pass computes again instead of keeping it since the forward pass.
+//! The values that a layer's backward pass recomputes instead of keeping them from the forward pass.
 //!
-//! A stage says it of each of its layers, since memory mostly runs short by less than all of them hold. In files it is one word where
-//! all layers are alike and a list of words otherwise.
+//! A stage chooses this for each of its layers, since recomputing part of them usually frees enough memory. In files it
+//! is one word if all layers are alike, and otherwise a list of words.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How much of a layer is computed again.
+/// The extent of recomputation in a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// What costs next to nothing: elementwise results and broadcasts.
+    /// Only values that cost almost nothing: elementwise results and broadcasts.
     #[default]
     None,
-    /// Also products that are larger than their factors, as attention scores are: they hold much for little work (Korthikanti et al.
-    /// 2022, section 5).
+    /// Also products that are larger than their factors, such as attention scores. They take much memory for little
+    /// work (Korthikanti et al. 2022, section 5).
     Selective,
     /// Everything that does not leave the layer (Chen et al. 2016).
     Full,
@@ -34,22 +34,22 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// What each layer of a stage computes again.
+/// The recomputation in each layer of a stage.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "Form", untagged)]
 pub enum Recomputation {
     Alike(Recompute),
-    /// By layer, from the stage's first on; not all the same.
+    /// One entry per layer, from the stage's first on. They are not all the same.
     ByLayer(Vec<Recompute>),
 }
 
-/// What plan files hold.
+/// The form in plan files.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected none, selective, full, or a list of one of them for each layer")]
 enum Form {
     Alike(Recompute),
     ByLayer(Vec<Recompute>),
-    /// Of files from before there were words for it.
+    /// The boolean form of older files.
     Whole(bool),
 }
 
@@ -79,7 +79,7 @@ impl Default for Recomputation {
 }
 
 impl Recomputation {
-    /// Of the stage's layer `index`, counted from its first.
+    /// The recomputation in the stage's layer `index`, counted from its first.
     pub fn of(&self, index: usize) -> Recompute {
         match self {
             Recomputation::Alike(level) => *level,
@@ -87,13 +87,13 @@ impl Recomputation {
         }
     }
 
-    /// The same for a stage of so many layers, but that the last of them keeps everything.
+    /// The same for a stage of `layers` layers, except that the last of them keeps everything.
     pub fn keeping_last(&self, layers: usize) -> Recomputation {
         let level = |i: usize| if i + 1 == layers { Recompute::None } else { self.of(i) };
         (0..layers).map(level).collect::<Vec<_>>().into()
     }
 
-    /// The most that any layer computes again.
+    /// The largest extent of recomputation in any layer.
     pub fn most(&self) -> Recompute {
         match self {
             Recomputation::Alike(level) => *level,
@@ -101,7 +101,7 @@ impl Recomputation {
         }
     }
 
-    /// The least.
+    /// The smallest extent of recomputation in any layer.
     pub fn least(&self) -> Recompute {
         match self {
             Recomputation::Alike(level) => *level,

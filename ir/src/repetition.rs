@@ -1,4 +1,4 @@
-//! Repetition in a sequence: models are made of equal layers, and what is found here shows their period.
+//! Repetition in a sequence. Models consist of equal layers, and this module finds their period.
 
 /// A run of equal periods: elements `first + r * period + i` are equal for all `r < count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -8,7 +8,7 @@ pub struct Repetition {
     pub count: usize,
 }
 
-/// Equal strings as equal small numbers.
+/// Replaces equal strings by equal small numbers.
 pub fn numbered(signature: &[String]) -> Vec<usize> {
     let mut names: Vec<&String> = signature.iter().collect();
     names.sort();
@@ -16,7 +16,7 @@ pub fn numbered(signature: &[String]) -> Vec<usize> {
     signature.iter().map(|s| names.binary_search(&s).unwrap_or(0)).collect()
 }
 
-/// The longest repetition that is accepted: of greatest coverage first, then of the shortest period.
+/// The longest accepted repetition: the one that covers most, and among those the one with the shortest period.
 pub fn longest(ids: &[usize], accept: impl Fn(Repetition) -> bool) -> Option<Repetition> {
     let n = ids.len();
     let mut best: Option<Repetition> = None;

@@ -1,8 +1,8 @@
-//! From one sharding to another by collectives.
+//! Conversion from one sharding to another by collectives.
 //!
-//! A mismatch between two shardings of a value is repaired by a short list of collectives, found from the
-//! layouts alone: axes that must go are gathered, exchanged or reduced, minor-most first; axes that must
-//! come are sliced in. The planner prices exactly this list and the runtime executes exactly this list.
+//! A short list of collectives repairs a mismatch between two shardings of a value. The layouts alone determine it.
+//! Axes that must go are gathered, exchanged or reduced, minor-most first. Axes that must come are sliced in. The
+//! planner prices exactly this list, and the runtime executes exactly this list.
 
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::rc::Rc;
 
-/// One collective on local tensors. A dimension is seen as `outer` blocks; gathers concatenate and
-/// slices cut within each block, which is how layouts of several segments keep their order.
-/// Groups are ordered by position along `axes`, major first.
+/// One collective on local tensors. A dimension is seen as `outer` blocks. Gathers concatenate and slices cut within
+/// each block, which keeps the order of layouts with several segments. Groups are ordered by position along `axes`,
+/// major first.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collective {
@@ -24,17 +24,19 @@ pub enum Collective {
     ReduceScatter { axes: Vec<AxisId>, reducer: Reducer, dim: u8, outer: u64 },
     /// Each device gets all slices.
     AllGather { axes: Vec<AxisId>, dim: u8, outer: u64 },
-    /// Each device sends slices of `split_dim` and concatenates what it gets in `concat_dim`.
+    /// Each device sends slices of `split_dim` and concatenates the slices that it receives along `concat_dim`.
     AllToAll { axes: Vec<AxisId>, split_dim: u8, split_outer: u64, concat_dim: u8, concat_outer: u64 },
     /// Each device keeps its slice; nothing is sent.
     LocalSlice { axes: Vec<AxisId>, dim: u8, outer: u64 },
-    /// The device at position 0 along `axes` keeps its values, the others take the reducer's neutral
-    /// element: a replicated value becomes a partial one. Nothing is sent.
+    /// The device at position 0 along `axes` keeps its values, and the others take the reducer's neutral element. A
+    /// replicated value becomes a partial one. Nothing is sent.
     KeepFirst { axes: Vec<AxisId>, reducer: Reducer },
-    /// Each device gets its block of `dim` with the `low` elements before it and the `high` ones after it, from as many
-    /// neighbours as hold them; beyond the ends of the dimension there is the reducer's neutral element.
+    /// Each device gets its block of `dim`, extended by the `low` elements before it and the `high` elements after it.
+    /// These come from as many neighbours as hold them. Beyond the ends of the dimension lies the reducer's neutral
+    /// element.
     Halo { axes: Vec<AxisId>, dim: u8, low: u64, high: u64, reducer: Reducer },
-    /// Each device gets what the device `by` places after it in its group has, the first following the last: a round of a ring.
+    /// Each device gets the value of the device `by` places after it in its group, wrapping around at the end. This is
+    /// one round of a ring.
     Shift { axes: Vec<AxisId>, by: u64 },
 }
 
@@ -52,7 +54,7 @@ impl Collective {
         }
     }
 
-    /// Whether anything is sent between devices.
+    /// Returns true if devices send anything to each other.
     pub fn communicates(&self) -> bool {
         !matches!(self, Collective::LocalSlice { .. } | Collective::KeepFirst { .. })
     }
@@ -70,12 +72,12 @@ impl Collective {
         }
     }
 
-    /// Elements that a device with libraries of collectives holds in another order before it and after it: a library takes what
-    /// goes to one device, and gives what comes from one, as one run.
+    /// The elements that a device copies into another order before and after the collective, when a collective library
+    /// runs it. Such a library sends and receives the part of each peer as one contiguous run.
     pub fn rearranged_elements(&self, operand: &[u64], mesh: &Mesh) -> [u64; 2] {
         let result = self.result_shape(operand, mesh);
         let all = |shape: &[u64]| shape.iter().product::<u64>();
-        // A single part, or parts of the first dimension, are runs as they lie.
+        // A single part, or parts of the first dimension, are contiguous already.
         let is_run = |dim: u8, outer: u64| outer == 1 && all(&operand[..usize::from(dim)]) == 1;
         let unless = |is_run: bool, elements: u64| if is_run { 0 } else { elements };
         match *self {
@@ -95,7 +97,7 @@ impl Collective {
         }
     }
 
-    /// Local shape of the result.
+    /// The local shape of the result.
     pub fn result_shape(&self, operand: &[u64], mesh: &Mesh) -> Vec<u64> {
         let n = mesh.product(self.axes());
         let mut shape = operand.to_vec();
@@ -123,16 +125,16 @@ pub struct Step {
     pub result: Sharding,
 }
 
-/// The collectives that turn a value of sharding `from` into one of sharding `to`, in order; empty where
-/// they are equal. Both must be valid for the same shape on `mesh`.
+/// The collectives that turn a value of sharding `from` into one of sharding `to`, in order. The list is empty if the
+/// two are equal. Both shardings must be valid for the same shape on `mesh`.
 pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
     let mut now = from.clone();
 
-    // Replicated axes that the target splits: slicing first makes everything after it smaller.
+    // Slice replicated axes that the target splits first: everything after it gets smaller.
     push_free_axes(&mut now, to, mesh, &mut steps);
 
-    // Reductions, each straight into the dimension where the target wants the axis, where that is possible.
+    // Reduce partial axes. Where possible, reduce-scatter straight into the dimension where the target wants the axis.
     while let Some(&(axis, reducer)) = now.partial.iter().find(|p| !to.partial.contains(p)) {
         let scatter = (0..now.dims.len()).find_map(|dim| match pushable(&now.dims[dim], &to.dims[dim], mesh) {
             Some((next, a, outer)) if a == axis => Some((dim, next, outer)),
@@ -151,7 +153,7 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
         push_free_axes(&mut now, to, mesh, &mut steps);
     }
 
-    // Axes in the wrong place: exchanged into the right one, or gathered.
+    // Exchange axes in the wrong dimension into the right one, or gather them.
     while let Some(dim) = (0..now.dims.len()).find(|&d| now.dims[d] != now.dims[d].common(&to.dims[d], mesh)) {
         let Some((next, axis, outer)) = now.dims[dim].pop(mesh) else { break };
         let mut gathered = now.clone();
@@ -179,7 +181,7 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
         push_free_axes(&mut now, to, mesh, &mut steps);
     }
 
-    // A replicated value where a partial one is wanted.
+    // Make replicated values partial where the target is partial.
     for &(axis, reducer) in &to.partial {
         if !now.partial.contains(&(axis, reducer)) {
             now.partial.push((axis, reducer));
@@ -191,25 +193,25 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     steps
 }
 
-/// One collective of a reshard, whatever the size of what is resharded.
+/// One collective of a reshard, independent of the size of the tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leg {
     pub collective: Collective,
-    /// Devices over which the operand and the result are split.
+    /// The number of devices over which the operand and the result are split.
     pub operand_parts: u64,
     pub result_parts: u64,
 }
 
 thread_local! {
-    /// What [`legs`] found, by the sizes of the mesh and the patterns of both layouts.
+    /// The results of [`legs`], keyed by the mesh sizes and the patterns of both layouts.
     static KNOWN: RefCell<(FxHashMap<Vec<u64>, Rc<[Leg]>>, Vec<u64>)> = RefCell::default();
 }
 
-/// Reshards that are remembered, at most.
+/// The largest number of remembered reshards.
 const MOST_KNOWN: usize = 1 << 20;
 
-/// The collectives of [`reshard`]. They are remembered: the same few patterns of axes come back in values of all sizes, on the
-/// same meshes, and a search asks for millions.
+/// The collectives of [`reshard`], from a cache. A search asks for millions of reshards, and the same few axis patterns
+/// recur in values of all sizes on the same meshes.
 pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
     KNOWN.with_borrow_mut(|(known, key)| {
         key.clear();
@@ -237,7 +239,7 @@ pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
     })
 }
 
-/// Slices in every axis that the target wants next in some dimension and that is replicated now.
+/// Slices in every axis that is replicated now and that the target wants next in some dimension.
 fn push_free_axes(now: &mut Sharding, to: &Sharding, mesh: &Mesh, steps: &mut Vec<Step>) {
     let mut dim = 0;
     while dim < now.dims.len() {
@@ -256,8 +258,8 @@ fn uses(sharding: &Sharding, axis: AxisId) -> bool {
     sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis)
 }
 
-/// The next split on the way from `now` to `to`, if `to` refines `now`: the layout after it, its axis, and
-/// the number of outer blocks within which it cuts.
+/// The next split on the way from `now` to `to`, if `to` refines `now`. Returns the layout after it, its axis, and the
+/// number of outer blocks within which it cuts.
 fn pushable(now: &DimLayout, to: &DimLayout, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
     let mut target = to.clone();
     loop {
@@ -269,7 +271,7 @@ fn pushable(now: &DimLayout, to: &DimLayout, mesh: &Mesh) -> Option<(DimLayout, 
     }
 }
 
-/// Appends a step, merging it with the one before where that is the same collective over one more axis.
+/// Appends a step. Merges it with the previous step if that is the same collective over another axis.
 fn record(steps: &mut Vec<Step>, collective: Collective, now: &Sharding) {
     if let Some(last) = steps.last_mut() {
         let merged = match (&mut last.collective, &collective) {
@@ -291,7 +293,7 @@ fn record(steps: &mut Vec<Step>, collective: Collective, now: &Sharding) {
     steps.push(Step { collective, result: now.clone() });
 }
 
-/// The sharding whose dimension `dim` is further split over `axis` in its last segment, if that divides.
+/// The sharding that also splits the last segment of dimension `dim` over `axis`, if that divides evenly.
 pub fn split_further(sharding: &Sharding, dim: usize, axis: AxisId, mesh: &Mesh) -> Option<Sharding> {
     if uses(sharding, axis) {
         return None;

@@ -1,9 +1,10 @@
 //! Sharding rules and strategies: the one idea of the project.
 //!
-//! An op's rule names its loop factors and says which dimension of each operand and of the result each
-//! factor indexes, as einsum does. A strategy assigns mesh axes to factors. The shardings that operands must
-//! have, the sharding of the result, local shapes, and hence cost, communication and the local program
-//! follow from rule and strategy with no further code per op.
+//! The rule of an op names its loop factors. It says which dimension of each operand and of the result each factor
+//! indexes, as einsum does. A strategy assigns mesh axes to factors.
+//!
+//! Rule and strategy determine the shardings of operands and result, and the local shapes. From these follow the cost,
+//! the communication and the local program, with no further code per op.
 
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
@@ -11,14 +12,14 @@ use crate::sharding::{Axes, DimLayout, Segment, Sharding};
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
 
-/// What splitting a factor over an axis means.
+/// The effect of splitting a factor over an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FactorKind {
-    /// Iterations are independent: operands and result are split alike.
+    /// Iterations are independent. Operands and result are split alike.
     Parallel,
-    /// The factor is summed (or otherwise reduced) away: the result is partial over the axis.
+    /// The op reduces the factor away, for example by a sum. The result is partial over the axis.
     Reduction(Reducer),
-    /// The op needs all of it on each device.
+    /// Each device needs the entire factor.
     Whole,
 }
 
@@ -29,55 +30,56 @@ pub struct Factor {
     pub kind: FactorKind,
 }
 
-/// The factors of an op, and for each dimension of each operand and of the result the factors it is made of,
-/// major first. The sizes of a dimension's factors multiply to its size.
+/// The loop factors of an op, and the factors that make up each dimension of its operands and result.
+///
+/// Factors of a dimension are listed major first, and their sizes multiply to its size.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct ShardingRule {
     pub factors: Vec<Factor>,
     pub operands: Vec<Vec<Vec<u8>>>,
     pub result: Vec<Vec<u8>>,
-    /// Sets of operands in which the op is jointly linear: if these are partial sums over an axis (and the
-    /// others replicated over it), so is the result.
+    /// Sets of operands in which the op is jointly linear. If the operands of a set are partial sums over an axis, and
+    /// the others are replicated over it, then the result is a partial sum too.
     pub linear: Vec<Vec<u8>>,
-    /// Factors along which the op computes positions from a device's coordinates (an iota's count, the rows of
-    /// a split table): these are split into contiguous blocks only, never with `outer > 1`.
+    /// Factors whose positions the op computes from a device's coordinates, such as an iota's count or the rows of a
+    /// split table. They are split into contiguous blocks only, never with `outer > 1`.
     pub contiguous: Vec<u8>,
     /// Dimensions that windows slide over.
     pub windows: Vec<Window>,
 }
 
-/// A factor that is split when one of `followers` is, into as many equal blocks: the op reads its own block of it and edges
-/// of the neighbouring ones, which [`crate::op::Operator::local`] fetches (a halo exchange).
+/// A factor that is split into as many equal blocks as one of its `followers`. The op reads its own block and the edges
+/// of neighbouring blocks. [`crate::op::Operator::local`] fetches these edges (a halo exchange).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     pub factor: u8,
     pub followers: Vec<u8>,
 }
 
-/// What one mesh axis does in an op.
+/// The role of one mesh axis in an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AxisUse {
-    /// Every device along the axis does the same.
+    /// All devices along the axis do the same work.
     Replicated,
-    /// The axis splits a factor. With `outer > 1` the factor is seen as `outer` blocks, each split.
+    /// The axis splits a factor. With `outer > 1` the factor is seen as `outer` blocks, and each block is split.
     Factor { factor: u8, outer: u64 },
     /// The axis carries a partial sum through the operands of `ShardingRule::linear[set]`.
     Partial { set: u8 },
 }
 
-/// An assignment of mesh axes to an op's factors, one entry per axis of the mesh. Where several axes
-/// split one factor, the first is the major one.
+/// An assignment of mesh axes to the factors of an op, with one entry per mesh axis. If several axes split one factor,
+/// the first is the major one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Strategy(pub Vec<AxisUse>);
 
 impl Strategy {
-    /// Every device does all of it.
+    /// The strategy in which every device does all the work.
     pub fn replicated(mesh: &Mesh) -> Self {
         Strategy(vec![AxisUse::Replicated; mesh.axes.len()])
     }
 
-    /// The axes that split each of an op's factors, major first.
+    /// The axes that split each factor, major first.
     pub fn factor_axes(&self, num_factors: usize) -> Vec<Vec<AxisId>> {
         let mut axes = vec![Vec::new(); num_factors];
         for (axis, use_) in (0..).map(AxisId).zip(&self.0) {
@@ -97,7 +99,7 @@ pub struct OpShardings {
 }
 
 impl ShardingRule {
-    /// Whether splitting `factor` splits operand `operand`.
+    /// Returns true if splitting `factor` splits the operand, directly or through a window.
     pub fn splits_operand(&self, operand: usize, factor: u8) -> bool {
         let follows = |f: &u8| self.windows.iter().any(|w| w.factor == *f && w.followers.contains(&factor));
         self.operands[operand].iter().flatten().any(|f| *f == factor || follows(f))
@@ -109,7 +111,7 @@ impl ShardingRule {
         (self.factors.len() - 1) as u8
     }
 
-    /// A rule in which operand and result dimensions correspond one to one (elementwise ops).
+    /// The rule of an elementwise op: operand and result dimensions correspond one to one.
     pub fn elementwise(shape: &[u64], num_operands: usize, linear: Vec<Vec<u8>>) -> Self {
         let mut rule = ShardingRule { linear, ..Default::default() };
         let dims: Vec<Vec<u8>> = shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
@@ -118,7 +120,8 @@ impl ShardingRule {
         rule
     }
 
-    /// Whether this op may be run with `strategy` on `mesh`: factors exist, are not needed whole, and divide.
+    /// Returns true if the op can run with `strategy` on `mesh`. Each factor that is split must exist, must not be
+    /// needed whole, and must divide evenly.
     pub fn allows(&self, strategy: &Strategy, mesh: &Mesh) -> bool {
         if strategy.0.len() != mesh.axes.len() {
             return false;
@@ -164,7 +167,7 @@ impl ShardingRule {
         })
     }
 
-    /// The sharding each operand must have and the one the result gets. `strategy` must be allowed.
+    /// The sharding that each operand needs, and the sharding of the result. `strategy` must be allowed.
     pub fn shardings(&self, strategy: &Strategy, mesh: &Mesh) -> OpShardings {
         let mut splits: SmallVec<[(u64, Axes); 8]> = smallvec![(1, Axes::new()); self.factors.len()];
         for (use_, axis) in strategy.0.iter().zip(mesh.axis_ids()) {
@@ -214,8 +217,8 @@ impl ShardingRule {
         OpShardings { operands: self.operands.iter().enumerate().map(operand).collect(), result }
     }
 
-    /// All allowed strategies on `mesh`, in a fixed order. `outers` lists for each factor the block counts
-    /// to consider besides 1 (see [`AxisUse::Factor`]); `partial` includes partial sums passing through.
+    /// All allowed strategies on `mesh`, in a fixed order. `outers` lists for each factor the block counts to consider
+    /// besides 1 (see [`AxisUse::Factor`]). With `partial`, strategies may pass partial sums through the op.
     pub fn strategies(&self, mesh: &Mesh, outers: &[Vec<u64>], partial: bool) -> Vec<Strategy> {
         let mut uses = vec![AxisUse::Replicated];
         for (f, factor) in self.factors.iter().enumerate() {

@@ -1,8 +1,9 @@
-//! Random bits of a batch are counted by the sample, so that they do not depend on how the batch is cut up.
+//! Random bits of a batch are counted by sample, so that they do not depend on the division of the batch.
 //!
-//! A framework counts random bits by their position in the traced tensor. A microbatch has fewer samples, and counting from
-//! zero in each would draw the same bits for all of them. Counts along the batch therefore become arithmetic on one more
-//! input, the number of each sample in the global batch: it is split as the batch is, and every split draws the same bits.
+//! A framework counts random bits by their position in the traced tensor. A microbatch has fewer samples, and counting
+//! from zero in each would draw the same bits for all of them. So counts along the batch become arithmetic on an extra
+//! input, the number of each sample in the global batch. It is split like the batch, and every split draws the same
+//! bits.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
@@ -10,19 +11,20 @@ use crate::literal::Literal;
 use crate::op::{Input, Iota, Op};
 use crate::types::TensorType;
 
-/// Name of the input that numbers the samples of a global batch from 0. Whoever supplies batches supplies it.
+/// The name of the input that numbers the samples of a global batch from 0. The supplier of batches provides it.
 pub const SAMPLE_INDEX: &str = "(sample index)";
 
-/// Name of the input of two `u32` that random bits are drawn with. Whoever supplies batches supplies another for each step.
+/// The name of the input of two `u32` that random bits are drawn with. The supplier of batches provides a new one for
+/// each step.
 pub const RANDOM_KEY: &str = "(random key)";
 
-/// Whether a value is the number of each sample.
+/// Returns true if a value is the number of each sample.
 pub fn is_sample_index(graph: &Graph, v: ValueId) -> bool {
     matches!(&graph.node(v).op, Op::Input(input) if input.name == SAMPLE_INDEX)
 }
 
-/// The graph in which counts along the batch that only random bits see are made of the sample's number. The batch must
-/// have been found.
+/// Replaces counts along the batch that only random bits use by arithmetic on the sample's number. The batch must be
+/// known.
 pub fn count_by_sample(graph: &Graph) -> Graph {
     let users = graph.users();
     let counts = |v: ValueId| match &graph.node(v).op {
@@ -57,7 +59,7 @@ pub fn count_by_sample(graph: &Graph) -> Graph {
     to
 }
 
-/// Whether everything made of `v` is the count of random bits.
+/// Returns true if `v` is used only in counts of random bits.
 fn feeds_only_counts(graph: &Graph, users: &[Vec<ValueId>], v: ValueId) -> bool {
     let mut stack = vec![v];
     let mut seen = std::collections::BTreeSet::new();
@@ -68,7 +70,7 @@ fn feeds_only_counts(graph: &Graph, users: &[Vec<ValueId>], v: ValueId) -> bool 
         for &user in &users[at.index()] {
             let node = graph.node(user);
             match &node.op {
-                // Operands are the two words of a key, then the two words of a count.
+                // The operands are the two words of a key, then the two words of a count.
                 Op::Threefry(_) if !node.operands[..2].contains(&at) => {}
                 Op::Threefry(_) => return false,
                 op if op.is_elementwise() || matches!(op, Op::Reshape(_) | Op::BroadcastInDim(_) | Op::Slice(_)) => {
@@ -83,7 +85,7 @@ fn feeds_only_counts(graph: &Graph, users: &[Vec<ValueId>], v: ValueId) -> bool 
     true
 }
 
-/// `iota` as `sample * k + (0..k)`, where each sample has `k` positions along the counted dimension.
+/// `iota` as `sample * k + (0..k)`, for samples with `k` positions each along the counted dimension.
 fn counted(to: &mut Graph, sample: ValueId, iota: &Iota) -> ValueId {
     let (dim, shape) = (iota.dim, &iota.ty.shape);
     let k = shape[dim] / to.batch;
@@ -123,7 +125,7 @@ mod tests {
     use crate::op::{Reducer, Threefry, ThreefryWord};
     use crate::tensor::Tensor;
 
-    /// The mean of a batch times random numbers, counted along `dim` of `[batch, 6]`, or along the whole of it.
+    /// The mean of a batch times random numbers, counted along `dim` of `[batch, 6]`, or along all elements if `flat`.
     fn noisy(flat: bool) -> Graph {
         let mut graph = Graph::new("noisy");
         let ty = |dtype: DType, shape: &[u64]| TensorType::new(dtype, shape);
@@ -175,7 +177,7 @@ mod tests {
         }
     }
 
-    /// A count that picks rows of the batch is one of the microbatch's own rows.
+    /// A count that selects rows of the batch must count the microbatch's own rows.
     #[test]
     fn other_counts_stay() {
         let mut graph = noisy(false);

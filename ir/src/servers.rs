@@ -1,41 +1,44 @@
-//! Parameter servers of a plan: devices that hold the weights and the optimizer's state and update them, and workers, each with a
-//! replica of the whole model, that push gradients to them and pull weights back (Li et al. 2014, "Scaling Distributed Machine
-//! Learning with the Parameter Server"). The microbatches of a step are dealt to the workers in runs: with `m` of them each, worker
-//! `w` has those from `w m` on, so that all workers together compute the gradient of the batch.
+//! Parameter servers of a plan (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server").
+//! Servers are devices that hold and update the weights and the optimizer state. Workers each have a replica of the
+//! whole model, push gradients to the servers and pull weights back.
+//!
+//! The microbatches of a step are dealt to the workers in runs. With `m` of them each, worker `w` has those from `w m`
+//! on, so all workers together compute the gradient of the batch.
 
 use crate::graph::Graph;
 use crate::plan::{Memory, Plan, Schedule, Target, Update};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Who computes gradients and who updates.
+/// The devices that compute gradients and those that update.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParameterServers {
-    /// Global ids of the devices that compute gradients. The first is that of the plan's one stage, and all others are as it is.
+    /// The global ids of the devices that compute gradients. The first is the device of the plan's one stage, and all
+    /// others equal it.
     pub workers: Vec<u32>,
-    /// Global ids of the devices that hold weights and state.
+    /// The global ids of the devices that hold weights and state.
     pub servers: Vec<u32>,
-    /// Whether each push is an update of its own, after which its worker gets the new weights and nobody else: pushes are taken in
-    /// the order of workers, round robin. Else the pushes of a step are added up in that order, there is one update, and all workers
-    /// wait for it.
+    /// True if each push is an update of its own, after which only its worker gets the new weights. Pushes are taken in
+    /// the order of workers, round robin. If false, the pushes of a step are summed in that order for a single update,
+    /// and all workers wait for it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub asynchronous: bool,
-    /// By name the server of each parameter that is trained, as a position in `servers`.
+    /// The server of each trained parameter by name, as a position in `servers`.
     pub holds: BTreeMap<String, u32>,
-    /// Of each server.
+    /// The prediction for each server.
     pub predicted: Vec<ServerPredicted>,
 }
 
-/// Predicted for one server.
+/// The prediction for one server.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ServerPredicted {
-    /// Of a step, the seconds that the server adds up and updates,
+    /// The seconds per step that the server spends on sums and updates.
     pub compute_s: f64,
-    /// and those that its link is taken by pushes or by pulls, the longer of the two.
+    /// The seconds per step that pushes or pulls, whichever take longer, occupy the server's link.
     pub link_s: f64,
-    /// A push and the sum of pushes count as gradients.
+    /// The memory of the server. A push and the sum of pushes count as gradients.
     pub memory: Memory,
     pub peak_bytes: u64,
 }
@@ -45,7 +48,8 @@ fn is_false(flag: &bool) -> bool {
 }
 
 impl ParameterServers {
-    /// Deals parameters that are trained to servers; workers hold all others. They are dealt the largest first to whoever holds least.
+    /// Deals trained parameters to servers. Workers hold all other parameters. The largest come first, each to the
+    /// server that holds least.
     pub fn dealt(graph: &Graph, workers: Vec<u32>, servers: Vec<u32>, asynchronous: bool) -> ParameterServers {
         let mut parameters: Vec<(u64, &str)> =
             graph.trained_parameters().map(|(v, name)| (graph.ty(v).bytes(), name)).collect();
@@ -61,35 +65,36 @@ impl ParameterServers {
         ParameterServers { workers, servers, asynchronous, holds, predicted }
     }
 
-    /// Updates that the weights have had between those that a worker computes a gradient with and the update by that gradient.
+    /// The number of updates between the weights that a worker computes a gradient with and the update by that
+    /// gradient.
     pub fn staleness(&self) -> u32 {
         if self.asynchronous { self.workers.len().saturating_sub(1) as u32 } else { 0 }
     }
 }
 
 impl Plan {
-    /// Replicas of the model that have a program of their own; 1 but for workers of parameter servers.
+    /// The number of model replicas with a program of their own. It is 1 without parameter servers.
     pub fn num_workers(&self) -> u32 {
         self.servers.as_ref().map_or(1, |servers| servers.workers.len().max(1) as u32)
     }
 
-    /// Microbatches of a step that go through the stages; of parameter servers those of one worker.
+    /// The microbatches of a step that pass through the stages. With parameter servers, those of one worker.
     pub fn microbatches_of_worker(&self) -> u32 {
         self.num_microbatches / self.num_workers()
     }
 
-    /// Microbatches whose gradients are in one update.
+    /// The microbatches whose gradients are in one update.
     pub fn microbatches_of_update(&self) -> u32 {
         if self.updates_of_step() > 1 { self.microbatches_of_worker() } else { self.num_microbatches }
     }
 
-    /// Updates of a step: one, or where servers do not wait for workers one for each push.
+    /// The updates per step: one, or one for each push if servers do not wait for workers.
     pub fn updates_of_step(&self) -> u32 {
         let asynchronous = self.servers.as_ref().is_some_and(|servers| servers.asynchronous);
         if asynchronous { self.num_workers() } else { 1 }
     }
 
-    /// What is wrong with the servers of a plan: the path within them, and the problem.
+    /// The problems of a plan's servers, each with the path within them.
     pub(crate) fn problems_of_servers(&self) -> Vec<(String, &'static str)> {
         let Some(servers) = &self.servers else { return Vec::new() };
         let mut problems = Vec::new();

@@ -1,8 +1,8 @@
-//! How one tensor is laid out on a mesh.
+//! The layout of a tensor on a mesh.
 //!
-//! A dimension is a list of segments, major first; each segment's size is split over an ordered list
-//! of axes. Most dimensions have one segment. Several say what a split into contiguous blocks
-//! cannot: a fused q/k/v dimension of 2304 is `{3, 768: tensor}`, each third split over `tensor`.
+//! A dimension is a list of segments, major first. The size of each segment is split over an ordered list of axes. Most
+//! dimensions have one segment. Several segments describe layouts that are not contiguous blocks: a fused q/k/v
+//! dimension of 2304 is `{3, 768: tensor}`, where each third is split over `tensor`.
 
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
@@ -10,7 +10,7 @@ use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
 
-/// Axes of a mesh, in place: a search makes and compares millions of layouts.
+/// Axes of a mesh. They are stored inline because a search makes and compares millions of layouts.
 pub type Axes = SmallVec<[AxisId; 16]>;
 
 /// A factor of a dimension and the axes that split it, major axis first.
@@ -20,9 +20,8 @@ pub struct Segment {
     pub axes: Axes,
 }
 
-/// The segments of one dimension in normal form: the product of sizes is the dimension, every
-/// segment but the first is split over at least one axis. Two layouts that place the same elements
-/// on the same devices are equal.
+/// The segments of one dimension in normal form. The product of the sizes is the dimension, and every segment but the
+/// first is split over at least one axis. Two layouts that place the same elements on the same devices are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DimLayout {
     segments: SmallVec<[Segment; 1]>,
@@ -39,7 +38,7 @@ impl DimLayout {
         DimLayout { segments: smallvec![Segment { size, axes: axes.into_iter().collect() }] }
     }
 
-    /// Brings any list of segments to normal form. `mesh` decides which segments are split completely.
+    /// Brings a list of segments to normal form. The axis sizes of `mesh` tell which segments are split completely.
     pub fn from_segments(segments: impl IntoIterator<Item = Segment>, mesh: &Mesh) -> Self {
         let mut normal: SmallVec<[Segment; 1]> = SmallVec::new();
         for segment in segments {
@@ -76,13 +75,13 @@ impl DimLayout {
         self.axes().next().is_none()
     }
 
-    /// Elements of this dimension that one device holds.
+    /// The number of elements of this dimension that one device holds.
     pub fn local_size(&self, mesh: &Mesh) -> u64 {
         self.segments.iter().map(|s| s.size.div_ceil(mesh.product(&s.axes))).product()
     }
 
-    /// Removes the minor-most axis. The returned pair is the axis and the number of outer blocks in a
-    /// local dimension: a gather over the axis concatenates within each of these blocks.
+    /// Removes the minor-most axis. Returns the new layout, the axis, and the number of outer blocks in a local
+    /// dimension. A gather over the axis concatenates within each of these blocks.
     pub fn pop(&self, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
         let at = self.segments.iter().rposition(|s| !s.axes.is_empty())?;
         let outer = self.segments[..at].iter().map(|s| s.size / mesh.product(&s.axes).max(1)).product();
@@ -91,7 +90,7 @@ impl DimLayout {
         Some((DimLayout::from_segments(segments, mesh), axis, outer))
     }
 
-    /// All steps of popping until the dimension is whole: layouts from this one down to whole.
+    /// The layouts from this one down to the whole dimension, popping one axis at a time.
     fn stack(&self, mesh: &Mesh) -> Vec<DimLayout> {
         let mut stack = vec![self.clone()];
         while let Some((next, _, _)) = stack[stack.len() - 1].pop(mesh) {
@@ -100,13 +99,13 @@ impl DimLayout {
         stack
     }
 
-    /// The finest layout that both this and `other` refine by further splits.
+    /// The finest layout that both this and `other` refine.
     pub fn common(&self, other: &DimLayout, mesh: &Mesh) -> DimLayout {
         let theirs = other.stack(mesh);
         self.stack(mesh).into_iter().find(|l| theirs.contains(l)).unwrap_or_else(|| DimLayout::whole(self.size()))
     }
 
-    /// Global index of each local index on the device with these coordinates, for segments that divide.
+    /// The global index of each local index on the device with these coordinates. Every segment must divide evenly.
     pub fn global_indices(&self, mesh: &Mesh, coordinates: &[u32]) -> Vec<u64> {
         let mut indices = vec![0u64];
         for s in &self.segments {
@@ -118,14 +117,14 @@ impl DimLayout {
     }
 }
 
-/// How one tensor is laid out on a [`Mesh`]: dimension `i` as `dims[i]` says; over axes in `partial` each
-/// device holds a summand (or another reducer's operand) of the value; over all other axes it is replicated.
+/// The layout of a tensor on a [`Mesh`]. Dimension `i` is split as `dims[i]` says. Over the axes in `partial`, each
+/// device holds a summand of the value, or an operand of another reducer. Over all other axes the value is replicated.
 ///
 /// `[{data}, {}, {tensor}]` on `mesh<data=2, tensor=4>`: `f32[8,16,64]` has local shape `[4,16,16]`.
 ///
-/// **Invariants** (checked by [`Sharding::is_valid`]): one layout per dimension, whose sizes multiply to
-/// the dimension; an axis appears at most once across `dims` and `partial`; `partial` is sorted and names one
-/// reducer, since a maximum of sums is not a sum of maxima.
+/// **Invariants** (checked by [`Sharding::is_valid`]): there is one layout per dimension, and its sizes multiply to the
+/// dimension. An axis appears at most once across `dims` and `partial`. `partial` is sorted and names one reducer,
+/// since a maximum of sums is not a sum of maxima.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Sharding {
     pub dims: Vec<DimLayout>,
@@ -134,19 +133,19 @@ pub struct Sharding {
 }
 
 impl Sharding {
-    /// Every device holds all of it.
+    /// The sharding in which every device holds the whole tensor.
     pub fn replicated(shape: &[u64]) -> Self {
         Sharding { dims: shape.iter().map(|&d| DimLayout::whole(d)).collect(), partial: Vec::new() }
     }
 
-    /// One dimension split into contiguous blocks over `axes`.
+    /// The sharding that splits one dimension into contiguous blocks over `axes`.
     pub fn split(shape: &[u64], dim: usize, axes: Vec<AxisId>) -> Self {
         let mut sharding = Sharding::replicated(shape);
         sharding.dims[dim] = DimLayout::split(shape[dim], axes);
         sharding
     }
 
-    /// The same layout with nothing left to reduce.
+    /// The same layout without partial axes.
     pub fn reduced(&self) -> Self {
         Sharding { dims: self.dims.clone(), partial: Vec::new() }
     }
@@ -155,7 +154,7 @@ impl Sharding {
         !self.partial.is_empty()
     }
 
-    /// Axes that split some dimension.
+    /// The axes that split some dimension.
     pub fn split_axes(&self) -> impl Iterator<Item = AxisId> + '_ {
         self.dims.iter().flat_map(|d| d.axes())
     }
@@ -168,14 +167,14 @@ impl Sharding {
         ty.with_shape(self.local_shape(mesh))
     }
 
-    /// Bytes that one device holds.
+    /// The bytes that one device holds.
     pub fn local_bytes(&self, ty: &TensorType, mesh: &Mesh) -> u64 {
         let elements = self.dims.iter().fold(1u64, |n, d| n.saturating_mul(d.local_size(mesh)));
         elements.saturating_mul(ty.dtype.bytes())
     }
 
-    /// Numbers that name which axes split which dimension. Sizes are among them only where a dimension has several segments:
-    /// what repairs a mismatch between two layouts depends on no others.
+    /// Appends numbers that identify which axes split which dimension. Sizes are included only for dimensions of
+    /// several segments, because the collectives between two layouts depend on no other sizes.
     pub(crate) fn pattern(&self, out: &mut Vec<u64>) {
         for dim in &self.dims {
             let segments = dim.segments();
@@ -191,7 +190,7 @@ impl Sharding {
         out.push(u64::MAX);
     }
 
-    /// The invariants above, and that every split divides.
+    /// Returns true if the invariants above hold and every split divides evenly.
     pub fn is_valid(&self, shape: &[u64], mesh: &Mesh) -> bool {
         let mut used = vec![false; mesh.axes.len()];
         let mut axes = self.split_axes().chain(self.partial.iter().map(|p| p.0));
@@ -212,7 +211,7 @@ impl Sharding {
         Printed { sharding: self, mesh }
     }
 
-    /// Reads the text form back; `shape` gives the sizes of dimensions of one segment.
+    /// Parses the text form. `shape` gives the sizes of dimensions that have one segment.
     pub fn parse(text: &str, shape: &[u64], mesh: &Mesh) -> Option<Sharding> {
         let (dims_text, rest) = text.trim().strip_prefix('[')?.split_once(']')?;
         let mut dims = Vec::new();

@@ -1,13 +1,15 @@
-//! Maxima that are subtracted for numerical range only.
+//! Maxima that are subtracted only for numerical range.
 //!
-//! Softmax, log-softmax and log-sum-exp subtract the maximum of their operand, and their value does not depend on
-//! what is subtracted: the gradient through the maximum is exactly zero and need not be computed (frameworks
-//! stop it; an exported graph no longer says so). That is found by following the derivative with respect to the
-//! maximum forwards: it is a constant along differences, a constant times the value itself through an exponential,
-//! its sums and products, and a constant again behind a logarithm. Where it cancels on every path, it is zero.
+//! Softmax, log-softmax and log-sum-exp subtract the maximum of their operand. Their value does not depend on what is
+//! subtracted, so the gradient through the maximum is exactly zero and need not be computed. Frameworks stop that
+//! gradient, but an exported graph no longer says so.
 //!
-//! So it is for maxima of maxima, by which parts of a softmax are brought to one scale before they are added: what depends on
-//! one of them through another that does not matter does not depend on it.
+//! This module detects such maxima by following the derivative with respect to the maximum forwards. It is a constant
+//! along differences. It is a constant times the value itself through an exponential, its sums and products. It is a
+//! constant again after a logarithm. If it cancels on every path, it is zero.
+//!
+//! The same holds for maxima of maxima, which bring parts of a softmax to one scale before they are added. A dependence
+//! through an irrelevant maximum does not count.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Binary, Op, Reducer, Unary};
@@ -28,15 +30,15 @@ impl Slope {
     }
 }
 
-/// A value that depends on the maximum: how, and for each of its dimensions the dimension of the maximum that it
-/// runs along with (`None`: all its elements belong to one row).
+/// A value that depends on the maximum, with its derivative. `rows` has, for each of its dimensions, the dimension of
+/// the maximum that it runs along with. `None` means that all its elements belong to one row.
 #[derive(Clone, Debug)]
 struct Dependent {
     slope: Slope,
     rows: Vec<Option<usize>>,
 }
 
-/// For each value whether it is a maximum on which nothing depends, as far as derivatives are concerned.
+/// For each value, true if it is a maximum with respect to which the derivative of every result is zero.
 pub fn irrelevant_maxima(graph: &Graph) -> Vec<bool> {
     let users = graph.users();
     let is_maximum = |v: ValueId| match &graph.node(v).op {
@@ -51,12 +53,13 @@ pub fn irrelevant_maxima(graph: &Graph) -> Vec<bool> {
     irrelevant
 }
 
-/// Whether the derivative with respect to `maximum` vanishes on every path, where later ones are known that are `irrelevant`.
+/// Returns true if the derivative with respect to `maximum` vanishes on every path. `irrelevant` marks later maxima
+/// that are known not to matter.
 fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId, irrelevant: &[bool]) -> bool {
-    // Along a dimension of one element there is one row.
+    // A dimension of size 1 has one row.
     let rows = graph.shape(maximum).iter().enumerate().map(|(d, &size)| (size > 1).then_some(d)).collect();
     let mut dependents = BTreeMap::from([(maximum, Dependent { slope: Slope::Constant(1.0), rows })]);
-    // Users come after what they use, so the next one in order has all its dependent operands decided.
+    // Users come after their operands, so all dependent operands of the next one in order are decided.
     let mut pending: std::collections::BTreeSet<ValueId> = users[maximum.index()].iter().copied().collect();
     if graph.outputs.contains(&maximum) {
         return false;
@@ -78,7 +81,7 @@ fn cancels(graph: &Graph, users: &[Vec<ValueId>], maximum: ValueId, irrelevant: 
     true
 }
 
-/// The derivative of a node some of whose operands are dependent; `None` where it has neither form.
+/// The derivative of a node with dependent operands. `None` if it has neither form.
 fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &Node) -> Option<Dependent> {
     use Slope::{Constant, Proportional};
     let of = |i: usize| dependents.get(&node.operands[i]);
@@ -93,13 +96,13 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
                     rows[dim] = d.rows[i];
                 }
             }
-            // A dimension of one row that is repeated would give several copies of it.
+            // Repeating a dimension of one row would give several copies of it.
             let kept = d.rows.iter().zip(from).filter(|(r, s)| r.is_some() && **s > 1).count();
             let now = rows.iter().zip(&b.shape).filter(|(r, s)| r.is_some() && **s > 1).count();
             (kept == now).then_some(Dependent { slope: d.slope, rows })
         }
         Op::Reshape(_) => {
-            // Only dimensions of size one may come and go.
+            // Only dimensions of size 1 may be added or removed.
             let d = of(0)?;
             let from = graph.shape(node.operands[0]);
             let mut left = d.rows.iter().zip(from).filter(|(_, s)| **s != 1);
@@ -125,7 +128,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
                 _ => None,
             }
         }
-        // A sum of products with what does not depend on the maximum.
+        // A sum of products with a factor that does not depend on the maximum.
         Op::DotGeneral(dot) => {
             let (d, batch, contract, first) = match (of(0), of(1)) {
                 (Some(d), None) => (d, &dot.lhs_batch, &dot.lhs_contract, true),
@@ -152,7 +155,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
                 (Unary::Negate, slope) => with(d, slope),
                 (Unary::Exponential, Constant(c)) => with(d, Proportional(c)),
                 (Unary::Log, Proportional(c)) => with(d, Constant(c)),
-                // Whether a maximum is finite does not change with it.
+                // A shift does not change which numbers are finite.
                 (Unary::IsFinite | Unary::StopGradient, _) => with(d, Constant(0.0)),
                 _ => None,
             }
@@ -183,7 +186,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
             };
             Some(Dependent { slope, rows })
         }
-        // `m` where it is finite, else zero: where it matters, `m`.
+        // `m` if it is finite, else zero. Wherever it matters, this is `m`.
         Op::Select(_) => {
             let finite = match graph.node(node.operands[0]) {
                 Node { op: Op::Unary(Unary::IsFinite), operands, .. } => operands[0] == node.operands[1],
@@ -196,7 +199,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
     }
 }
 
-/// Rows of an elementwise result; `None` where the operands' rows differ.
+/// The rows of an elementwise result. `None` if the operands' rows differ.
 fn merged(a: Option<&Dependent>, b: Option<&Dependent>) -> Option<Vec<Option<usize>>> {
     match (a, b) {
         (Some(d), None) | (None, Some(d)) => Some(d.rows.clone()),
@@ -217,7 +220,7 @@ fn is_splat(graph: &Graph, v: ValueId, value: f64) -> bool {
 mod tests {
     use super::*;
 
-    /// Maxima that are found irrelevant, by text.
+    /// The irrelevant maxima of a graph in text form.
     fn found(text: &str) -> Vec<u32> {
         let graph = crate::text::parse(text).expect("a graph");
         let irrelevant = irrelevant_maxima(&graph);
@@ -244,7 +247,7 @@ mod tests {
 
     #[test]
     fn other_uses_of_a_maximum_are_kept() {
-        // The sum alone, the maximum alone, a sum over rows, and rows taken for columns.
+        // The sum alone, the maximum alone, a sum over rows, and rows used as columns.
         assert_eq!(found(&format!("{HEAD}}} -> (%5)")), [0u32; 0]);
         assert_eq!(found(&format!("{HEAD}%6: f32[4] = log(%5)\n}} -> (%6)")), [0u32; 0]);
         let across = "%6: f32[4] = reduce(%4) {\"reducer\":\"sum\",\"dims\":[0]}\n%7: f32[4,4] = broadcast_in_dim(%6) {\"dims\":[1]}\n%8: f32[4,4] = divide(%4, %7)\n} -> (%8)";

@@ -1,7 +1,7 @@
-//! Small exact clean-ups that every graph goes through: constants are folded into their broadcasts, chains of
-//! broadcasts, reshapes, slices and transposes become one, neutral elements vanish, equal nodes are shared, dead ones go.
+//! Small exact clean-ups for every graph. Constants are folded into their broadcasts. Chains of broadcasts, reshapes,
+//! slices and transposes become one op. Neutral elements vanish, equal nodes are shared, and dead ones are removed.
 //!
-//! The result computes the same values bit for bit (constants are folded in their own type's precision).
+//! The result computes the same values bit for bit (constants are folded in the precision of their own type).
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
@@ -11,12 +11,12 @@ use crate::sample::is_sample_index;
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 
-/// The simplified graph. Leaves keep their order; all of them stay, used or not.
+/// The simplified graph. All leaves stay in order, used or not.
 pub fn simplify(graph: &Graph) -> Graph {
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
     let mut seen: BTreeMap<(String, Vec<ValueId>, u32), ValueId> = BTreeMap::new();
-    // Counts of random bits are made where they are used: they are cheaper than keeping and sending them.
+    // Counts of random bits are computed where they are used, which is cheaper than keeping and sending them.
     let mut is_count: Vec<bool> = Vec::with_capacity(graph.len());
     for v in graph.values() {
         let node = graph.node(v);
@@ -185,7 +185,7 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
     }
 }
 
-/// The two words that one cipher makes, in either order.
+/// Returns true if the values are the two words of one cipher, in either order.
 fn both_words(graph: &Graph, a: ValueId, b: ValueId) -> bool {
     let word = |v: ValueId| match &graph.node(v).op {
         Op::Threefry(Threefry { word }) => Some(*word),
@@ -197,14 +197,14 @@ fn both_words(graph: &Graph, a: ValueId, b: ValueId) -> bool {
     both && graph.node(a).operands == graph.node(b).operands
 }
 
-/// The slice of a slice as one.
+/// A slice of a slice as a single slice.
 fn nested(inner: &Slice, outer: &Slice) -> Slice {
     let mut slice = inner.clone();
     for d in 0..slice.start.len() {
         slice.start[d] = inner.start[d] + outer.start[d] * inner.stride[d];
         slice.stride[d] = inner.stride[d] * outer.stride[d];
         let kept = (outer.limit[d] - outer.start[d]).div_ceil(outer.stride[d]);
-        // The limit lies right behind the last element, so that it stays inside the operand.
+        // The limit is just after the last element, so that it stays inside the operand.
         slice.limit[d] = slice.start[d] + if kept == 0 { 0 } else { (kept - 1) * slice.stride[d] + 1 };
         if kept <= 1 {
             slice.stride[d] = 1;
@@ -216,7 +216,7 @@ fn nested(inner: &Slice, outer: &Slice) -> Slice {
     slice
 }
 
-/// The slice of the one part of a concatenation in which it lies, and that part.
+/// The slice within the single part of a concatenation that contains it, and that part.
 fn within_part(graph: &Graph, dim: usize, parts: &[ValueId], slice: &Slice) -> Option<(Slice, ValueId)> {
     let mut from = 0;
     for &part in parts {
@@ -244,7 +244,7 @@ fn constant(ty: &TensorType, value: f64) -> Rewrite {
     Rewrite::Node(Op::Constant(Literal::splat(ty.clone(), value)), Vec::new())
 }
 
-/// An op that gives its operand's type back is the identity, unless it moves elements.
+/// Returns true if an op whose operand has the result's type is the identity, i.e. moves no elements.
 fn keeps_order(op: &Op) -> bool {
     match op {
         Op::Transpose(t) => t.permutation.is_sorted(),
@@ -253,7 +253,7 @@ fn keeps_order(op: &Op) -> bool {
     }
 }
 
-/// `value` as the nearest value of type `to`.
+/// `value` rounded to the nearest value of type `to`.
 pub fn rounded(value: f64, from: DType, to: DType) -> f64 {
     to.round(if from.is_float() && to.is_integer() { value.trunc() } else { value })
 }

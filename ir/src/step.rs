@@ -1,9 +1,9 @@
 //! Whole training steps: functions that return a loss and updated weights.
 //!
-//! A framework may hand over more than a loss: its gradients and the optimizer's update as well, in one function. Such a
-//! function is recognised by what its results are made of: an updated weight is the weight and its state under elementwise
-//! ops and norms, and all that the loss has to say about it comes in through one value, the gradient. The update is a function of a
-//! few numbers then, and trying it out tells which optimizer it is. What remains is the loss, which is planned.
+//! A framework may export not only a loss but also its gradients and the optimizer's update, in one function. Such a
+//! function is recognised by the inputs of its results. An updated weight depends on the weight and its state through
+//! elementwise ops and norms. It depends on the loss only through one value, the gradient. The update is then a
+//! function of few numbers, and trying it out identifies the optimizer. The loss remains, and is planned.
 
 mod fit;
 mod lanes;
@@ -18,13 +18,13 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct TrainingStep {
     pub loss: ValueId,
     pub parameters: Vec<TrainedParameter>,
-    /// Weights that the step gives back as they are.
+    /// Weights that the step returns unchanged.
     pub frozen: Vec<ValueId>,
-    /// Parameters that weight decay leaves out.
+    /// Parameters that weight decay excludes.
     pub no_decay: Vec<ValueId>,
-    /// What all parameters are updated by, if it is an optimizer that this crate knows.
+    /// The optimizer that updates all parameters, if this crate has it.
     pub optimizer: Option<Fitted>,
-    /// Gradients are changed before the update, by more than a clip of their norm.
+    /// True if gradients are changed before the update, other than by a clip of their norm.
     pub changed: bool,
 }
 
@@ -33,28 +33,29 @@ pub struct TrainingStep {
 pub struct TrainedParameter {
     pub parameter: ValueId,
     pub states: Vec<ValueId>,
-    /// What the loss is differentiated to by it, where that can be told from what is done to it before the update.
+    /// The parameter's gradient, if it can be told apart from changes to it before the update.
     pub gradient: Option<ValueId>,
-    /// What the update reads: the gradient, or what was made of all gradients.
+    /// The input of the update: the gradient, or a value computed from all gradients.
     pub applied: Option<ValueId>,
     pub updated: ValueId,
     pub updated_states: Vec<ValueId>,
 }
 
-/// An optimizer found by trying out an update.
+/// An optimizer identified by trying out an update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fitted {
     pub optimizer: Optimizer,
-    /// That of the first step in which it is not zero.
+    /// The learning rate of the first step in which it is not zero.
     pub learning_rate: f64,
-    /// The learning rate follows a schedule.
+    /// True if the learning rate follows a schedule.
     pub scheduled: bool,
     /// The norm at which gradients are clipped.
     pub clip_norm: Option<f64>,
 }
 
-/// The training step that a graph with several results is. `arguments` are its leaves in the function's order, and `names` what
-/// the function calls its results, where it says: of several scalars one that is called a loss is tried first.
+/// Recognises a graph with several results as a training step. `arguments` are its leaves in the function's order, and
+/// `names` the function's names for its results, if any. Among several scalars, those with "loss" in their name are
+/// tried first.
 pub fn recognise(graph: &Graph, arguments: &[ValueId], names: &[Option<String>]) -> Option<TrainingStep> {
     let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
     let is_scalar = |i: &usize| {
@@ -67,7 +68,7 @@ pub fn recognise(graph: &Graph, arguments: &[ValueId], names: &[Option<String>])
     scalars.into_iter().find_map(|i| step_of_loss(graph, arguments, &reach, i))
 }
 
-/// For each leaf that the function gives back updated, beside this loss, what it is updated to.
+/// For each leaf that the function returns updated, beside this loss, its updated value.
 pub(crate) fn updated_by(graph: &Graph, arguments: &[ValueId], loss: ValueId) -> BTreeMap<ValueId, ValueId> {
     let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
     let index = graph.outputs.iter().position(|o| *o == loss).unwrap_or(graph.outputs.len());
@@ -75,8 +76,8 @@ pub(crate) fn updated_by(graph: &Graph, arguments: &[ValueId], loss: ValueId) ->
     found.into_iter().map(|(leaf, (updated, _))| (leaf, updated)).collect()
 }
 
-/// The step whose loss is this output: all that is trained must be what the loss can be differentiated by, and the loss must
-/// not itself be made of gradients.
+/// The step whose loss is this output. The loss must depend on everything that is trained, and must not itself be
+/// computed from gradients.
 fn step_of_loss(
     graph: &Graph,
     arguments: &[ValueId],
@@ -88,7 +89,7 @@ fn step_of_loss(
     let needed = ancestors(graph, &[loss], |_| true);
     let smooth = ancestors(graph, &[loss], |v| graph.ty(v).dtype.is_float());
     let from_loss = graph.depends_on(|v| graph.node(v).op.is_leaf() && needed[v.index()]);
-    // A count of what the loss is a mean of is no norm of gradients.
+    // A count that the loss is divided by is not a norm of gradients.
     let learnt = graph.depends_on(|v| smooth[v.index()] && updates.contains_key(&v));
     let users = graph.users();
     let (mut parameters, mut frozen) = (Vec::new(), Vec::new());
@@ -108,7 +109,7 @@ fn step_of_loss(
         let updated_states: Vec<ValueId> = states.iter().map(|s| updates[s].0).collect();
         let results: Vec<ValueId> = [&[updated], updated_states.as_slice()].concat();
         let own: BTreeSet<ValueId> = states.iter().copied().chain([parameter]).collect();
-        // A loss with a penalty on the weights themselves has them in its gradient.
+        // If the loss has a penalty on the weights themselves, the gradient depends on them directly.
         let is_penalty = |u: &&ValueId| {
             let node = graph.node(**u);
             let keeps = matches!(node.op, Op::Convert(_) | Op::Reshape(_));
@@ -128,7 +129,7 @@ fn step_of_loss(
     if from_gradients[loss.index()] {
         return None;
     }
-    // State that changes parameters and belongs to none of them is that of an optimizer with a memory of another form.
+    // State that affects parameters and belongs to none of them is that of an optimizer with another kind of memory.
     let known: BTreeSet<ValueId> = parameters.iter().flat_map(|p| &p.states).copied().collect();
     let updated: Vec<ValueId> = parameters.iter().map(|p| p.updated).collect();
     let steers = ancestors(graph, &updated, |_| true);
@@ -147,7 +148,7 @@ fn step_of_loss(
     Some(TrainingStep { loss, parameters, frozen, no_decay, optimizer, changed })
 }
 
-/// The nodes that `outputs` are made of, through nodes that `passes` holds for.
+/// For each node, true if `outputs` depend on it through nodes for which `passes` holds.
 pub(crate) fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(ValueId) -> bool) -> Vec<bool> {
     let mut needed = vec![false; graph.len()];
     outputs.iter().for_each(|o| needed[o.index()] = true);
@@ -159,15 +160,15 @@ pub(crate) fn ancestors(graph: &Graph, outputs: &[ValueId], passes: impl Fn(Valu
     needed
 }
 
-/// True if a value is one number computed from what is `learnt`, in a shape.
+/// Returns true if a value is a single number computed from `learnt` values, repeated to a shape.
 fn is_spread(graph: &Graph, v: ValueId, learnt: &[bool]) -> bool {
     let node = graph.node(v);
     let smaller = |o: ValueId| graph.ty(o).elements() < node.ty.elements();
     matches!(node.op, Op::BroadcastInDim(_)) && smaller(node.operands[0]) && learnt[v.index()] && !is_uniform(graph, v)
 }
 
-/// The gradient before it was clipped, normalised or the like: by numbers made of gradients, or by functions that no
-/// gradient of a sum of products ends with. `None` where it cannot be told apart.
+/// The gradient before changes such as clipping or normalisation. These use numbers computed from gradients, or
+/// functions with which no gradient of a sum of products ends. `None` if the gradient cannot be told apart.
 fn before_changes(graph: &Graph, gradient: ValueId, learnt: &[bool]) -> Option<ValueId> {
     let shape = graph.shape(gradient);
     let plain = |v: ValueId| {
@@ -211,7 +212,7 @@ fn before_changes(graph: &Graph, gradient: ValueId, learnt: &[bool]) -> Option<V
     }
 }
 
-/// A value and the elementwise ops of its shape that it is made of.
+/// A value and the elementwise ops of its shape that it is computed by.
 fn elementwise_above(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
     let (mut found, mut stack) = (BTreeSet::new(), vec![v]);
     while let Some(at) = stack.pop() {
@@ -223,7 +224,7 @@ fn elementwise_above(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
 }
 
 impl TrainingStep {
-    /// The loss alone, with what is trained as parameters; what only gradients and updates need is left out.
+    /// The loss alone, with trained leaves as parameters and without nodes that only gradients and updates need.
     pub fn loss_graph(&self, graph: &Graph) -> Graph {
         self.part(graph, &[self.loss])
     }
@@ -257,14 +258,14 @@ impl TrainingStep {
     }
 }
 
-/// Leaves that a function gives back updated by elementwise ops: weights, moments, running statistics.
+/// The leaves that a function returns updated by elementwise ops: weights, moments, running statistics.
 pub fn updated_leaves(graph: &Graph) -> BTreeSet<ValueId> {
     let others = graph.outputs.iter().filter(|o| !graph.node(**o).op.is_leaf());
     let same_type = |o: ValueId| move |v: &ValueId| graph.ty(*v) == graph.ty(o);
     others.flat_map(|&o| elementwise_leaves(graph, o).into_iter().filter(same_type(o))).collect()
 }
 
-/// Leaves of the shape of `v` that it is made of by elementwise ops.
+/// The leaves of the shape of `v` that it depends on through elementwise ops.
 fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
     let ty = graph.ty(v);
     let (mut leaves, mut seen, mut stack) = (BTreeSet::new(), BTreeSet::new(), vec![v]);
@@ -274,7 +275,7 @@ fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
             continue;
         }
         if node.op.is_leaf() {
-            // State may be kept in another precision.
+            // State may have another precision.
             if node.ty == *ty || node.ty.dtype.is_float() && ty.dtype.is_float() {
                 leaves.insert(at);
             }
@@ -285,7 +286,7 @@ fn elementwise_leaves(graph: &Graph, v: ValueId) -> BTreeSet<ValueId> {
     leaves
 }
 
-/// For each argument that has one, its updated value and the position of that among the outputs.
+/// For each updated argument, its new value and the position of that among the outputs.
 fn matched(
     graph: &Graph,
     arguments: &[ValueId],
@@ -293,13 +294,13 @@ fn matched(
     loss: usize,
 ) -> Option<BTreeMap<ValueId, (ValueId, usize)>> {
     let updates: Vec<usize> = (0..graph.outputs.len()).filter(|&i| i != loss && !reach[i].is_empty()).collect();
-    // Functions return their state in the order in which they take it.
+    // Functions usually return their state in the order of their arguments.
     let mut rest = arguments.iter();
     let in_order = |i: &usize| rest.find(|a| graph.ty(**a) == graph.ty(graph.outputs[*i])).copied().zip(Some(*i));
     let in_order: Option<Vec<(ValueId, usize)>> = updates.iter().map(in_order).collect();
     let pairs = match in_order {
         Some(pairs) if pairs.iter().all(|(a, i)| reach[*i].contains(a)) => pairs,
-        // In another order an update is told by what it alone is made of.
+        // If the order differs, match an update to the one leaf that only it depends on.
         _ => {
             let mut left: Vec<(usize, BTreeSet<ValueId>)> = updates.iter().map(|&i| (i, reach[i].clone())).collect();
             let mut pairs = Vec::new();
@@ -321,13 +322,13 @@ fn matched(
     (matched.len() == pairs.len() && !matched.is_empty()).then_some(matched)
 }
 
-/// The one value through which results depend on anything but `own`, scalars and constants. Where the loss has a penalty on
-/// the parameter, what is made of the parameter alone belongs to the gradient.
+/// The one value through which results depend on anything but `own`, scalars and constants. If the loss has a penalty
+/// on the parameter, values computed from the parameter alone belong to the gradient.
 fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalised: bool) -> Option<ValueId> {
     let shape = graph.shape(results[0]);
     let parameter = |v: ValueId| graph.node(v).op.is_leaf() && own.contains(&v);
     let states = results.len() > 1;
-    // The parameter is the one of `own` that results[0] replaces; states are the others.
+    // The parameter is the leaf of `own` that results[0] replaces. The others are states.
     let sources = own.iter().filter(|&&v| !penalised || states && elementwise_leaves(graph, results[1]).contains(&v));
     let mut depends: BTreeMap<ValueId, bool> = sources.map(|&v| (v, true)).collect();
     for &r in results {
@@ -347,7 +348,7 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalis
             outside.insert(at);
         }
     }
-    // They all come from one, which is the last that all of them pass through.
+    // They all come from the last value that all of them pass through.
     while outside.len() > 1 {
         let last = outside.pop_last()?;
         let node = graph.node(last);
@@ -357,7 +358,7 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalis
         outside.extend(node.operands.iter().filter(|&&o| !is_uniform(graph, o) && !parameter(o)));
     }
     let gradient = outside.pop_first()?;
-    // With less state than Adam's a factor is all that tells the change from the gradient.
+    // With less state than Adam's, only a factor distinguishes the change from the gradient.
     let node = graph.node(gradient);
     match (&node.op, results.len()) {
         (Op::Binary(Binary::Multiply), 1 | 2) => {
@@ -368,8 +369,8 @@ fn gradient(graph: &Graph, results: &[ValueId], own: &BTreeSet<ValueId>, penalis
     }
 }
 
-/// True if `v` is made of `own` (the `true` entries of `known`) by elementwise ops of this shape, and by numbers that are made of all
-/// elements, as norms are.
+/// Returns true if `v` depends on `own` (the `true` entries of `known`) through elementwise ops of this shape, and
+/// through numbers computed from all elements, such as norms.
 fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<ValueId, bool>) -> bool {
     let mut stack = vec![(v, false)];
     while let Some((at, ready)) = stack.pop() {
@@ -377,7 +378,7 @@ fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<Val
             continue;
         }
         let node = graph.node(at);
-        // Norms are computed of tensors in one dimension, too.
+        // Norms may be computed from flattened tensors.
         let elements: u64 = shape.iter().product();
         let of_elements = |o: ValueId| graph.ty(o).elements() == elements;
         let number = node.ty.elements() == 1;
@@ -401,7 +402,7 @@ fn depends_on(graph: &Graph, v: ValueId, shape: &[u64], known: &mut BTreeMap<Val
     known.get(&v) == Some(&true)
 }
 
-/// Whether all elements are one number: a constant, a scalar argument, or made of these.
+/// Returns true if all elements are one number: a constant, a scalar argument, or computed from these.
 fn is_uniform(graph: &Graph, v: ValueId) -> bool {
     let node = graph.node(v);
     match &node.op {

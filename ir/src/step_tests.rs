@@ -94,7 +94,7 @@ fn optimizers_are_read_off_their_updates() {
             };
             let words = |o: &Optimizer| format!("{o:?}").replace([',', '}'], " ");
             let (found, meant) = (words(&fitted.optimizer), words(&optimizer));
-            // Without decay the two kinds of Adam are one.
+            // Without decay, Adam and AdamW are the same.
             let skip = if meant.contains("weight_decay: 0.0") { 1 } else { 0 };
             let pairs = found.split_whitespace().zip(meant.split_whitespace()).skip(skip);
             assert!(pairs.clone().all(|(a, b)| near(a, b)), "{found} is not {meant}");
@@ -107,7 +107,7 @@ fn optimizers_are_read_off_their_updates() {
 
 #[test]
 fn what_only_looks_like_a_step_is_none() {
-    // A loss and gradients, and a loss and predictions.
+    // A loss with gradients, and a loss with predictions.
     let (graph, arguments) = step_under(&Optimizer::sgd(), 0.1, false);
     let mut gradients = graph.clone();
     gradients.outputs.truncate(1);
@@ -117,11 +117,11 @@ fn what_only_looks_like_a_step_is_none() {
     assert_eq!(recognise(&gradients, &arguments, &[]), None);
 }
 
-/// How one of the parameters of [`chained`] is updated; not at all where there is no optimizer.
+/// The optimizer of one of the parameters of [`chained`], or `None` if it is not updated.
 type Way = Option<Optimizer>;
 
-/// A step on a matrix and a vector that a framework may write: the gradients of both are clipped together, and the learning rate is
-/// a function of the count of steps.
+/// A step on a matrix and a vector, as a framework may write it. The gradients of both are clipped together, and the
+/// learning rate is a function of the step count.
 fn chained(ways: [Way; 2], clip: Option<f64>, rate: impl Fn(&mut Graph, ValueId) -> ValueId) -> Option<TrainingStep> {
     let mut graph = Graph::new("step");
     let input = |graph: &mut Graph, name: String, dtype, shape: &[u64]| {
@@ -189,7 +189,7 @@ fn constant(graph: &mut Graph, _: ValueId) -> ValueId {
     graph.constant(Literal::splat(TensorType::scalar(DType::F32), 0.01))
 }
 
-/// A hundredth of the count of steps: nothing in the first.
+/// A hundredth of the step count, which is zero in the first step.
 fn rising(graph: &mut Graph, count: ValueId) -> ValueId {
     let count = graph.convert(count, DType::F32);
     let share = graph.splat_like(count, 0.01);
@@ -221,7 +221,7 @@ fn chains_of_updates_are_read_off() {
             assert_eq!(step.optimizer, Some(expected), "{optimizer:?} {clip:?}");
             assert!(!step.changed && step.no_decay.is_empty() && step.frozen.is_empty());
         }
-        // The learning rate is in the momentum of LARS, where a schedule is not told from another update.
+        // LARS has the learning rate in its momentum, so a schedule looks like another update.
         if !matches!(optimizer, Optimizer::Lars { .. }) {
             let step = chained([Some(optimizer); 2], None, rising).unwrap_or_else(|| panic!("{optimizer:?}"));
             let fitted = step.optimizer.unwrap_or_else(|| panic!("{optimizer:?} on a schedule"));
@@ -235,7 +235,7 @@ fn chains_of_updates_are_read_off() {
     let partly = chained([None, Some(adamw)], None, constant).expect("a step");
     assert_eq!((partly.optimizer.map(|f| f.optimizer), partly.parameters.len()), (Some(adamw), 1));
     assert_eq!(partly.frozen.len(), 1);
-    // Two optimizers are none.
+    // Two different optimizers are not recognised.
     let mixed = chained([Some(adamw), Some(Optimizer::sgd())], None, constant).expect("a step");
     assert_eq!(mixed.optimizer, None);
     let slower = Optimizer::Adamw { beta1: 0.8, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1, bias_correction: true };

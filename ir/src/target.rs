@@ -1,23 +1,26 @@
-//! The software that runs a plan, and what of it decides how long a step takes.
+//! The software that runs a plan, and the properties of it that affect the step time.
 
 use crate::dtype::DType;
 use crate::types::TensorType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// How the software that runs a plan reduces gradients, and what it fuses.
+/// How the software that runs a plan reduces gradients, and which ops it fuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Execution {
-    /// Gradients are sent together, so many bytes at a time; 0 sends each on its own, [`u64::MAX`] all at once, which JSON has as `null`.
+    /// The bytes of gradients that are sent together. 0 sends each gradient alone. [`u64::MAX`], which is `null` in
+    /// JSON, sends all at once.
     #[serde(serialize_with = "null_for_all", deserialize_with = "all_for_null")]
     pub bucket_bytes: u64,
-    /// Reductions start while the backward pass still runs, and updated parameters are gathered while the next step begins.
+    /// True if reductions start during the backward pass, and updated parameters are gathered while the next step
+    /// begins.
     pub overlap: bool,
-    /// Products larger than their factors, as attention scores are, are computed again in the backward pass and never written.
+    /// True if products larger than their factors, such as attention scores, are recomputed in the backward pass and
+    /// never written.
     pub fused_attention: bool,
-    /// Losses make no tensor as large as the logits of what they look up, nor of its gradient. False in plans that do not say.
+    /// True if losses make no tensor as large as the logits or their gradient. False in plans that omit it.
     pub fused_loss: bool,
-    /// Type in which half-precision gradients are summed over microbatches and devices.
+    /// The type in which half-precision gradients are summed over microbatches and devices.
     pub gradients: Option<DType>,
 }
 
@@ -42,7 +45,7 @@ impl Default for Execution {
 }
 
 impl Execution {
-    /// The type in which a parameter's gradient is summed: f32 for half precision, unless stated otherwise.
+    /// The type in which a parameter's gradient is summed. For half precision, it is f32 unless stated otherwise.
     pub fn accumulator(&self, ty: &TensorType) -> TensorType {
         match self.gradients {
             _ if !ty.dtype.is_half() => ty.clone(),
@@ -51,7 +54,8 @@ impl Execution {
     }
 }
 
-/// The software that runs a plan: it decides which plans there are, and how kernels, reductions and transfers overlap.
+/// The software that runs a plan. It determines which plans are possible, and how kernels, reductions and transfers
+/// overlap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Target {
@@ -60,7 +64,7 @@ pub enum Target {
     Altiplano,
     /// Megatron-LM: uniform stages, the same degrees everywhere, tensor parallelism within a node.
     Megatron,
-    /// PyTorch FSDP: one stage of replicas that share out what they store.
+    /// PyTorch FSDP: one stage of replicas that shard their storage.
     Fsdp,
     /// XLA's partitioner: one program for all devices, without a pipeline.
     Xla,

@@ -1,7 +1,7 @@
-//! Tensors of the reference semantics: every element an `f64`, row major.
+//! Tensors of the reference semantics, with `f64` elements in row-major order.
 //!
-//! Integers up to 2^53 are exact in an `f64`, booleans are 0 and 1, and floats are not rounded to
-//! their type: the interpreter is what the real number formula gives, and kernels are compared with it.
+//! Integers up to 2^53 are exact in an `f64`, and booleans are 0 and 1. Floats are not rounded to their type. The
+//! interpreter computes the formulas over real numbers, and kernels are compared with it.
 
 use crate::dtype::DType;
 use crate::types::{TensorType, strides};
@@ -14,7 +14,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// `data` must hold `ty.elements()` values in row-major order.
+    /// A tensor of `data`, which must hold `ty.elements()` values in row-major order.
     pub fn new(ty: TensorType, data: Vec<f64>) -> Self {
         debug_assert_eq!(ty.elements() as usize, data.len());
         Tensor { ty, data }
@@ -33,7 +33,7 @@ impl Tensor {
         &self.ty.shape
     }
 
-    /// Builds a tensor by asking for the value at each index.
+    /// Builds a tensor from the value at each index.
     pub fn from_fn(ty: TensorType, mut value: impl FnMut(&[u64]) -> f64) -> Self {
         let mut data = Vec::with_capacity(ty.elements() as usize);
         for_each_index(&ty.shape, |index| data.push(value(index)));
@@ -45,7 +45,7 @@ impl Tensor {
         self.data[self.offset(index)]
     }
 
-    /// Row-major position of `index`.
+    /// The row-major position of `index`.
     pub fn offset(&self, index: &[u64]) -> usize {
         let mut offset = 0;
         for (i, &d) in index.iter().zip(&self.ty.shape) {

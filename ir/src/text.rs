@@ -1,4 +1,4 @@
-//! The text form of graphs: one node a line, made to be read, searched and compared.
+//! The text form of graphs, with one node per line, for reading, searching and comparing.
 //!
 //! ```text
 //! graph "mlp" batch=8 {
@@ -9,8 +9,8 @@
 //! } -> (%3)
 //! ```
 //!
-//! `8b` is a size that scales with the batch. Attributes are JSON, and those that the type gives are left out
-//! (see [`attributes`]). `@` marks where a node comes from. [`parse`] reads back exactly what was printed.
+//! `8b` is a size that scales with the batch. Attributes are JSON, and those that follow from the type are omitted (see
+//! [`attributes`]). `@` gives the origin of a node. [`parse`] reads back exactly what was printed.
 
 pub(crate) mod attributes;
 #[cfg(test)]
@@ -25,7 +25,7 @@ use crate::types::{MAX_RANK, TensorType};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// What is wrong with a text, and where (lines and columns count from 1).
+/// The problem of a text, and its place (lines and columns count from 1).
 #[derive(Debug, thiserror::Error)]
 #[error("line {line}, column {column}: {problem}")]
 pub struct TextError {
@@ -120,8 +120,8 @@ pub(crate) fn object(attributes: &[attributes::Attribute]) -> String {
     format!("{{{}}}", fields.join(","))
 }
 
-/// Reads the text form. Each node must fit its operands; what else [`Graph::verify`] asks for (outputs, distinct
-/// names) is not required, since the bodies of programs are printed too.
+/// Parses the text form. Each node must fit its operands. The other requirements of [`Graph::verify`] (outputs,
+/// distinct names) do not apply, since the bodies of programs are printed too.
 pub fn parse(text: &str) -> Result<Graph, TextError> {
     let mut cursor = Cursor { text, at: 0 };
     cursor.word("graph")?;
@@ -155,7 +155,7 @@ pub fn parse(text: &str) -> Result<Graph, TextError> {
 
 struct Cursor<'a> {
     text: &'a str,
-    /// Byte position, always at the start of a character.
+    /// The byte position, which is always at the start of a character.
     at: usize,
 }
 
@@ -178,7 +178,7 @@ impl<'a> Cursor<'a> {
         self.at = self.text.len() - self.rest().trim_start().len();
     }
 
-    /// Skips `symbol` where it comes next.
+    /// Skips `symbol` if it comes next. Returns true if it did.
     fn take(&mut self, symbol: &str) -> bool {
         self.skip_space();
         let found = self.rest().starts_with(symbol);
@@ -215,7 +215,7 @@ impl<'a> Cursor<'a> {
         Err(self.expected(word))
     }
 
-    /// Letters, digits and underscores; empty where something else comes next.
+    /// Letters, digits and underscores. Empty if another character comes next.
     fn identifier(&mut self) -> &'a str {
         self.skip_space();
         let rest = self.rest();
@@ -238,7 +238,7 @@ impl<'a> Cursor<'a> {
         Ok(ValueId(self.number()?))
     }
 
-    /// `(%1, %2)`, each with where it stands.
+    /// `(%1, %2)`, each with its position.
     fn values(&mut self) -> Result<Vec<(usize, ValueId)>, TextError> {
         self.symbol("(")?;
         let mut values = Vec::new();
@@ -284,7 +284,7 @@ impl<'a> Cursor<'a> {
         self.json("a quoted string")
     }
 
-    /// A type and the dimensions that scale with the batch.
+    /// A type, and the dimensions that scale with the batch.
     fn ty(&mut self) -> Result<(TensorType, u32), TextError> {
         self.skip_space();
         let at = self.at;

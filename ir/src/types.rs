@@ -1,17 +1,17 @@
-//! Tensor types: an element type and a shape. Shapes are concrete; which dimensions scale with the
-//! batch is a note on the graph's nodes (see [`crate::batch`]), so shape functions stay arithmetic.
+//! Tensor types: an element type and a shape. Shapes are concrete, so shape functions stay arithmetic. The graph's
+//! nodes record which dimensions scale with the batch (see [`crate::batch`]).
 
 use crate::dtype::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The most elements a tensor may have (2^48): beyond that a file is wrong, not large.
+/// The largest number of elements of a tensor (2^48). A file with more is wrong rather than large.
 pub const MAX_ELEMENTS: u64 = 1 << 48;
 
-/// The most dimensions a tensor may have.
+/// The largest number of dimensions of a tensor.
 pub const MAX_RANK: usize = 32;
 
-/// Element type and shape of a tensor; sizes are global unless a name says `local`.
+/// The element type and shape of a tensor. Sizes are global unless a name says `local`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct TensorType {
     pub dtype: DType,
@@ -31,12 +31,12 @@ impl TensorType {
         self.shape.len()
     }
 
-    /// Number of elements. Types that passed [`TensorType::check`] cannot overflow.
+    /// The number of elements. It cannot overflow for types that passed [`TensorType::check`].
     pub fn elements(&self) -> u64 {
         self.shape.iter().fold(1u64, |n, &d| n.saturating_mul(d))
     }
 
-    /// Bytes of the whole tensor.
+    /// The bytes of the whole tensor.
     pub fn bytes(&self) -> u64 {
         self.elements().saturating_mul(self.dtype.bytes())
     }
@@ -51,7 +51,7 @@ impl TensorType {
         TensorType { dtype: self.dtype, shape: shape.into() }
     }
 
-    /// Whether rank and size are within what any real tensor has.
+    /// Returns true if rank and size are within the range of real tensors.
     pub fn check(&self) -> bool {
         let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d.max(1)));
         self.rank() <= MAX_RANK && elements.is_some_and(|n| n <= MAX_ELEMENTS)
@@ -68,7 +68,7 @@ impl fmt::Display for TensorType {
     }
 }
 
-/// Row-major strides of a shape, in elements.
+/// The row-major strides of a shape, in elements.
 pub fn strides(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {

@@ -1,5 +1,5 @@
-//! Stacked parameters taken apart: a loop over layers leaves one parameter of all layers' weights, of which each turn takes a
-//! row. Row by row it is a model like one whose layers were written out, and is planned as such.
+//! Unstacking of parameters. A loop over layers has one parameter with the weights of all layers, and each iteration
+//! reads a row. Split into rows, it is like a model with unrolled layers, and is planned as such.
 
 use crate::graph::{Graph, Node, Pin, ValueId};
 use crate::op::{Op, Operator, Parameter, Reshape, Slice};
@@ -11,7 +11,7 @@ pub fn row_name(stack: &str, row: u64) -> String {
     format!("{stack}[{row}]")
 }
 
-/// The stack and the row that a name may stand for: the inverse of [`row_name`].
+/// The stack and the row that a name may stand for. The inverse of [`row_name`].
 ///
 /// ```
 /// use altiplano_ir::unstack::stack_of;
@@ -24,8 +24,8 @@ pub fn stack_of(name: &str) -> Option<(&str, u64)> {
     Some((stack, row.parse().ok().filter(|_| digits && !stack.is_empty())?))
 }
 
-/// The graph with each parameter of which only rows are used, one along dimension 0 at a time, as a parameter for each row,
-/// without that dimension. Whatever is done to each element on the way is done to the row.
+/// Replaces each parameter that is only used row by row, along dimension 0, by a parameter for each row without that
+/// dimension. Elementwise ops in between are applied to the rows.
 pub fn unstack(graph: &Graph) -> Graph {
     let mut graph = graph.clone();
     // A row of a stack of stacks is a stack itself.
@@ -35,11 +35,11 @@ pub fn unstack(graph: &Graph) -> Graph {
     graph
 }
 
-/// What holds rows of a stack.
+/// A value that holds rows of a stack.
 #[derive(Clone)]
 struct Rows {
     stack: ValueId,
-    /// The rows of the stack that this value has, in order.
+    /// The rows of the stack in this value, in order.
     rows: Vec<u64>,
 }
 
@@ -51,7 +51,7 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
     let holds = rows_held(graph, &stacks);
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
-    // Where each row of each value that holds several is, made when it is first needed.
+    // The value of each row of a value that holds several, made when it is first needed.
     let mut made: HashMap<(ValueId, u64), ValueId> = HashMap::new();
     for v in graph.values() {
         let node = graph.node(v);
@@ -75,11 +75,11 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
                 node.name.clone_into(&mut to.nodes[reshaped.index()].name);
                 reshaped
             }
-            // Only its rows are used, and each is made where it is.
+            // Only the value's rows are used, and each is made at its use.
             (_, Some(_)) => ValueId(0),
             _ => {
                 let operands: Vec<ValueId> = node.operands.iter().map(|o| map[o.index()]).collect();
-                // A row that is given its shape back is that row.
+                // Reshaping a row back to its own shape gives the row.
                 let row = match (&node.op, operands.as_slice()) {
                     (Op::Reshape(_), [reshaped]) => unshaped(&to, *reshaped, &node.ty.shape),
                     _ => None,
@@ -92,7 +92,7 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
     for pin in &graph.pins {
         match holds.get(&pin.value) {
             None => to.pin(Pin { value: map[pin.value.index()], ..pin.clone() }),
-            // What is said of the stack holds for its rows, but for the dimension that is gone.
+            // A pin of the stack applies to its rows, without the removed dimension.
             Some(held) if held.stack == pin.value => {
                 for row in &held.rows {
                     let value = made[&(pin.value, *row)];
@@ -105,7 +105,7 @@ fn unstack_once(graph: &Graph) -> Option<Graph> {
     Some(without_dead_nodes(&to))
 }
 
-/// Row `row` of the stack as `v` has it, without dimension 0.
+/// Row `row` of the stack in the form of `v`, without dimension 0.
 fn row_of(graph: &Graph, v: ValueId, row: u64, made: &mut HashMap<(ValueId, u64), ValueId>, to: &mut Graph) -> ValueId {
     if let Some(&value) = made.get(&(v, row)) {
         return value;
@@ -125,7 +125,7 @@ fn row_of(graph: &Graph, v: ValueId, row: u64, made: &mut HashMap<(ValueId, u64)
     value
 }
 
-/// What was reshaped, where it had this shape.
+/// The operand of a reshape, if it has this shape.
 fn unshaped(graph: &Graph, v: ValueId, shape: &[u64]) -> Option<ValueId> {
     let node = graph.node(v);
     let source = *node.operands.first().filter(|_| matches!(node.op, Op::Reshape(_)))?;
@@ -136,7 +136,7 @@ fn is_slice(node: &Node) -> bool {
     matches!(node.op, Op::Slice(_))
 }
 
-/// Parameters that are used row by row alone.
+/// The parameters that are used only row by row.
 fn stacks(graph: &Graph) -> BTreeSet<ValueId> {
     let users = graph.users();
     let outputs: BTreeSet<ValueId> = graph.outputs.iter().copied().collect();
@@ -146,12 +146,12 @@ fn stacks(graph: &Graph) -> BTreeSet<ValueId> {
         let Op::Parameter(Parameter { name, ty, .. }) = &graph.node(stack).op else {
             return false;
         };
-        // Layers are nodes, so a stack of them has no more rows than there are of these.
+        // Layers are nodes, so a stack of layers has no more rows than the graph has nodes.
         let Some(&rows) = ty.shape.first().filter(|&&rows| rows <= graph.len() as u64) else { return false };
         let mut pending = vec![stack];
         let mut found = false;
         while let Some(v) = pending.pop() {
-            // The layout of several rows at once can only be kept where they stay together.
+            // The layout of several rows at once can only be kept while they stay together.
             let mut pins = graph.pins.iter().filter(|pin| pin.value == v);
             if outputs.contains(&v) || !pins.all(|pin| v == stack && pin.dims[0].axes.is_empty()) {
                 return false;
@@ -178,7 +178,7 @@ fn whole_but_first(slice: &Slice, shape: &[u64]) -> bool {
     (1..shape.len()).all(|d| slice.start[d] == 0 && slice.limit[d] == shape[d] && slice.stride[d] == 1)
 }
 
-/// The rows that each value made of a stack has, up to single ones.
+/// The rows in each value that is derived from a stack, down to single rows.
 fn rows_held(graph: &Graph, stacks: &BTreeSet<ValueId>) -> BTreeMap<ValueId, Rows> {
     let mut holds: BTreeMap<ValueId, Rows> = BTreeMap::new();
     for v in graph.values() {
@@ -188,7 +188,7 @@ fn rows_held(graph: &Graph, stacks: &BTreeSet<ValueId>) -> BTreeMap<ValueId, Row
             continue;
         }
         let Some(held) = node.operands.first().and_then(|o| holds.get(o)) else { continue };
-        // What is done with a row that was taken out is no longer a matter of the stack.
+        // Once a row is sliced out, further ops do not concern the stack.
         if held.rows.len() == 1 && is_slice(graph.node(node.operands[0])) {
             continue;
         }
@@ -211,7 +211,7 @@ mod tests {
     use crate::interpret;
     use crate::tensor::Tensor;
 
-    /// Values of the outputs where each parameter counts up and rows are those of their stack.
+    /// The outputs for parameters that count up, with rows equal to those of their stack.
     fn outputs(graph: &Graph) -> Vec<Tensor> {
         interpret::run(graph, |leaf| {
             let ty = graph.ty(leaf).clone();
@@ -231,7 +231,7 @@ mod tests {
         })
     }
 
-    /// A table of which one row is taken is no stack of layers, however many rows it has.
+    /// A table of which one row is read is not a stack of layers, however many rows it has.
     #[test]
     fn tables_are_no_stacks() {
         let mut graph = Graph::new("table");
@@ -265,7 +265,7 @@ mod tests {
                 "%0: f32[3,2] = parameter \"w\"\n%1: f32[3,2] = parameter \"v\"\n%2: {a}\n%3: {b}\n%4: {c}\n%5: {d}\n%6: {e}\n{rest}"
             )
         };
-        // Two single rows, one through a function of each element.
+        // Two single rows, one of them through an elementwise function.
         check(
             &of(
                 "f32[3,2] = exponential(%0)",
@@ -287,7 +287,7 @@ mod tests {
             ),
             &["w[0]", "w[1]", "w[2]", "v"],
         );
-        // Two rows at once are used.
+        // Two rows are used at once.
         check(
             &of(
                 &format!("f32[2,2] = slice(%0) {both}"),

@@ -1,11 +1,12 @@
-//! The part of a mask that lets anything through, found without computing the mask.
+//! The visible fraction of a mask, found without computing the mask.
 //!
-//! A mask of attention (causal, a sliding window, a prefix, blocks) is a boolean that follows from where its elements are. Interval
-//! arithmetic over a box of positions says that a mask holds nowhere in the box, everywhere, or perhaps somewhere; a box of the last
-//! kind is halved until it is a tile. What depends on data is unknown, so `causal and padding` is hidden where `causal` is false.
+//! A mask of attention (causal, a sliding window, a prefix, blocks) is a boolean that depends on the positions of its
+//! elements. Interval arithmetic over a box of positions shows that the mask is true nowhere in the box, everywhere, or
+//! perhaps somewhere. In the last case, the box is halved until it is a tile. Values that depend on data are unknown,
+//! so `causal and padding` is hidden where `causal` is false.
 //!
-//! Only the last dimension is searched to the end. Of all others a fixed number of places is looked at, evenly spaced, so that the
-//! work does not grow with the length of the sequence.
+//! Only the last dimension is searched completely. In all others, a fixed number of evenly spaced positions is sampled,
+//! so that the work does not grow with the sequence length.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -17,22 +18,23 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// Rows and columns of the tiles in which attention kernels of GPUs pass over a mask (Dao 2023, FlashAttention-2: blocks of 64 or 128).
+/// The rows and columns of the tiles in which GPU attention kernels process a mask (Dao 2023, FlashAttention-2: blocks
+/// of 64 or 128).
 pub const TILE: u64 = 128;
 
-/// Places that are looked at in all dimensions but the last.
+/// The number of sampled positions in all dimensions but the last.
 const PLACES: u64 = 64;
 
-/// Devices whose part of a split mask is looked at.
+/// The number of devices whose part of a split mask is sampled.
 const DEVICES: u64 = 64;
 
-/// Nodes that are evaluated for one mask, at most. What is beyond is taken to be visible.
+/// The largest number of nodes evaluated for one mask. Beyond it, the rest counts as visible.
 const FUEL: u64 = 1 << 20;
 
-/// Ops that a mask is made of one after the other, at most; what is made of more is unknown.
+/// The largest depth of ops in a mask. Deeper values are unknown.
 const DEPTH: u32 = 128;
 
-/// Numbers that a value's elements lie between.
+/// Bounds of a value's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Range {
     pub low: f64,
@@ -43,7 +45,7 @@ impl Range {
     pub const UNKNOWN: Range = Range { low: f64::NEG_INFINITY, high: f64::INFINITY };
     const EITHER: Range = Range { low: 0.0, high: 1.0 };
 
-    /// Unknown where a bound is no number.
+    /// The range between two bounds, or unknown if one of them is NaN.
     fn new(low: f64, high: f64) -> Range {
         if low.is_nan() || high.is_nan() { Range::UNKNOWN } else { Range { low, high } }
     }
@@ -56,7 +58,7 @@ impl Range {
         Range::of(f64::from(u8::from(value)))
     }
 
-    /// `None` where it is not the same everywhere.
+    /// The value of the elements, or `None` if they may differ.
     fn known(self) -> Option<f64> {
         (self.low == self.high).then_some(self.low)
     }
@@ -65,20 +67,20 @@ impl Range {
         Range { low: self.low.min(other.low), high: self.high.max(other.high) }
     }
 
-    /// The least and the greatest of some numbers; unknown where one of them is none.
+    /// The range of some numbers, or unknown if one of them is NaN.
     fn spanning(values: impl IntoIterator<Item = f64>) -> Range {
         let empty = Range { low: f64::INFINITY, high: f64::NEG_INFINITY };
         values.into_iter().fold(empty, |all, v| all.joined(Range::of(v)))
     }
 }
 
-/// Positions of a box: first and last along each dimension.
+/// The positions of a box: the first and the last along each dimension.
 type Bounds = [(u64, u64)];
 
-/// What is known of leaves: the range of a leaf's elements within a box.
+/// The known range of a leaf's elements within a box.
 pub type OfLeaf<'a> = &'a dyn Fn(ValueId, &Bounds) -> Range;
 
-/// Nothing is known of leaves.
+/// A leaf of which nothing is known.
 pub fn unknown_leaf(_: ValueId, _: &Bounds) -> Range {
     Range::UNKNOWN
 }
@@ -87,7 +89,7 @@ pub fn unknown_leaf(_: ValueId, _: &Bounds) -> Range {
 pub struct Ranges<'a> {
     graph: &'a Graph,
     of_leaf: OfLeaf<'a>,
-    /// Positions of the device along axes that masks depend on.
+    /// The device's positions along the axes that masks depend on.
     coordinates: Vec<(AxisId, u64)>,
     fuel: Cell<u64>,
     depth: Cell<u32>,
@@ -174,7 +176,7 @@ impl<'a> Ranges<'a> {
                 let same = range.low.abs().max(range.high.abs()) < 16_777_216.0;
                 let is_bool = node.ty.dtype == DType::Bool;
                 match range.known() {
-                    // Small numbers are in every type that masks are made of; truth is that a number is not zero.
+                    // Every type of masks can represent small numbers. A number is true if it is not zero.
                     Some(value) if is_bool => Range::truth(value != 0.0),
                     None if is_bool && (range.low > 0.0 || range.high < 0.0) => Range::truth(true),
                     None if is_bool => Range::EITHER,
@@ -213,7 +215,7 @@ impl<'a> Ranges<'a> {
         }
     }
 
-    /// The range of a table's elements within a box; of a large box what the whole table spans.
+    /// The range of a table's elements within a box. Unknown if the box is too large for the remaining fuel.
     fn dense(&self, shape: &[u64], at: &Bounds, value: impl Fn(usize) -> f64) -> Range {
         let count: u64 = at.iter().map(|(first, last)| last - first + 1).product();
         let Some(fuel) = self.fuel.get().checked_sub(count / 16) else { return Range::UNKNOWN };
@@ -239,7 +241,7 @@ impl<'a> Ranges<'a> {
         all.map_or(Range { low: 0.0, high: last as f64 }, |at: u64| Range::of(at as f64))
     }
 
-    /// Dimensions of a value along which its elements may differ as far as they are known.
+    /// The dimensions of a value along which its elements may differ, as far as they are known.
     fn varying(&self, v: ValueId, depth: u32, known: &mut FxHashMap<ValueId, BTreeSet<usize>>) -> BTreeSet<usize> {
         if depth == DEPTH {
             return BTreeSet::new();
@@ -253,7 +255,7 @@ impl<'a> Ranges<'a> {
         let dims = match &node.op {
             Op::Iota(iota) => BTreeSet::from([iota.dim]),
             Op::Constant(literal) if literal.as_splat().is_some() => BTreeSet::new(),
-            // What is known of a leaf is known of its places.
+            // The facts about a leaf depend on positions.
             op if op.is_leaf() || matches!(op, Op::Constant(_)) => all(&node.ty.shape),
             Op::BroadcastInDim(op) => {
                 self.varying(node.operands[0], depth, known).into_iter().map(|d| op.dims[d]).collect()
@@ -286,7 +288,7 @@ impl<'a> Ranges<'a> {
         dims
     }
 
-    /// The axes of devices on which a value depends.
+    /// The device axes on which a value depends.
     fn axes(&self, v: ValueId) -> Vec<(AxisId, u64)> {
         let mut found: BTreeSet<ValueId> = BTreeSet::from([v]);
         let (mut open, mut axes) = (vec![v], Vec::new());
@@ -305,7 +307,7 @@ impl<'a> Ranges<'a> {
     }
 }
 
-/// True if nothing is known of an op's result, whatever its operands are.
+/// Returns true if an op's result is always unknown, whatever its operands are.
 pub fn is_opaque(op: &Op) -> bool {
     let looks_into = op.is_elementwise() && !matches!(op, Op::ReducePrecision(_) | Op::Threefry(_))
         || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Reverse(_))
@@ -313,7 +315,7 @@ pub fn is_opaque(op: &Op) -> bool {
     !looks_into
 }
 
-/// A boolean value, and which of its values lets something through.
+/// A boolean value, and which of its two values makes elements visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mask {
     pub value: ValueId,
@@ -321,15 +323,15 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// The mask of a select between something and a constant that stands for what is hidden.
+    /// The mask of a select between a value and the constant that replaces hidden elements.
     pub fn of_select(graph: &Graph, select: ValueId, is_constant: impl Fn(ValueId) -> bool) -> Mask {
         let operands = &graph.node(select).operands;
         Mask { value: operands[0], shows: !is_constant(operands[1]) || is_constant(operands[2]) }
     }
 }
 
-/// What a value is made of as far as [`Ranges`] look into it, by numbers that do not depend on where it stands in its graph: values with
-/// the same form have the same ranges.
+/// A description of everything that [`Ranges`] uses of a value. It numbers values independently of their position in
+/// the graph, so values with the same form have the same ranges.
 pub fn form(graph: &Graph, value: ValueId) -> String {
     let mut number: FxHashMap<ValueId, usize> = FxHashMap::from_iter([(value, 0)]);
     let (mut open, mut form) = (vec![value], String::new());
@@ -352,8 +354,8 @@ pub fn form(graph: &Graph, value: ValueId) -> String {
     form
 }
 
-/// The part of a mask's tiles of `tile` by `tile` elements that may let something through, on the device where that is most; with tiles
-/// of one element, the part of its elements.
+/// The fraction of a mask's tiles of `tile` by `tile` elements that may be visible, on the device that sees most. With
+/// tiles of one element, it is the fraction of elements.
 pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64 {
     let Mask { value: mask, shows } = mask;
     let shape = graph.shape(mask);
@@ -366,7 +368,7 @@ pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64
     let axes = ranges.axes(mask);
     let devices = axes.iter().map(|a| a.1).product::<u64>();
     let looked_at = devices.min(DEVICES);
-    // Rows are cut into tiles along the longest dimension that matters.
+    // Rows are divided into tiles along the longest dimension that matters.
     let last = shape.len() - 1;
     let rows: Vec<usize> = varying.iter().copied().filter(|&d| d < last).collect();
     let longest = rows.iter().copied().max_by_key(|&d| (shape[d], d));
@@ -375,7 +377,7 @@ pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64
     let places = bands.min((PLACES / looked_at).max(4));
     let mut most = 0.0f64;
     for device in 0..looked_at {
-        // The last device sees most of what is causal.
+        // The last device sees most of a causal mask.
         let mut at = devices - 1 - device * devices / looked_at;
         ranges.coordinates.clear();
         for &(axis, size) in &axes {
@@ -392,7 +394,7 @@ pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64
                 bounds[d] = (first, (first + height(d)).min(shape[d]) - 1);
                 band /= number;
             }
-            // A dimension that does not matter has the mask's value anywhere.
+            // Along a dimension that does not matter, the mask is constant.
             let width = if varying.contains(&last) { tile.min(columns) } else { columns };
             bounds[last] = (0, columns - 1);
             sum += visible_columns(&ranges, Mask { value: mask, shows }, &mut bounds, width) as f64;
@@ -402,7 +404,7 @@ pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64
     most.min(1.0)
 }
 
-/// Columns of a band that are in tiles of `width` which may let something through.
+/// The columns of a band that lie in tiles of `width` that may be visible.
 fn visible_columns(ranges: &Ranges<'_>, mask: Mask, bounds: &mut [(u64, u64)], width: u64) -> u64 {
     let last = bounds.len() - 1;
     let (first, end) = (bounds[last].0, bounds[last].1 + 1);
@@ -423,12 +425,14 @@ fn visible_columns(ranges: &Ranges<'_>, mask: Mask, bounds: &mut [(u64, u64)], w
     before + after
 }
 
-/// For each node of a graph the part of its elements, or of the terms that it sums, which masks leave: of products that are larger than
-/// their factors and of those that sum what is made of them, as the two of attention are. 1 for all others.
+/// For each node of a graph, the fraction of its elements, or of the terms that it sums, that masks leave. It applies
+/// to products larger than their factors and to products that contract these again, such as the two of attention. It is
+/// 1 for all others.
 ///
-/// `of_leaf` says what is known of leaves; a composite is looked into by whoever knows what its operands are.
+/// `of_leaf` gives the known ranges of leaves. For a composite, the caller examines the decomposition, because it knows
+/// the operands.
 pub fn visible_parts(graph: &Graph, of_leaf: OfLeaf<'_>) -> Vec<f64> {
-    // The product that grows of which a large value is made, by the first of those that are joined.
+    // The growing product that a large value is computed from, identified by the first product that it is joined with.
     let mut made_of: Vec<Option<usize>> = vec![None; graph.len()];
     let mut joined: Vec<usize> = (0..graph.len()).collect();
     fn find(joined: &mut [usize], mut at: usize) -> usize {
@@ -509,7 +513,7 @@ fn binary(op: Binary, a: Range, b: Range, dtype: DType) -> Range {
             Some(by) if by > 0.0 && a.low >= 0.0 && dtype.is_integer() => Range { low: 0.0, high: by - 1.0 },
             _ => Range::UNKNOWN,
         },
-        // Of booleans as numbers; what is unknown is either.
+        // Booleans as numbers. An unknown one is either.
         Binary::And if is_bool => Range { low: a.low.min(b.low).max(0.0), high: a.high.min(b.high).min(1.0) },
         Binary::Or if is_bool => Range { low: a.low.max(b.low).max(0.0), high: a.high.max(b.high).min(1.0) },
         Binary::Xor if is_bool => match (a.known(), b.known()) {
@@ -536,7 +540,8 @@ fn compare(direction: Direction, a: Range, b: Range) -> Range {
     }
 }
 
-/// For each dimension of `from` the dimension of `to` that it becomes, where a reshape only adds and drops dimensions of one.
+/// For each dimension of `from`, the dimension of `to` that it becomes, if a reshape only adds and removes dimensions
+/// of size 1.
 fn unit_dims_only(from: &[u64], to: &[u64]) -> Option<Vec<Option<usize>>> {
     let mut rest = (0..to.len()).filter(|&d| to[d] != 1);
     let dims = from.iter().map(|&size| match size {
@@ -547,7 +552,7 @@ fn unit_dims_only(from: &[u64], to: &[u64]) -> Option<Vec<Option<usize>>> {
     rest.next().is_none().then_some(dims)
 }
 
-/// A box of another shape that has all elements of a box, which lie one after the other in both.
+/// A box of another shape that contains all elements of a box. The elements have the same order in both shapes.
 fn linear(at: &Bounds, shape: &[u64], other: &[u64]) -> Vec<(u64, u64)> {
     let place =
         |of: fn(&(u64, u64)) -> u64| at.iter().zip(shape).fold(0, |all, (bounds, &size)| all * size + of(bounds));

@@ -5,7 +5,7 @@ use crate::literal::Literal;
 use crate::op::Input;
 use crate::types::TensorType;
 
-/// The part of a mask's tiles that hold something visible, by computing the whole mask.
+/// The fraction of a mask's tiles with a visible element, by computing the whole mask.
 fn by_force(graph: &Graph, mask: Mask, tile: u64) -> f64 {
     let values = run_all(graph, |_| panic!("masks of these tests have no leaves"));
     let table = &values[mask.value.index()];
@@ -27,7 +27,7 @@ fn by_force(graph: &Graph, mask: Mask, tile: u64) -> f64 {
     visible as f64 / (matrices * rows * columns) as f64
 }
 
-/// Masks of 64 queries and 64 keys as models write them.
+/// Masks of 64 queries and 64 keys, as models write them.
 fn masks() -> Vec<(&'static str, Graph, ValueId)> {
     let mut all = Vec::new();
     let mut add = |name: &'static str, build: &dyn Fn(&mut Graph) -> ValueId| {

@@ -1,5 +1,6 @@
-//! What a runtime does for one kernel call, in countable terms: so many elements through an inner loop, so many matrix
-//! products of a size. A runtime says what it does; a measured profile knows what each term takes; neither needs the other.
+//! The work of a runtime for one kernel call, in countable terms such as elements through an inner loop or matrix
+//! products of a size. A runtime states its terms, and a measured profile gives the time of each. Neither needs the
+//! other.
 
 use crate::dtype::DType;
 use crate::graph::ValueId;
@@ -7,15 +8,15 @@ use crate::reshard::Collective;
 
 /// Some work of one family: `times` runs of `size`.
 ///
-/// `size` has one number for each axis of the family's series in a profile: elements, bytes, or the rows, columns and terms of a
-/// matrix product. Example: an exponential of 4096 floats is `exponential f32 [4096]`, once.
+/// `size` has one number for each axis of the family's series in a profile: elements, bytes, or the rows, columns and
+/// terms of a matrix product. Example: one exponential of 4096 floats is `exponential f32 [4096]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Term {
     pub family: &'static str,
     pub dtype: DType,
     pub size: Vec<f64>,
     pub times: f64,
-    /// Threads that share each run.
+    /// The number of threads that share each run.
     pub threads: u32,
 }
 
@@ -26,10 +27,11 @@ impl Term {
     }
 }
 
-/// The family of a message between two devices of a node, whose size is its bytes; and between nodes.
+/// The families of a message between two devices of a node and between nodes. Its size is its bytes.
 pub const MESSAGE: [&str; 2] = ["message", "message_across"];
 
-/// The family of a collective among devices of several nodes, whose size is the nodes and the bytes; one that sends nothing has none.
+/// The family of a collective among devices of several nodes. Its size is the number of nodes and the bytes. `None` if
+/// the collective sends nothing.
 pub fn across_nodes(collective: &Collective) -> Option<&'static str> {
     Some(match collective {
         Collective::AllReduce { .. } => "all_reduce_across",
@@ -42,11 +44,11 @@ pub fn across_nodes(collective: &Collective) -> Option<&'static str> {
     })
 }
 
-/// What one kernel call does.
+/// The work of one kernel call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     pub terms: Vec<Term>,
-    /// Threads over which the terms are spread evenly.
+    /// The number of threads over which the terms are spread evenly.
     pub parts: u32,
 }
 
@@ -55,7 +57,7 @@ impl Work {
         Work { terms: Vec::new(), parts: parts as u32 }
     }
 
-    /// More of a term that is there already, or another one.
+    /// Adds a term, or more of one that is there already.
     pub fn add(&mut self, term: Term) {
         let alike = |t: &&mut Term| {
             t.family == term.family && t.dtype == term.dtype && t.size == term.size && t.threads == term.threads
@@ -66,7 +68,7 @@ impl Work {
         }
     }
 
-    /// A term of one axis that one thread does once.
+    /// Adds a term of one axis that one thread does once.
     pub fn once(&mut self, family: &'static str, dtype: DType, size: f64) {
         self.add(Term::once(family, dtype, [size]));
     }
@@ -75,9 +77,9 @@ impl Work {
 /// A kernel call of a compiled body.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Called {
-    /// The nodes that it computes, in order of the graph; the last one names it.
+    /// The nodes that the call computes, in graph order. The last one names it.
     pub nodes: Vec<ValueId>,
-    /// What it reads and leaves, with the stored bytes of each.
+    /// The values that it reads and writes, with the stored bytes of each.
     pub reads: Vec<(ValueId, u64)>,
     pub writes: Vec<(ValueId, u64)>,
     pub work: Work,

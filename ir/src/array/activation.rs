@@ -9,7 +9,7 @@ pub fn unary(g: &mut Graph, op: Unary, x: ValueId) -> Built {
     g.push(Op::Unary(op), &[x])
 }
 
-/// Runs `f` in f32 where `x` has a narrower float type, which frameworks do where sums or powers would lose digits.
+/// Runs `f` in f32 if `x` has a narrower float type. Frameworks do so where sums or powers would lose digits.
 pub fn in_f32(g: &mut Graph, x: ValueId, f: impl FnOnce(&mut Graph, ValueId) -> Built) -> Built {
     let dtype = g.ty(x).dtype;
     if !dtype.is_float() || dtype.bytes() >= DType::F32.bytes() {
@@ -30,8 +30,8 @@ pub fn softmax(g: &mut Graph, x: ValueId, dim: usize) -> Built {
     })
 }
 
-/// The softmax of `x` along `dim` where `beside`, which broadcasts against its sums, competes with it: the exponentials of `x`
-/// over their sum and that of `beside`.
+/// The softmax of `x` along `dim` with a competitor `beside`, which broadcasts against its sums. It is the exponentials
+/// of `x` over the sum of theirs and that of `beside`.
 pub fn softmax_beside(g: &mut Graph, x: ValueId, dim: usize, beside: ValueId) -> Built {
     in_f32(g, x, |g, x| {
         let beside = g.convert(beside, g.ty(x).dtype);
@@ -47,7 +47,7 @@ pub fn softmax_beside(g: &mut Graph, x: ValueId, dim: usize, beside: ValueId) ->
     })
 }
 
-/// `cap tanh(x / cap)`: near `x` where that is small, and never beyond `cap`.
+/// `cap tanh(x / cap)`: close to `x` for small `x`, and never beyond `cap`.
 pub fn capped(g: &mut Graph, x: ValueId, cap: f64) -> Built {
     let scaled = with_number(g, Binary::Divide, x, cap)?;
     let bounded = unary(g, Unary::Tanh, scaled)?;
@@ -69,7 +69,7 @@ pub fn relu(g: &mut Graph, x: ValueId) -> Built {
     with_number(g, Binary::Maximum, x, 0.0)
 }
 
-/// Cut off below `low` and above `high`.
+/// `x` clipped to `low` and `high`.
 pub fn clamp(g: &mut Graph, x: ValueId, low: Option<f64>, high: Option<f64>) -> Built {
     let above = match low {
         Some(low) => with_number(g, Binary::Maximum, x, low)?,
@@ -85,7 +85,7 @@ pub fn relu6(g: &mut Graph, x: ValueId) -> Built {
     clamp(g, x, Some(0.0), Some(6.0))
 }
 
-/// `x` itself, through which no gradient flows.
+/// `x`, through which no gradient flows.
 pub fn stop_gradient(g: &mut Graph, x: ValueId) -> Built {
     unary(g, Unary::StopGradient, x)
 }
@@ -128,10 +128,10 @@ pub fn gelu_sigmoid(g: &mut Graph, x: ValueId) -> Built {
     g.push(Op::Binary(Binary::Multiply), &[x, s])
 }
 
-/// `log(1 + exp(beta x)) / beta`, which is `x` itself where `beta x > threshold`.
+/// `log(1 + exp(beta x)) / beta`, or `x` if `beta x > threshold`.
 pub fn softplus(g: &mut Graph, x: ValueId, beta: f64, threshold: f64) -> Built {
     let scaled = with_number(g, Binary::Multiply, x, beta)?;
-    // max(s, 0) + log(1 + exp(-|s|)) does not overflow.
+    // This form, max(s, 0) + log(1 + exp(-|s|)), does not overflow.
     let zero = relu(g, scaled)?;
     let size = unary(g, Unary::Abs, scaled)?;
     let negative = unary(g, Unary::Negate, size)?;
@@ -147,7 +147,7 @@ pub fn softplus(g: &mut Graph, x: ValueId, beta: f64, threshold: f64) -> Built {
     select(g, beyond, x, soft)
 }
 
-/// `x` where positive, else `alpha (exp(x / input) - 1)`, times `scale`.
+/// `x` if positive, else `alpha (exp(input x) - 1)`, times `scale`.
 pub fn elu(g: &mut Graph, x: ValueId, alpha: f64, scale: f64, input: f64) -> Built {
     let negative = with_number(g, Binary::Minimum, x, 0.0)?;
     let scaled = with_number(g, Binary::Multiply, negative, input)?;
@@ -166,14 +166,14 @@ pub fn leaky_relu(g: &mut Graph, x: ValueId, slope: f64) -> Built {
     select(g, positive, x, low)
 }
 
-/// `alpha x + beta` between 0 and 1.
+/// `alpha x + beta`, clipped to the range from 0 to 1.
 pub fn hard_sigmoid(g: &mut Graph, x: ValueId, alpha: f64, beta: f64) -> Built {
     let scaled = with_number(g, Binary::Multiply, x, alpha)?;
     let moved = with_number(g, Binary::Add, scaled, beta)?;
     clamp(g, moved, Some(0.0), Some(1.0))
 }
 
-/// `x hard_sigmoid(x)` with `x / 6 + 1 / 2`.
+/// `x hard_sigmoid(x)` with the line `x / 6 + 1 / 2`.
 pub fn hard_swish(g: &mut Graph, x: ValueId) -> Built {
     let s = hard_sigmoid(g, x, 1.0 / 6.0, 0.5)?;
     g.push(Op::Binary(Binary::Multiply), &[x, s])

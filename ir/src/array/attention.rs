@@ -6,18 +6,18 @@ use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Direction, DotGeneral, Op, Unary};
 use serde::{Deserialize, Serialize};
 
-/// What [`attention`] does with its scores.
+/// The options of [`attention`].
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Attention {
-    /// Factor of the scores; default `1 / sqrt(D)`.
+    /// The factor of the scores, by default `1 / sqrt(D)`.
     pub scale: Option<f64>,
-    /// Position `s` of the queries sees positions `0..=s` of the keys.
+    /// True if position `s` of the queries sees only positions `0..=s` of the keys.
     pub causal: bool,
-    /// Broadcastable to `[B, H, S, T]`: booleans (true: seen) or numbers that are added to the scores.
+    /// A mask that broadcasts to `[B, H, S, T]`: booleans (true: visible), or numbers that are added to the scores.
     pub mask: Option<ValueId>,
 }
 
-/// `[S, T]` booleans: whether query `s` sees key `t`, which is at most `s + offset`.
+/// `[S, T]` booleans, true if query `s` sees key `t`, i.e. if `t` is at most `s + offset`.
 pub fn causal_mask(g: &mut Graph, queries: u64, keys: u64, offset: i64) -> Built {
     let row = iota(g, &[queries, keys], 0, DType::I32)?;
     let column = iota(g, &[queries, keys], 1, DType::I32)?;
@@ -25,7 +25,7 @@ pub fn causal_mask(g: &mut Graph, queries: u64, keys: u64, offset: i64) -> Built
     compare(g, Direction::Ge, row, column)
 }
 
-/// Each head of `[B, Hkv, T, D]` as often as it has queries: `[B, heads, T, D]`.
+/// `[B, Hkv, T, D]` to `[B, heads, T, D]`: repeats each head once for each of its query heads.
 pub fn repeat_heads(g: &mut Graph, x: ValueId, heads: u64) -> Built {
     let shape = g.shape(x).to_vec();
     let [b, kv, t, d] = shape[..] else { return Err(ShapeError::Attribute("heads are [B, H, T, D]")) };
@@ -44,8 +44,8 @@ fn broadcast_dims(g: &mut Graph, x: ValueId, shape: &[u64], dims: &[usize]) -> B
     g.push(Op::BroadcastInDim(op), &[x])
 }
 
-/// [`attention_of_heads`] with heads before positions: `q` is `[B, H, S, D]`, `k` `[B, Hkv, T, D]`, `v` `[B, Hkv, T, Dv]` and the
-/// result `[B, H, S, Dv]`.
+/// [`attention_of_heads`] with heads before positions: `q` is `[B, H, S, D]`, `k` is `[B, Hkv, T, D]`, `v` is `[B, Hkv,
+/// T, Dv]`, and the result is `[B, H, S, Dv]`.
 pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attention) -> Built {
     if [q, k, v].iter().any(|&x| g.shape(x).len() != 4) {
         return Err(ShapeError::Attribute("attention takes queries, keys and values of four dimensions"));
@@ -56,9 +56,9 @@ pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attent
     permute(g, mixed, &[0, 2, 1, 3])
 }
 
-/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, S, H, D]`, `k` `[B, T, Hkv, D]` and `v` `[B, T, Hkv, Dv]`, where each
-/// head of the keys serves `H / Hkv` heads of the queries. The mask broadcasts to `[B, H, S, T]`; booleans say what is seen,
-/// numbers are added to the scores. The result is `[B, S, H, Dv]`.
+/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, S, H, D]`, `k` of `[B, T, Hkv, D]` and `v` of `[B, T, Hkv,
+/// Dv]`. Each head of the keys serves `H / Hkv` heads of the queries. The mask broadcasts to `[B, H, S, T]`. Booleans
+/// are true for visible keys, and numbers are added to the scores. The result is `[B, S, H, Dv]`.
 pub fn attention_of_heads(
     g: &mut Graph,
     q: ValueId,
@@ -73,7 +73,8 @@ pub fn attention_of_heads(
     attend(g, weights, v, [b, s, heads, width])
 }
 
-/// How much each query sees of each key, as [`attend`] takes it: `[B, H, S, T]`, or in groups of heads `[B, Hkv, S, H / Hkv, T]`.
+/// The weight of each key for each query, as input of [`attend`]: `[B, H, S, T]`, or in groups of heads `[B, Hkv, S, H
+/// / Hkv, T]`.
 pub fn attention_weights(
     g: &mut Graph,
     q: ValueId,
@@ -88,14 +89,14 @@ pub fn attention_weights(
     softmax(g, scores, last)
 }
 
-/// Products of queries and keys, scaled, in the shape of [`attention_weights`].
+/// The scaled products of queries and keys, in the shape of [`attention_weights`].
 pub fn attention_scores(g: &mut Graph, q: ValueId, k: ValueId, scale: f64) -> Built {
     let ([b, s, heads, d], [_, _, kv, _]) = (four(g, q)?, four(g, k)?);
     if kv == 0 || !heads.is_multiple_of(kv) {
         return Err(ShapeError::SizesDiffer { what: "heads of queries and keys", left: heads, right: kv });
     }
     let group = heads / kv;
-    // Queries in groups, one for each head of the keys: scores are [B, Hkv, S, group, T], or without groups [B, H, S, T].
+    // Queries are grouped by the head of their keys. Scores are [B, Hkv, S, group, T], or [B, H, S, T] without groups.
     let q = if group > 1 { reshape(g, q, &[b, s, kv, group, d])? } else { q };
     let rank = g.shape(q).len();
     let dot = DotGeneral {
@@ -108,7 +109,7 @@ pub fn attention_scores(g: &mut Graph, q: ValueId, k: ValueId, scale: f64) -> Bu
     scaled(g, scores, scale)
 }
 
-/// [`attention_scores`] under a causal mask and one that broadcasts to `[B, H, S, T]`.
+/// [`attention_scores`] under a causal mask, and a mask that broadcasts to `[B, H, S, T]`.
 pub fn masked_scores(g: &mut Graph, scores: ValueId, mask: Option<ValueId>, causal: bool) -> Built {
     let (b, kv, s, group, t) = match *g.shape(scores) {
         [b, heads, s, t] => (b, heads, s, 1, t),
@@ -141,7 +142,7 @@ pub fn masked_scores(g: &mut Graph, scores: ValueId, mask: Option<ValueId>, caus
     }
 }
 
-/// Values mixed by [`attention_weights`]: `[B, S, H, Dv]`.
+/// The values, averaged by [`attention_weights`]: `[B, S, H, Dv]`.
 pub fn attend(g: &mut Graph, weights: ValueId, v: ValueId, shape: [u64; 4]) -> Built {
     let last = g.shape(weights).len().saturating_sub(1);
     let dtype = g.ty(v).dtype;
@@ -161,38 +162,38 @@ pub(super) fn four(g: &Graph, x: ValueId) -> Result<[u64; 4], ShapeError> {
     <[u64; 4]>::try_from(g.shape(x)).map_err(|_| error)
 }
 
-/// Products of queries and keys as scores, in a type that holds large ones.
+/// Scales the products of queries and keys, in a type that can represent large scores.
 pub(super) fn scaled(g: &mut Graph, scores: ValueId, scale: f64) -> Built {
-    // Narrow floats lose too much of a large score.
+    // Narrow floats lose too much precision in large scores.
     let narrow = g.ty(scores).dtype.is_float() && g.ty(scores).dtype.bytes() < DType::F32.bytes();
     let scores = if narrow { g.convert(scores, DType::F32) } else { scores };
     if scale == 1.0 { Ok(scores) } else { with_number(g, Binary::Multiply, scores, scale) }
 }
 
-/// The least number of a type of scores.
+/// The smallest number of the type of scores.
 pub(super) fn least(dtype: DType) -> f64 {
     if dtype == DType::F64 { f64::MIN } else { f64::from(f32::MIN) }
 }
 
-/// Scores that are not seen become the least number of their type: a row of which nothing is seen stays finite.
+/// Hidden scores become the smallest number of their type, so that a row without visible keys stays finite.
 pub(super) fn masked(g: &mut Graph, scores: ValueId, seen: ValueId) -> Built {
     let hidden = full_like(g, scores, least(g.ty(scores).dtype))?;
     select(g, seen, scores, hidden)
 }
 
-/// How the pairs that are turned lie in the last dimension.
+/// The arrangement of the rotated pairs in the last dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RotaryHalves {
-    /// Element `i` with element `i + D / 2`, as GPT-NeoX and Hugging Face's Llama do.
+    /// Pairs element `i` with element `i + D / 2`, as GPT-NeoX and Hugging Face's Llama do.
     Split,
-    /// Element `2 i` with element `2 i + 1`, as GPT-J and the original do.
+    /// Pairs element `2 i` with element `2 i + 1`, as GPT-J and the original do.
     Interleaved,
 }
 
-/// Rotary positions (Su et al. 2021): pairs of the last dimension of `x` turned by angles whose cosines and sines broadcast to
-/// `x` (of full width for [`RotaryHalves::Split`], of half width for interleaved pairs). Where these have a wider float type, the
-/// turning is done in that.
+/// Rotary positions (Su et al. 2021): rotates pairs in the last dimension of `x` by angles. The cosines and sines of
+/// these broadcast to `x`, with full width for [`RotaryHalves::Split`] and half width for interleaved pairs. If they
+/// have a wider float type than `x`, the rotation is computed in that type.
 pub fn rotary(g: &mut Graph, x: ValueId, cosine: ValueId, sine: ValueId, halves: RotaryHalves) -> Built {
     let (dtype, wide) = (g.ty(x).dtype, g.ty(cosine).dtype);
     if dtype.is_float() && wide.is_float() && wide.bytes() > dtype.bytes() && g.ty(sine).dtype == wide {

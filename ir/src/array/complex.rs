@@ -1,8 +1,8 @@
 //! Complex numbers as pairs of real ones.
 //!
-//! The graph has real element types only. A complex tensor is a real one with a last dimension of two: the real and the
-//! imaginary part. The functions here take and give the two parts; [`join`] and [`parts`] change between both forms.
-//! Gradients follow from the parts, and are those that PyTorch and JAX give: the derivatives by both parts.
+//! The graph has real element types only. A complex tensor is a real one with a last dimension of two, the real and the
+//! imaginary part. The functions here take and return the two parts. [`join`] and [`parts`] convert between both forms.
+//! Gradients follow from the parts. Like those of PyTorch and JAX, they are the derivatives by both parts.
 
 use super::{Built, ShapeError, binary, compare, convert, full_like, select, slice_dim, stack, unary, with_number};
 use crate::graph::{Graph, ValueId};
@@ -11,16 +11,16 @@ use crate::op::{Binary, Direction, Unary};
 /// The real and the imaginary part.
 pub type Pair = [ValueId; 2];
 
-/// What functions of complex numbers give.
+/// The result of functions of complex numbers.
 pub type BuiltPair = Result<Pair, ShapeError>;
 
-/// `[..]` and `[..]` as `[.., 2]`.
+/// Joins two `[..]` to one `[.., 2]`.
 pub fn join(g: &mut Graph, [re, im]: Pair) -> Built {
     let rank = g.shape(re).len();
     stack(g, &[re, im], rank)
 }
 
-/// The two parts of `[.., 2]`, each `[..]`.
+/// Splits `[.., 2]` into its two parts of `[..]`.
 pub fn parts(g: &mut Graph, x: ValueId) -> BuiltPair {
     let shape = g.shape(x).to_vec();
     let Some((_, own)) = shape.split_last() else { return Err(ShapeError::DimOutOfRange { dim: 0, rank: 0 }) };
@@ -44,12 +44,12 @@ pub fn complex_subtract(g: &mut Graph, a: Pair, b: Pair) -> BuiltPair {
     Ok([binary(g, Binary::Subtract, a[0], b[0])?, binary(g, Binary::Subtract, a[1], b[1])?])
 }
 
-/// Both parts times a real tensor.
+/// Multiplies both parts by a real tensor.
 pub fn scaled(g: &mut Graph, a: Pair, by: ValueId) -> BuiltPair {
     Ok([binary(g, Binary::Multiply, a[0], by)?, binary(g, Binary::Multiply, a[1], by)?])
 }
 
-/// Both parts times a number.
+/// Multiplies both parts by a number.
 pub fn scaled_by(g: &mut Graph, a: Pair, by: f64) -> BuiltPair {
     if by == 1.0 {
         return Ok(a);
@@ -57,7 +57,8 @@ pub fn scaled_by(g: &mut Graph, a: Pair, by: f64) -> BuiltPair {
     Ok([with_number(g, Binary::Multiply, a[0], by)?, with_number(g, Binary::Multiply, a[1], by)?])
 }
 
-/// Any function that is linear in each of two operands, of complex ones. An operand without an imaginary part is real.
+/// Extends a function that is linear in each of two operands to complex operands. An operand without an imaginary part
+/// is real.
 pub fn bilinear<E: From<ShapeError>>(
     g: &mut Graph,
     (a_re, a_im): (ValueId, Option<ValueId>),
@@ -95,13 +96,13 @@ pub fn squared_abs(g: &mut Graph, [re, im]: Pair) -> Built {
     binary(g, Binary::Add, x, y)
 }
 
-/// The absolute value, whose slope at zero is zero.
+/// The absolute value. Its derivative at zero is zero.
 pub fn complex_abs(g: &mut Graph, x: Pair) -> Built {
     let square = squared_abs(g, x)?;
     root(g, square)
 }
 
-/// The square root of what is not negative, with a slope of zero at zero.
+/// The square root of nonnegative numbers, with a derivative of zero at zero.
 pub fn root(g: &mut Graph, square: ValueId) -> Built {
     let zero = full_like(g, square, 0.0)?;
     let none = compare(g, Direction::Eq, square, zero)?;
@@ -116,7 +117,7 @@ pub fn angle(g: &mut Graph, [re, im]: Pair) -> Built {
     binary(g, Binary::Atan2, im, re)
 }
 
-/// The number of this absolute value and angle.
+/// The number with this absolute value and angle.
 pub fn polar(g: &mut Graph, radius: ValueId, angle: ValueId) -> BuiltPair {
     let (cosine, sine) = (unary(g, Unary::Cosine, angle)?, unary(g, Unary::Sine, angle)?);
     scaled(g, [cosine, sine], radius)
@@ -134,7 +135,7 @@ pub fn complex_log(g: &mut Graph, x: Pair) -> BuiltPair {
     Ok([with_number(g, Binary::Multiply, log, 0.5)?, angle(g, x)?])
 }
 
-/// The principal square root, from half the angle.
+/// The principal square root, computed from half the angle.
 pub fn complex_sqrt(g: &mut Graph, x: Pair) -> BuiltPair {
     let size = complex_abs(g, x)?;
     let radius = root(g, size)?;
@@ -150,7 +151,7 @@ pub fn complex_divide(g: &mut Graph, a: Pair, b: Pair) -> BuiltPair {
     Ok([binary(g, Binary::Divide, product[0], square)?, binary(g, Binary::Divide, product[1], square)?])
 }
 
-/// A whole power by repeated products.
+/// An integer power by repeated squaring.
 pub fn complex_power(g: &mut Graph, x: Pair, power: u32) -> BuiltPair {
     let one = full_like(g, x[0], 1.0)?;
     let mut result = of_real(g, one)?;
@@ -168,7 +169,7 @@ pub fn complex_power(g: &mut Graph, x: Pair, power: u32) -> BuiltPair {
     Ok(result)
 }
 
-/// Both parts in another type of reals.
+/// Converts both parts to another real type.
 pub fn complex_convert(g: &mut Graph, x: Pair, dtype: crate::dtype::DType) -> BuiltPair {
     Ok([convert(g, x[0], dtype)?, convert(g, x[1], dtype)?])
 }

@@ -4,14 +4,14 @@ use super::*;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Convolution, DotGeneral, ImageDims, KernelDims, Op, WindowDim};
 
-/// numpy's matmul: the last two dimensions are matrices, those before them broadcast, a vector is a row on the left and a
-/// column on the right.
+/// numpy's matmul. The last two dimensions are matrices, and those before them broadcast. A vector is a row on the left
+/// and a column on the right.
 pub fn matmul(g: &mut Graph, a: ValueId, b: ValueId) -> Built {
     let (left, right) = (g.shape(a).to_vec(), g.shape(b).to_vec());
     if left.is_empty() || right.is_empty() {
         return Err(ShapeError::Attribute("a matrix product needs at least one dimension on each side"));
     }
-    // One matrix on the right serves all on the left: no batch at all.
+    // A single matrix on the right serves all on the left, so there is no batch.
     if right.len() <= 2 {
         return contract(g, a, b, left.len() - 1, 0);
     }
@@ -28,7 +28,8 @@ pub fn matmul(g: &mut Graph, a: ValueId, b: ValueId) -> Built {
     g.push(Op::DotGeneral(dot), &[a, b])
 }
 
-/// Sums over dimension `left` of `a` and `right` of `b`: the other dimensions of `a`, then those of `b`.
+/// Contracts dimension `left` of `a` with dimension `right` of `b`. The result has the other dimensions of `a`, then
+/// those of `b`.
 pub fn contract(g: &mut Graph, a: ValueId, b: ValueId, left: usize, right: usize) -> Built {
     let dot = DotGeneral {
         lhs_batch: Vec::new(),
@@ -52,7 +53,7 @@ pub fn linear(g: &mut Graph, x: ValueId, w: ValueId, bias: Option<ValueId>) -> B
     }
 }
 
-/// How a convolution's window moves over each spatial dimension.
+/// The movement of a convolution's window over each spatial dimension.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Conv {
     pub stride: Vec<u64>,
@@ -60,13 +61,14 @@ pub struct Conv {
     pub pad_high: Vec<i64>,
     pub dilation: Vec<u64>,
     pub groups: u64,
-    /// The gradient of a convolution with respect to its operand: strides spread the operand instead.
+    /// True for the gradient of a convolution with respect to its operand, in which strides spread the operand instead.
     pub transposed: bool,
-    /// Elements that a transposed convolution adds behind each spatial dimension.
+    /// The elements that a transposed convolution adds at the end of each spatial dimension.
     pub output_padding: Vec<u64>,
 }
 
-/// `x` is `[N, C, spatial..]`; `w` is `[out, in / groups, spatial..]`, or transposed `[in, out / groups, spatial..]`.
+/// A convolution of `x` `[N, C, spatial..]` with `w` `[out, in / groups, spatial..]`, or `[in, out / groups,
+/// spatial..]` if transposed.
 pub fn convolution(g: &mut Graph, x: ValueId, w: ValueId, bias: Option<ValueId>, conv: &Conv) -> Built {
     let (shape, kernel) = (g.shape(x).to_vec(), g.shape(w).to_vec());
     let n = shape.len().saturating_sub(2);
@@ -100,7 +102,7 @@ pub fn convolution(g: &mut Graph, x: ValueId, w: ValueId, bias: Option<ValueId>,
     if conv.transposed {
         (input, output) = (0, 1);
         if conv.groups > 1 {
-            // [groups * in, out, ..] -> [in, groups * out, ..]: the groups belong to the outputs.
+            // [groups * in, out, ..] -> [in, groups * out, ..], because the groups belong to the outputs.
             if !kernel[0].is_multiple_of(conv.groups) {
                 return Err(ShapeError::Attribute("groups must divide the input features"));
             }

@@ -1,7 +1,8 @@
 //! Discrete Fourier transforms as products with matrices of cosines and sines.
 //!
-//! A transform of `n = a b` numbers is one of `a`, a rotation of each number, and one of `b` (Cooley and Tukey 1965), so
-//! that the work is `n (a + b + ..)`, not `n^2`. Each factor is a matrix product, which can be split like any other.
+//! A transform of `n = a b` numbers is a transform of `a`, a rotation of each number, and a transform of `b` (Cooley
+//! and Tukey 1965). So the work is `n (a + b + ..)` instead of `n^2`. Each factor is a matrix product, which can be
+//! split like any other.
 
 use super::complex::{BuiltPair, Pair, bilinear, complex_multiply, conjugate, of_real};
 use super::{Built, ShapeError, binary, concat, contract, convert, flip, iota, move_dim, permute, reshape, slice_dim};
@@ -11,16 +12,16 @@ use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Unary};
 use std::f64::consts::TAU;
 
-/// Transforms of up to so many numbers are one product.
+/// The largest transform that is computed as a single product.
 const DIRECT: u64 = 64;
 
-/// Larger prime factors than this would make matrices that nobody can use.
+/// The largest prime factor of a size. Larger ones would make impractical matrices.
 pub const LARGEST_PRIME: u64 = 4096;
 
 /// `cos` and `sin` of `2 pi j k / n` for `j` below `rows` and `k` below `columns`.
 fn circle(g: &mut Graph, n: u64, [rows, columns]: [u64; 2], dtype: DType) -> BuiltPair {
     let (row, column) = (iota(g, &[rows, columns], 0, DType::I32)?, iota(g, &[rows, columns], 1, DType::I32)?);
-    // The product is below n^2, and whole turns are left out before rounding.
+    // The product is less than n^2. Removing whole turns before rounding keeps the angle exact.
     let product = binary(g, Binary::Multiply, row, column)?;
     let rest = with_number(g, Binary::Remainder, product, n as f64)?;
     let rest = convert(g, rest, dtype)?;
@@ -28,16 +29,16 @@ fn circle(g: &mut Graph, n: u64, [rows, columns]: [u64; 2], dtype: DType) -> Bui
     Ok([unary(g, Unary::Cosine, angle)?, unary(g, Unary::Sine, angle)?])
 }
 
-/// The largest divisor that is at most the root; one for primes.
+/// The largest divisor that is at most the square root, or 1 for primes.
 fn divisor(n: u64) -> u64 {
     (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }
 
-/// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` where it is the inverse. Numbers
+/// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` for the inverse. Numbers
 /// without an imaginary part are real.
 ///
 /// # Errors
-/// [`ShapeError::TooLarge`] where the size has a prime factor above [`LARGEST_PRIME`].
+/// [`ShapeError::TooLarge`] if the size has a prime factor above [`LARGEST_PRIME`].
 pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse: bool) -> BuiltPair {
     let shape = g.shape(x.0).to_vec();
     let n = shape.get(dim).copied().ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
@@ -70,7 +71,7 @@ pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse
     if !inverse {
         turn = conjugate(g, turn)?;
     }
-    // Dimensions behind these two are the same for all.
+    // The rotation is the same for all dimensions after these two.
     let mut wide = vec![a, b];
     wide.resize(split.len() - dim, 1);
     let turn = [reshape(g, turn[0], &wide)?, reshape(g, turn[1], &wide)?];
@@ -85,14 +86,14 @@ pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse
     Ok([joined(re)?, joined(im)?])
 }
 
-/// `x` with `dim` contracted with the rows of a matrix, whose columns take its place.
+/// Contracts `dim` of `x` with the rows of a matrix, whose columns take its place.
 fn along(g: &mut Graph, x: ValueId, matrix: ValueId, dim: usize) -> Built {
     let y = contract(g, x, matrix, dim, 0)?;
     let last = g.shape(y).len() - 1;
     move_dim(g, y, last, dim)
 }
 
-/// [`fourier`] of real numbers, of which the first `n / 2 + 1` results say all.
+/// [`fourier`] of real numbers. Only the first `n / 2 + 1` results are computed, because they determine the others.
 pub fn real_fourier(g: &mut Graph, x: ValueId, dim: usize) -> BuiltPair {
     let n = g.shape(x).get(dim).copied().unwrap_or(0);
     let kept = n / 2 + 1;
@@ -106,9 +107,9 @@ pub fn real_fourier(g: &mut Graph, x: ValueId, dim: usize) -> BuiltPair {
     Ok([slice_dim(g, re, dim, 0, kept as i64, 1)?, slice_dim(g, im, dim, 0, kept as i64, 1)?])
 }
 
-/// The `n` real numbers, times `n`, whose [`real_fourier`] these `n / 2 + 1` are.
+/// The inverse of [`real_fourier`], times `n`: the `n` real numbers with these `n / 2 + 1` results.
 pub fn real_inverse(g: &mut Graph, x: Pair, dim: usize, n: u64) -> Built {
-    // The others are the conjugates of these, in reverse.
+    // The other results are the conjugates of these, in reverse order.
     let others = n.saturating_sub(n / 2 + 1) as i64;
     let [re, im] = x;
     let mut whole = [re, im];

@@ -5,8 +5,8 @@ use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Direction, GroupedDot, Op, Transpose};
 
-/// The number of the group that each of `rows` consecutive rows belongs to: `ends` (`[groups]`) has the row behind the last of each.
-/// Rows behind all groups have the number of groups.
+/// The group of each of `rows` consecutive rows. `ends` (`[groups]`) has, for each group, the index after its last row.
+/// Rows after all groups get the number of groups.
 pub fn group_of_rows(g: &mut Graph, ends: ValueId, rows: u64) -> Built {
     let groups = *g.shape(ends).first().ok_or(ShapeError::DimOutOfRange { dim: 0, rank: 0 })?;
     let row = iota(g, &[rows, groups], 0, g.ty(ends).dtype)?;
@@ -15,7 +15,8 @@ pub fn group_of_rows(g: &mut Graph, ends: ValueId, rows: u64) -> Built {
     sum(g, behind, &[1], false)
 }
 
-/// `x[r] w[group[r]]` for rows `[rows.., K]` and matrices `[groups, K, N]`. Matrices that are transposed ones are taken as they were.
+/// `x[r] w[group[r]]` for rows `[rows.., K]` and matrices `[groups, K, N]`. If `w` is a transpose of matrices, the
+/// product reads its operand instead.
 pub fn grouped_dot(g: &mut Graph, x: ValueId, w: ValueId, group: ValueId) -> Built {
     let node = g.node(w);
     let transposed = matches!(&node.op, Op::Transpose(Transpose { permutation }) if *permutation == [0, 2, 1]);

@@ -1,13 +1,13 @@
 //! Triangular factors and solutions of linear systems, row by row.
 //!
-//! A step is a product of what is known so far with a row or column, for whole batches of matrices at once. Systems larger
-//! than [`MOST_ROWS`] would become graphs that nobody can plan.
+//! Each step multiplies the part that is known so far by a row or column, for whole batches of matrices at once.
+//! Systems with more rows than [`MOST_ROWS`] would become graphs that are too large to plan.
 
 use super::{Built, ShapeError, binary, concat, matmul, slice_dim, unary};
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Unary};
 
-/// The most rows of a matrix that these functions take.
+/// The largest number of rows that these functions accept.
 pub const MOST_ROWS: u64 = 64;
 
 fn rows(g: &Graph, x: ValueId) -> Result<(i64, usize), ShapeError> {
@@ -22,19 +22,19 @@ fn block(g: &mut Graph, x: ValueId, rank: usize, rows: (i64, i64), columns: (i64
     slice_dim(g, x, rank - 1, columns.0, columns.1, 1)
 }
 
-/// Zeros in the place of `count` rows or columns more, behind `x`.
+/// Pads dimension `dim` of `x` with zeros: `low` rows or columns before it and `high` after it.
 fn zeros_behind(g: &mut Graph, x: ValueId, dim: usize, low: i64, high: i64) -> Built {
     let rank = g.shape(x).len();
     let at = |n: i64| (0..rank).map(|d| if d == dim { n } else { 0 }).collect::<Vec<i64>>();
     super::pad(g, x, &at(low), &at(high), 0.0)
 }
 
-/// The lower triangular `L` with `L L' = x`, column by column, for symmetric and positive `[.., n, n]`.
+/// The lower triangular `L` with `L L' = x`, column by column, for symmetric positive definite `[.., n, n]`.
 pub fn cholesky(g: &mut Graph, x: ValueId) -> Built {
     let (n, rank) = rows(g, x)?;
     let mut columns: Vec<ValueId> = Vec::new();
     for j in 0..n {
-        // What is left of the column below the diagonal, that included.
+        // The rest of the column, from the diagonal down.
         let mut column = block(g, x, rank, (j, n), (j, j + 1))?;
         if !columns.is_empty() {
             let known = concat(g, &columns, rank - 1)?;
@@ -45,7 +45,7 @@ pub fn cholesky(g: &mut Graph, x: ValueId) -> Built {
         }
         let pivot = slice_dim(g, column, rank - 2, 0, 1, 1)?;
         let pivot = unary(g, Unary::Sqrt, pivot)?;
-        // The diagonal is the root itself, the rest is divided by it.
+        // The diagonal is the root, and the rest is divided by it.
         let mut whole = pivot;
         if j + 1 < n {
             let rest = slice_dim(g, column, rank - 2, 1, n - j, 1)?;
@@ -57,8 +57,8 @@ pub fn cholesky(g: &mut Graph, x: ValueId) -> Built {
     concat(g, &columns, rank - 1)
 }
 
-/// `x` with `t x = b` for a triangular `t`; where it is `unit`, its diagonal is taken to be ones. Elements on the other side
-/// of the diagonal are not read.
+/// The solution `x` of `t x = b` for a triangular `t`. With `unit`, the diagonal is taken to be ones. Elements on the
+/// other side of the diagonal are not read.
 pub fn solve_triangular(g: &mut Graph, t: ValueId, b: ValueId, upper: bool, unit: bool) -> Built {
     let (n, rank) = rows(g, t)?;
     let of_b = g.shape(b).len();
@@ -92,7 +92,7 @@ pub fn solve_triangular(g: &mut Graph, t: ValueId, b: ValueId, upper: bool, unit
     concat(g, &known, last)
 }
 
-/// `y` with `x y = b`, by elimination with the largest pivot of each column.
+/// The solution `y` of `x y = b`, by Gaussian elimination with the largest pivot of each column.
 pub fn solve(g: &mut Graph, x: ValueId, b: ValueId) -> Built {
     use super::{arg_max, broadcast_to, compare, convert, iota, select};
     use crate::op::Direction;
@@ -102,11 +102,11 @@ pub fn solve(g: &mut Graph, x: ValueId, b: ValueId) -> Built {
     wide[rank - 1] = g.shape(b)[of_b - 1];
     let b = broadcast_to(g, b, &wide)?;
     let width = n + wide[rank - 1] as i64;
-    // The matrix and the right side, on which the same rows are exchanged and subtracted.
+    // The matrix and the right side together, since the same rows of both are exchanged and subtracted.
     let mut both = concat(g, &[x, b], rank - 1)?;
     let mut done: Vec<ValueId> = Vec::new();
     for j in 0..n {
-        // Rows from j on are left; the one with the largest pivot comes first.
+        // Rows from j on remain. The one with the largest pivot comes first.
         let left = n - j;
         let column = slice_dim(g, both, rank - 1, 0, 1, 1)?;
         let size = unary(g, Unary::Abs, column)?;
@@ -126,7 +126,7 @@ pub fn solve(g: &mut Graph, x: ValueId, b: ValueId) -> Built {
         if left == 1 {
             break;
         }
-        // The first row takes the place of the pivot's, and all others lose their share of it.
+        // The first row takes the place of the pivot row. A multiple of the pivot row is subtracted from all others.
         let wide = g.shape(both).to_vec();
         let (first, is_pivot) = (broadcast_to(g, first, &wide)?, broadcast_to(g, is_pivot, &wide)?);
         let rest = select(g, is_pivot, first, both)?;
@@ -138,7 +138,7 @@ pub fn solve(g: &mut Graph, x: ValueId, b: ValueId) -> Built {
         let rest = binary(g, Binary::Subtract, rest, product)?;
         both = slice_dim(g, rest, rank - 1, 1, width - j, 1)?;
     }
-    // Rows of an upper triangle, each without the zeros before its diagonal.
+    // The rows of an upper triangle, each without the zeros before its diagonal.
     let mut upper = Vec::new();
     let mut right = Vec::new();
     for (j, row) in (0..n).zip(done) {

@@ -1,11 +1,11 @@
-//! Lookups by index, and orders.
+//! Lookups by index, and sorting.
 
 use super::*;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{ArgSort, Binary, Direction, Gather, GatherDims, Op, OutOfBounds};
 
-/// Indices that count from the end where they are negative, as numpy's do.
+/// Converts negative indices, which count from the end as in numpy.
 fn from_start(g: &mut Graph, indices: ValueId, size: u64) -> Built {
     if g.ty(indices).dtype.is_unsigned_integer() {
         return Ok(indices);
@@ -16,8 +16,8 @@ fn from_start(g: &mut Graph, indices: ValueId, size: u64) -> Built {
     select(g, negative, moved, indices)
 }
 
-/// Slices of `x` at `indices` of dimension `dim`: the dimensions of `indices` take the place of `dim`. With `wrap` negative
-/// indices count from the end. Indices outside are the nearest one.
+/// The slices of `x` at `indices` of dimension `dim`. The dimensions of `indices` take the place of `dim`. With `wrap`,
+/// negative indices count from the end. Indices outside are clamped to the nearest one.
 pub fn take(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap: bool) -> Built {
     let shape = g.shape(x).to_vec();
     let size = *shape.get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
@@ -41,13 +41,13 @@ pub fn take(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap: bool)
     g.push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
 }
 
-/// Rows of a table.
+/// The rows of a table for the given ids.
 pub fn embedding(g: &mut Graph, table: ValueId, ids: ValueId) -> Built {
     take(g, table, 0, ids, false)
 }
 
-/// For each element of `indices` the element of `x` at the same place but for `dim`, where the index says it is. Dimensions of
-/// `indices` other than `dim` may be shorter than those of `x`.
+/// For each element of `indices`, the element of `x` at the same place, except that the index is the position along
+/// `dim`. Dimensions of `indices` other than `dim` may be shorter than those of `x`.
 pub fn take_along(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap: bool) -> Built {
     let (shape, wanted) = (g.shape(x).to_vec(), g.shape(indices).to_vec());
     if shape.len() != wanted.len() || dim >= shape.len() {
@@ -77,7 +77,7 @@ pub fn take_along(g: &mut Graph, x: ValueId, dim: usize, indices: ValueId, wrap:
     g.push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])
 }
 
-/// A new last dimension of `classes` elements: one where the index is, zero elsewhere.
+/// Adds a last dimension of `classes` elements: one at the index, and zero elsewhere.
 pub fn one_hot(g: &mut Graph, indices: ValueId, classes: u64, dtype: DType) -> Built {
     let shape = [g.shape(indices), &[classes]].concat();
     let classes = iota(g, &shape, shape.len() - 1, g.ty(indices).dtype)?;
@@ -86,23 +86,24 @@ pub fn one_hot(g: &mut Graph, indices: ValueId, classes: u64, dtype: DType) -> B
     Ok(g.convert(hit, dtype))
 }
 
-/// `x` sorted along `dim`, and where each element was (`i32`). Equal elements keep their order.
+/// `x` sorted along `dim`, and the former position of each element (`i32`). Equal elements keep their order.
 pub fn sort(g: &mut Graph, x: ValueId, dim: usize, descending: bool) -> Result<(ValueId, ValueId), ShapeError> {
     let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![descending] }), &[x])?;
     Ok((take_along(g, x, dim, order, false)?, order))
 }
 
-/// Whether each element is among the `k` greatest along `dim`; of equal ones the first are.
+/// A boolean for each element, true if it is among the `k` greatest along `dim`. The first of equal ones count as
+/// greater.
 pub fn among_greatest(g: &mut Graph, x: ValueId, dim: usize, k: u64) -> Built {
     let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![true] }), &[x])?;
-    // The inverse of an order says which place each element has in it.
+    // The inverse of an order gives the place of each element in it.
     let place = g.push(Op::ArgSort(ArgSort { dim, descending: vec![false] }), &[order])?;
     let end = full_like(g, place, k as f64)?;
     compare(g, Direction::Lt, place, end)
 }
 
-/// The weights of a mixture of experts, `[.., experts]` like the router's `logits`: their softmax for the `k` greatest and
-/// zero for the others, `normalised` to a sum of one or not.
+/// The weights of a mixture of experts, `[.., experts]` like the router's `logits`: the softmax for the `k` greatest
+/// logits, and zero for the others. With `normalised`, they sum to one.
 pub fn gates(g: &mut Graph, logits: ValueId, k: u64, normalised: bool) -> Built {
     let rank = g.shape(logits).len();
     let dim = rank.checked_sub(1).ok_or(ShapeError::DimOutOfRange { dim: 0, rank })?;
@@ -117,7 +118,7 @@ pub fn gates(g: &mut Graph, logits: ValueId, k: u64, normalised: bool) -> Built 
     binary(g, Binary::Divide, gates, total)
 }
 
-/// The `k` greatest elements along `dim` (with `least` the least), and where they are (`i32`).
+/// The `k` greatest elements along `dim` (with `least`, the smallest), and their positions (`i32`).
 pub fn top_k(g: &mut Graph, x: ValueId, dim: usize, k: u64, least: bool) -> Result<(ValueId, ValueId), ShapeError> {
     let order = g.push(Op::ArgSort(ArgSort { dim, descending: vec![!least] }), &[x])?;
     if k > g.shape(x)[dim] {

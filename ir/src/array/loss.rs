@@ -1,10 +1,10 @@
-//! Losses: means over everything that is compared.
+//! Losses: means over all compared elements.
 
 use super::*;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Op, Reshape, Unary};
 
-/// `-log softmax(logits)[label]` for each label; `logits` has one dimension more, `dim`, of classes.
+/// `-log softmax(logits)[label]` for each label. `logits` has one more dimension, the classes, at `dim`.
 pub fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
     let log = log_softmax(g, logits, dim)?;
     let labels = unsqueeze(g, labels, dim as i64)?;
@@ -13,17 +13,20 @@ pub fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize)
     unary(g, Unary::Negate, hit)
 }
 
-/// Chunks of a loss at most: the nodes of each are in the graph.
+/// The largest number of chunks of a loss. The graph contains the nodes of each.
 pub const MOST_CHUNKS: u64 = 256;
 
-/// [`label_losses`] of the logits that features `x` `[.., positions, features]` have by the weight `w`, whose dimension `contract`
-/// is of features and whose other one is of classes. `labels` and the result are `[.., positions]`.
+/// [`label_losses`] of the logits of features `x` `[.., positions, features]` with weight `w`. Dimension `contract` of
+/// `w` is the features, and its other one the classes. `labels` and the result are `[.., positions]`.
 ///
-/// Positions go through in `chunks`, which must divide them: chunk `i` has every position that is `i` modulo `chunks`, so that a
-/// device that has a block of positions has a part of every chunk. Only the logits of one chunk exist at a time, since the backward
-/// pass computes them again (see [`Function::recomputes_inside`]). Every chunk reads `x` and `w` through one more reshape that
-/// changes nothing. It keeps the kernels of chunks apart ([`crate::kernels`]), and the gradients of chunks join one after the
-/// other, so that a sum of all of them never waits for the last.
+/// Positions are processed in `chunks`, which must divide them. Chunk `i` has every position that is `i` modulo
+/// `chunks`, so a device with a block of positions has a part of every chunk. Only the logits of one chunk exist at a
+/// time, because the backward pass recomputes them (see [`Function::recomputes_inside`]).
+///
+/// Every chunk reads `x` and `w` through an extra reshape that changes nothing. It keeps the kernels of chunks apart
+/// ([`crate::kernels`]). It also makes the gradients of chunks join one after the other, so that their sum never waits
+/// for the last chunk.
+///
 /// Narrow floats are compared in f32.
 ///
 /// [`Function::recomputes_inside`]: crate::op::Function::recomputes_inside
@@ -71,13 +74,13 @@ pub fn linear_label_losses(g: &mut Graph, [x, w, labels]: [ValueId; 3], contract
     reshape(g, losses, positions)
 }
 
-/// The same value as a node of its own.
+/// The same value, as a node of its own.
 fn passed_on(g: &mut Graph, x: ValueId) -> Built {
     let shape = g.shape(x).to_vec();
     g.push(Op::Reshape(Reshape { shape }), &[x])
 }
 
-/// The mean of [`label_losses`]. Narrow floats are compared in f32, and the loss is one.
+/// The mean of [`label_losses`]. Narrow floats are compared in f32, and the loss is then an f32.
 pub fn cross_entropy(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
     let dtype = g.ty(logits).dtype;
     let wide = if dtype.is_float() && dtype.bytes() < 4 { g.convert(logits, crate::dtype::DType::F32) } else { logits };
@@ -86,7 +89,7 @@ pub fn cross_entropy(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize
     mean(g, losses, &all, false)
 }
 
-/// The mean square difference.
+/// The mean squared difference.
 pub fn mse(g: &mut Graph, values: ValueId, targets: ValueId) -> Built {
     let difference = binary(g, Binary::Subtract, values, targets)?;
     let square = g.push(Op::Binary(Binary::Multiply), &[difference, difference])?;

@@ -1,8 +1,9 @@
-//! Functions of arrays as frameworks have them, written in ops.
+//! The array functions of frameworks, composed of ops.
 //!
-//! PyTorch, ONNX and Hugging Face configs speak of softmax, layer norm and attention, of numpy's broadcasting and negative
-//! axes. Each such function is written here once, so that a model becomes the same ops whatever it came from. Functions
-//! append to a graph and never panic: operands that do not fit give the [`ShapeError`] of the op that refused them.
+//! PyTorch, ONNX and Hugging Face configs use softmax, layer norm and attention, with numpy's broadcasting and negative
+//! axes. Each such function is written here once, so that a model becomes the same ops from every source. Functions
+//! append to a graph and never panic. If operands do not fit, they return the [`ShapeError`] of the op that refused
+//! them.
 
 mod activation;
 mod attention;
@@ -42,5 +43,5 @@ pub use shape::*;
 
 pub use crate::op::ShapeError;
 
-/// What these functions give: a value of the graph, or why operands do not fit.
+/// The result of these functions: a value of the graph, or the reason why operands do not fit.
 pub type Built = Result<crate::graph::ValueId, ShapeError>;

@@ -19,7 +19,7 @@ fn inverse_root(g: &mut Graph, spread: ValueId, eps: f64) -> Built {
     unary(g, Unary::Rsqrt, safe)
 }
 
-/// `x weight + bias`, broadcast, in the type of `x`.
+/// `x weight + bias`, with broadcasting, in the type of `x`.
 fn affine(g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: Option<ValueId>) -> Built {
     let mut y = x;
     if let Some(weight) = weight {
@@ -37,13 +37,13 @@ fn last_dims(g: &Graph, x: ValueId, count: usize) -> Result<Vec<usize>, ShapeErr
     Ok((first..rank).collect())
 }
 
-/// In the float type that `x` is computed in.
+/// Converts a value to the float type of `like`, in which the norm is computed.
 fn as_wide(g: &mut Graph, value: Option<ValueId>, like: ValueId) -> Option<ValueId> {
     let dtype = g.ty(like).dtype;
     value.map(|v| g.convert(v, dtype))
 }
 
-/// Layer norm over the last `num_dims` dimensions; weight and bias have these.
+/// Layer norm over the last `num_dims` dimensions, which are those of weight and bias.
 pub fn layer_norm(
     g: &mut Graph,
     x: ValueId,
@@ -60,7 +60,8 @@ pub fn layer_norm(
     })
 }
 
-/// `x / sqrt(mean(x^2) + eps)` over the last `num_dims` dimensions, back in the type of `x`, times the weight.
+/// `x / sqrt(mean(x^2) + eps)` over the last `num_dims` dimensions, converted back to the type of `x`, times the
+/// weight.
 pub fn rms_norm(g: &mut Graph, x: ValueId, num_dims: usize, weight: Option<ValueId>, eps: f64) -> Built {
     let dims = last_dims(g, x, num_dims)?;
     let y = in_f32(g, x, |g, x| {
@@ -73,7 +74,7 @@ pub fn rms_norm(g: &mut Graph, x: ValueId, num_dims: usize, weight: Option<Value
     affine(g, y, weight, None)
 }
 
-/// A value for each feature in the shape `[features, 1, ..]` that broadcasts where these are dimension `dim` of `rank`.
+/// Reshapes one value per feature to `[features, 1, ..]`, which broadcasts if features are dimension `dim` of `rank`.
 fn per_feature(g: &mut Graph, value: Option<ValueId>, dim: usize, rank: usize) -> Result<Option<ValueId>, ShapeError> {
     let Some(value) = value else { return Ok(None) };
     let size = g.ty(value).elements();
@@ -81,7 +82,7 @@ fn per_feature(g: &mut Graph, value: Option<ValueId>, dim: usize, rank: usize) -
     reshape(g, value, &[&[size], ones.as_slice()].concat()).map(Some)
 }
 
-/// Batch norm with given statistics of the features, which are dimension `dim`: one factor and one offset for each.
+/// Batch norm with given statistics for each feature (dimension `dim`). It is one factor and one offset per feature.
 pub fn batch_norm(
     g: &mut Graph,
     x: ValueId,
@@ -114,7 +115,7 @@ pub fn batch_norm(
     })
 }
 
-/// Batch norm with the statistics of this batch: of each feature (dimension `dim`) over all else.
+/// Batch norm with the statistics of this batch: for each feature (dimension `dim`), over all other dimensions.
 pub fn batch_norm_training(
     g: &mut Graph,
     x: ValueId,
@@ -139,7 +140,8 @@ pub fn batch_norm_training(
     })
 }
 
-/// The features of `[N, C, spatial..]` in groups, each standardised over its features and all positions of a sample.
+/// Group norm of `[N, C, spatial..]`. Each group of features is standardised over its features and all positions of a
+/// sample.
 pub fn group_norm(
     g: &mut Graph,
     x: ValueId,
@@ -163,7 +165,7 @@ pub fn group_norm(
     })
 }
 
-/// Each feature of each sample standardised over its positions.
+/// Standardises each feature of each sample over its positions.
 pub fn instance_norm(g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: Option<ValueId>, eps: f64) -> Built {
     let rank = g.shape(x).len();
     if rank < 3 {

@@ -4,7 +4,7 @@ use super::*;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Op, ReduceWindow, Reducer, WindowDim};
 
-/// How a pooling window moves over each of the last dimensions.
+/// The movement of a pooling window over each of the last dimensions.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Pool {
     pub size: Vec<u64>,
@@ -12,12 +12,12 @@ pub struct Pool {
     pub pad_low: Vec<i64>,
     pub pad_high: Vec<i64>,
     pub dilation: Vec<u64>,
-    /// Windows that begin inside but end outside count too.
+    /// True if windows that begin inside but end outside count too.
     pub ceil: bool,
 }
 
 impl Pool {
-    /// Windows over the whole of a shape, with the padding that rounding up adds.
+    /// The windows over all dimensions of a shape, including the padding that rounding up adds.
     fn windows(&self, shape: &[u64]) -> Result<Vec<WindowDim>, ShapeError> {
         let n = self.size.len();
         let entries = [self.stride.len(), self.pad_low.len(), self.pad_high.len(), self.dilation.len()];
@@ -40,7 +40,7 @@ impl Pool {
                 let span = (size as i128 - 1) * dilation as i128 + 1;
                 let room = shape[d] as i128 + low as i128 + high as i128 - span;
                 let mut count = room.div_euclid(stride) + i128::from(room.rem_euclid(stride) > 0) + 1;
-                // The last window must begin inside the operand or its padding before it.
+                // The last window must begin inside the operand, or in the padding before it.
                 if (count - 1) * stride >= shape[d] as i128 + low as i128 {
                     count -= 1;
                 }
@@ -69,7 +69,8 @@ pub fn max_pool(g: &mut Graph, x: ValueId, pool: &Pool) -> Built {
     reduce_window(g, x, Reducer::Max, &window)
 }
 
-/// Means of windows. The padding counts as elements with `count_padding` (but never what rounding up adds).
+/// The mean of each window. With `count_padding`, padding counts as elements, but never the padding that rounding up
+/// adds.
 pub fn avg_pool(g: &mut Graph, x: ValueId, pool: &Pool, count_padding: bool) -> Built {
     let shape = g.shape(x).to_vec();
     let window = pool.windows(&shape)?;
@@ -80,7 +81,7 @@ pub fn avg_pool(g: &mut Graph, x: ValueId, pool: &Pool, count_padding: bool) -> 
     if !rounded_up && (count_padding || !padded) {
         return with_number(g, Binary::Divide, total, pool.size.iter().product::<u64>() as f64);
     }
-    // How many elements each window sees: the same for all images and features.
+    // The number of elements in each window, which is the same for all images and features.
     let leading = shape.len() - pool.size.len();
     let dtype = g.ty(x).dtype;
     let mut ones = full(g, &shape[leading..], 1.0, dtype)?;
@@ -95,8 +96,8 @@ pub fn avg_pool(g: &mut Graph, x: ValueId, pool: &Pool, count_padding: bool) -> 
     binary(g, Binary::Divide, total, counts)
 }
 
-/// Means of `sizes` parts of the last dimensions, as equal as they can be: part `i` of `n` elements in `k` parts begins at
-/// `floor(i n / k)` and ends before `ceil((i + 1) n / k)`.
+/// The means of `sizes` parts of the last dimensions, as equal as possible. Part `i` of `n` elements in `k` parts
+/// begins at `floor(i n / k)` and ends before `ceil((i + 1) n / k)`.
 pub fn adaptive_avg_pool(g: &mut Graph, x: ValueId, sizes: &[u64]) -> Built {
     let shape = g.shape(x).to_vec();
     if shape.len() < sizes.len() || sizes.contains(&0) {
@@ -119,7 +120,7 @@ pub fn adaptive_avg_pool(g: &mut Graph, x: ValueId, sizes: &[u64]) -> Built {
         };
         return avg_pool(g, x, &pool, true);
     }
-    // Parts of different sizes: a matrix of shares for each dimension.
+    // Parts of different sizes use a matrix of shares for each dimension.
     let mut y = x;
     for (i, &k) in sizes.iter().enumerate() {
         let (d, n) = (leading + i, shape[leading + i]);

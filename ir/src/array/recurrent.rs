@@ -1,4 +1,4 @@
-//! Recurrent layers, written out step by step.
+//! Recurrent layers, unrolled step by step.
 
 use super::{
     Built, ShapeError, binary, compare, full, full_like, linear, relu, select, select_dim, sigmoid, slice_dim,
@@ -7,7 +7,7 @@ use super::{split, stack, unary, unsqueeze};
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Direction, Unary};
 
-/// Longer sequences would make a graph that nobody can plan.
+/// The longest sequence. Longer ones would make graphs that are too large to plan.
 pub const MOST_STEPS: u64 = 4096;
 
 /// A function of the gates.
@@ -28,35 +28,36 @@ impl Gate {
     }
 }
 
-/// What a step does with the state. Weights of several gates lie one after the other, in an order that frameworks choose.
+/// The update of the state in a step. The weights of several gates lie one after the other, in an order that frameworks
+/// choose.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cell {
     /// `h = f(W x + R h)`
     Rnn { activation: Gate },
-    /// Cho et al. 2014. The last gate is the new state's.
+    /// Cho et al. 2014. The last gate is that of the new state.
     Gru {
-        /// Positions of the update gate, which keeps the state, and of the reset gate.
+        /// The positions of the update gate, which keeps the state, and of the reset gate.
         update: usize,
         reset: usize,
-        /// The reset gate is applied to the recurrent product, and not to the state before it.
+        /// True if the reset gate applies to the recurrent product instead of the state before it.
         reset_after: bool,
         gates: Gate,
         activation: Gate,
     },
     /// Hochreiter & Schmidhuber 1997.
     Lstm {
-        /// Positions of the gates input, output, forget and cell.
+        /// The positions of the gates input, output, forget and cell.
         order: [usize; 4],
         gates: Gate,
         activation: Gate,
         shown: Gate,
-        /// Weights of the cell state in the gates input, output and forget, `[H]` each.
+        /// The weights of the cell state in the gates input, output and forget, `[H]` each.
         peepholes: Option<[ValueId; 3]>,
     },
 }
 
 impl Cell {
-    /// Gates whose weights lie one after the other.
+    /// The number of gates, whose weights lie one after the other.
     pub fn gates(&self) -> u64 {
         match self {
             Cell::Rnn { .. } => 1,
@@ -65,7 +66,7 @@ impl Cell {
         }
     }
 
-    /// Hidden and, of an LSTM, cell state.
+    /// The number of states: the hidden state, and for an LSTM also the cell state.
     pub fn states(&self) -> usize {
         if matches!(self, Cell::Lstm { .. }) { 2 } else { 1 }
     }
@@ -75,20 +76,21 @@ impl Cell {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Recurrent {
     pub cell: Cell,
-    /// Weights of the input, `[gates H, I]`, and of the state, `[gates H, H]`.
+    /// The weights of the input, `[gates H, I]`, and of the state, `[gates H, H]`.
     pub input: ValueId,
     pub recurrent: ValueId,
-    /// Of the products of the input and of the state, `[gates H]`.
+    /// The biases of the input's and the state's products, `[gates H]` each.
     pub biases: Option<[ValueId; 2]>,
-    /// From the last step to the first.
+    /// True if the layer runs from the last step to the first.
     pub backwards: bool,
-    /// How many steps each sample has, `[B]`; all where left out. Its state stays as it is in the others, whose results are zero.
+    /// The number of steps of each sample, `[B]`, or all if absent. In further steps, the state stays unchanged and the
+    /// result is zero.
     pub lengths: Option<ValueId>,
 }
 
 impl Recurrent {
-    /// The hidden states of all steps, `[T, B, H]`, of a sequence `[T, B, I]`, and the states after the last one, `[B, H]`. The
-    /// first ones are zero where none are given.
+    /// Runs the layer over a sequence `[T, B, I]`. Returns the hidden states of all steps, `[T, B, H]`, and the states
+    /// after the last one, `[B, H]`. The first states are zero if none are given.
     pub fn run(
         &self,
         g: &mut Graph,
@@ -113,7 +115,7 @@ impl Recurrent {
                 (0..self.cell.states()).map(|_| full(g, &[samples, hidden], 0.0, dtype)).collect::<Result<_, _>>()?
             }
         };
-        // The products of the input of all steps at once.
+        // The products of the input, for all steps at once.
         let of_input = linear(g, x, self.input, self.biases.map(|[b, _]| b))?;
         let mut row = Vec::with_capacity(steps as usize);
         for i in 0..steps {
@@ -140,7 +142,7 @@ impl Recurrent {
         Ok((stack(g, &row, 0)?, states))
     }
 
-    /// From the products of the input, `[B, gates H]`, to the new states.
+    /// Computes the new states from the products of the input, `[B, gates H]`.
     fn step(&self, g: &mut Graph, x: ValueId, states: &[ValueId], hidden: u64) -> Result<Vec<ValueId>, ShapeError> {
         let h = states[0];
         match &self.cell {
@@ -198,7 +200,7 @@ impl Recurrent {
         }
     }
 
-    /// The products of a state with rows `from` to `to` of the recurrent weights.
+    /// The product of a state with rows `from` to `to` of the recurrent weights.
     fn product(&self, g: &mut Graph, h: ValueId, from: u64, to: u64) -> Built {
         let all = from == 0 && to == g.shape(self.recurrent)[0];
         let mut rows = |v: ValueId| if all { Ok(v) } else { slice_dim(g, v, 0, from as i64, to as i64, 1) };

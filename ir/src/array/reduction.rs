@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Cumulative, Op, Reducer, Unary};
 
-/// Combines the elements of `dims`; with `keep` they stay as dimensions of one element.
+/// Combines the elements of `dims`. With `keep`, these remain as dimensions of size 1.
 pub fn reduce(g: &mut Graph, x: ValueId, reducer: Reducer, dims: &[usize], keep: bool) -> Built {
     if dims.is_empty() {
         return Ok(x);
@@ -35,7 +35,7 @@ pub fn prod(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     reduce(g, x, Reducer::Product, dims, keep)
 }
 
-/// Elements that are combined into one.
+/// The number of elements that are combined into one.
 fn count(g: &Graph, x: ValueId, dims: &[usize]) -> Result<u64, ShapeError> {
     let rank = g.shape(x).len();
     let size = |&d: &usize| g.shape(x).get(d).copied().ok_or(ShapeError::DimOutOfRange { dim: d as u64, rank });
@@ -48,7 +48,8 @@ pub fn mean(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     if dims.is_empty() { Ok(total) } else { with_number(g, Binary::Divide, total, n as f64) }
 }
 
-/// The mean square distance from the mean; `correction` (1 for the unbiased one) is subtracted from the number of elements.
+/// The mean squared distance from the mean. `correction` (1 for the unbiased variance) is subtracted from the number of
+/// elements.
 pub fn variance(g: &mut Graph, x: ValueId, dims: &[usize], correction: f64, keep: bool) -> Built {
     let n = count(g, x, dims)?;
     let centre = mean(g, x, dims, true)?;
@@ -58,7 +59,7 @@ pub fn variance(g: &mut Graph, x: ValueId, dims: &[usize], correction: f64, keep
     with_number(g, Binary::Divide, total, (n as f64 - correction).max(0.0))
 }
 
-/// `log(sum(exp(x)))`, with the maximum taken out so that it does not overflow.
+/// `log(sum(exp(x)))`, with the maximum subtracted first so that it does not overflow.
 pub fn log_sum_exp(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let most = max(g, x, dims, true)?;
     let below = binary(g, Binary::Subtract, x, most)?;
@@ -74,7 +75,8 @@ pub fn cumulative(g: &mut Graph, x: ValueId, reducer: Reducer, dim: usize, rever
     g.push(Op::Cumulative(Cumulative { reducer, dim, reverse }), &[x])
 }
 
-/// Where the greatest element along `dim` is (with `least` the least), the first of equal ones, as `i32`.
+/// The position of the greatest element along `dim` (with `least`, the smallest), as `i32`. The first of equal ones
+/// wins.
 pub fn arg_max(g: &mut Graph, x: ValueId, dim: usize, keep: bool, least: bool) -> Built {
     let shape = g.shape(x).to_vec();
     let size = *shape.get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;

@@ -1,11 +1,12 @@
-//! Attention whose keys and values go around a ring (Liu et al. 2023, "Ring Attention with Blockwise Transformers").
+//! Ring attention: keys and values go around a ring (Liu et al. 2023, "Ring Attention with Blockwise Transformers").
 //!
-//! Positions are cut into blocks. In each round every block of queries meets one block of keys and values, in the first its own, and
-//! what the rounds give is combined by their maxima and sums, so that where devices have one block each none ever holds all keys.
-//! As a graph that is arithmetic over a dimension of blocks, along which a [`Roll`] brings the keys and values of the next round.
+//! Positions are divided into blocks. In each round, every block of queries meets one block of keys and values,
+//! beginning with its own. The results of rounds are combined by their maxima and sums. So if each device has one
+//! block, none ever holds all keys. In the graph this is arithmetic over a dimension of blocks, along which a [`Roll`]
+//! brings the keys and values of the next round.
 //!
-//! Each round scales by its own maximum and is a kernel as attention without blocks is. What combines rounds does not depend on any
-//! maximum in the end, as [`crate::shift`] finds, so that the backward pass needs of a round the maximum alone.
+//! Each round scales by its own maximum and is a kernel like attention without blocks. The combined result does not
+//! depend on any maximum, which [`crate::shift`] detects. So the backward pass needs only the maximum of each round.
 
 use super::attention::{four, least, masked, scaled};
 use super::*;
@@ -13,18 +14,19 @@ use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Direction, DotGeneral, Op, Roll, Unary};
 
-/// Blocks at most: each is a round, whose nodes are in the graph.
+/// The largest number of blocks. The graph contains the nodes of a round for each.
 pub const MOST_BLOCKS: u64 = 64;
 
-/// What the rounds so far have come to: the maximum of each row of scores, the sum of its exponentials, and the values mixed by them.
+/// The state after some rounds: the maximum of each row of scores, the sum of its exponentials, and the values averaged
+/// by them.
 struct Mixed {
     most: ValueId,
     sum: ValueId,
     values: ValueId,
 }
 
-/// [`attention_of_heads`] in `blocks` rounds. They must divide the positions of queries and of keys. The mask is the same for all
-/// queries: its last dimension but one is one, or it has none.
+/// [`attention_of_heads`] in `blocks` rounds. These must divide the positions of queries and of keys. The mask, if any,
+/// is the same for all queries: its second to last dimension has size 1.
 pub fn ring_attention(
     g: &mut Graph,
     [q, k, v]: [ValueId; 3],
@@ -45,7 +47,7 @@ pub fn ring_attention(
     }
     let group = heads / kv;
     let (rows, columns) = (s / blocks, t / blocks);
-    // Scores are [B, blocks, Hkv, rows, group, columns], or without groups [B, blocks, H, rows, columns].
+    // Scores are [B, blocks, Hkv, rows, group, columns], or [B, blocks, H, rows, columns] without groups.
     let grouped = |sizes: [u64; 6]| if group > 1 { sizes.to_vec() } else { [&sizes[..4], &sizes[5..]].concat() };
     let q = reshape(g, q, &grouped([b, blocks, rows, kv, group, d]))?;
     let k = reshape(g, k, &[b, blocks, columns, kv, width])?;
@@ -67,13 +69,13 @@ pub fn ring_attention(
         lhs_contract: vec![last],
         rhs_contract: vec![2],
     };
-    // What the neighbour has.
+    // The block of the neighbour.
     let around = |g: &mut Graph, x: ValueId| g.push(Op::Roll(Roll { dim: 1, by: 1 }), &[x]);
     let mut mixed: Option<Mixed> = None;
     let mut next = (k, v);
     for round in 0..blocks {
         let (keys, values) = next;
-        // They are on their way while this round is computed.
+        // The transfer of the next keys and values overlaps the computation of this round.
         if round + 1 < blocks {
             next = (around(g, keys)?, around(g, values)?);
         }
@@ -99,7 +101,7 @@ pub fn ring_attention(
         }
         let mut most = max(g, scores, &[last], true)?;
         if bounded {
-            // A whole block may be hidden by adding infinities.
+            // A mask of infinities may hide a whole block.
             let floor = least(g.ty(most).dtype);
             most = with_number(g, Binary::Maximum, most, floor)?;
         }
@@ -125,7 +127,7 @@ pub fn ring_attention(
     reshape(g, normal, &[b, s, heads, value_width])
 }
 
-/// Both scaled by the greater maximum and added.
+/// Scales both by the greater maximum and adds them.
 fn combined(g: &mut Graph, before: Mixed, more: Mixed) -> Result<Mixed, ShapeError> {
     let most = g.push(Op::Binary(Binary::Maximum), &[before.most, more.most])?;
     let mut scale = |of: ValueId| {
@@ -141,8 +143,9 @@ fn combined(g: &mut Graph, before: Mixed, more: Mixed) -> Result<Mixed, ShapeErr
     Ok(Mixed { most, sum, values: added([before.values, more.values])? })
 }
 
-/// What a causal attention's queries see in a round, in which block `i` meets block `(i + round) mod blocks`: of their own block what
-/// is not ahead, of blocks before everything, of others nothing. Blocks of different lengths are compared position by position.
+/// The keys that the queries of causal attention see in a round, in which block `i` meets block `(i + round) mod
+/// blocks`. In their own block they see the keys that are not ahead, in earlier blocks all keys, and in later blocks
+/// none. Blocks of different lengths are compared position by position.
 fn seen_in_round(g: &mut Graph, round: u64, [blocks, rows, columns]: [u64; 3], groups: bool) -> Built {
     let spread = |g: &mut Graph, seen: ValueId, [blocks, rows, columns]: [u64; 3]| match groups {
         true => reshape(g, seen, &[blocks, 1, rows, 1, columns]),
@@ -176,8 +179,8 @@ fn seen_in_round(g: &mut Graph, round: u64, [blocks, rows, columns]: [u64; 3], g
     spread(g, seen, shape)
 }
 
-/// A mask that all queries share, with a dimension for its blocks of keys after that of the batch, each of which is one where the mask
-/// is the same along it.
+/// A mask that all queries share, with an extra dimension for blocks of keys after the batch. Block dimensions have
+/// size 1 if the mask is the same along them.
 fn blocks_of_mask(g: &mut Graph, mask: ValueId, whole: [u64; 4], [kv, group, blocks]: [u64; 3]) -> Built {
     let shape = broadcast_shapes(g.shape(mask), &whole)?;
     if shape != whole {

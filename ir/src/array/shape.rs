@@ -10,14 +10,14 @@ use crate::op::{
 };
 use crate::types::TensorType;
 
-/// The dimension that `axis` names in a tensor of this rank; negative axes count from the end.
+/// The dimension that `axis` selects in a tensor of this rank. Negative axes count from the end.
 pub fn axis(axis: i64, rank: usize) -> Result<usize, ShapeError> {
     let from_start = if axis < 0 { axis.checked_add(rank as i64) } else { Some(axis) };
     let inside = from_start.and_then(|a| usize::try_from(a).ok()).filter(|&a| a < rank);
     inside.ok_or(ShapeError::DimOutOfRange { dim: axis.unsigned_abs(), rank })
 }
 
-/// The dimensions that `axes` name, each once, in ascending order.
+/// The dimensions that `axes` select, in ascending order. None may occur twice.
 pub fn axes(list: &[i64], rank: usize) -> Result<Vec<usize>, ShapeError> {
     let mut dims = list.iter().map(|&a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
     dims.sort_unstable();
@@ -27,7 +27,8 @@ pub fn axes(list: &[i64], rank: usize) -> Result<Vec<usize>, ShapeError> {
     Ok(dims)
 }
 
-/// The shape that both broadcast to: aligned at the last dimension, sizes equal or one of them 1.
+/// The shape that both broadcast to. Shapes are aligned at the last dimension, and sizes must be equal or one of them
+/// 1.
 pub fn broadcast_shapes(a: &[u64], b: &[u64]) -> Result<Vec<u64>, ShapeError> {
     let rank = a.len().max(b.len());
     let size = |shape: &[u64], d: usize| if d + shape.len() < rank { 1 } else { shape[d + shape.len() - rank] };
@@ -40,7 +41,7 @@ pub fn broadcast_shapes(a: &[u64], b: &[u64]) -> Result<Vec<u64>, ShapeError> {
     shape.ok_or_else(|| ShapeError::ShapesDiffer { left: a.to_vec(), right: b.to_vec() })
 }
 
-/// `x` repeated to `shape`, as numpy's `broadcast_to`.
+/// Repeats `x` to `shape`, like numpy's `broadcast_to`.
 pub fn broadcast_to(g: &mut Graph, x: ValueId, shape: &[u64]) -> Built {
     let from = g.shape(x).to_vec();
     if from == shape {
@@ -56,7 +57,7 @@ pub fn broadcast_to(g: &mut Graph, x: ValueId, shape: &[u64]) -> Built {
     {
         return full(g, shape, value, g.ty(x).dtype);
     }
-    // Dimensions of one element that are repeated go first, so that each kept dimension is a factor of the broadcast.
+    // Remove repeated dimensions of size 1 first, so that each kept dimension is a factor of the broadcast.
     let kept: Vec<usize> = (0..from.len()).filter(|&d| from[d] == shape[d + offset]).collect();
     let sizes: Vec<u64> = kept.iter().map(|&d| from[d]).collect();
     let x = reshape(g, x, &sizes)?;
@@ -64,31 +65,31 @@ pub fn broadcast_to(g: &mut Graph, x: ValueId, shape: &[u64]) -> Built {
     g.push(Op::BroadcastInDim(BroadcastInDim { shape: shape.to_vec(), dims }), &[x])
 }
 
-/// Both operands in the shape that they broadcast to.
+/// Broadcasts both operands to their common shape.
 pub fn broadcast(g: &mut Graph, a: ValueId, b: ValueId) -> Result<(ValueId, ValueId), ShapeError> {
     let shape = broadcast_shapes(g.shape(a), g.shape(b))?;
     Ok((broadcast_to(g, a, &shape)?, broadcast_to(g, b, &shape)?))
 }
 
-/// An elementwise function of two operands of one element type, broadcast.
+/// An elementwise function of two operands of one element type, with broadcasting.
 pub fn binary(g: &mut Graph, op: Binary, a: ValueId, b: ValueId) -> Built {
     let (a, b) = broadcast(g, a, b)?;
     g.push(Op::Binary(op), &[a, b])
 }
 
-/// `op` with a number on the right, in the element type of `x`.
+/// `op` with a number as its right operand, in the element type of `x`.
 pub fn with_number(g: &mut Graph, op: Binary, x: ValueId, number: f64) -> Built {
     let number = full_like(g, x, number)?;
     g.push(Op::Binary(op), &[x, number])
 }
 
-/// A comparison of two operands of one element type, broadcast.
+/// A comparison of two operands of one element type, with broadcasting.
 pub fn compare(g: &mut Graph, direction: Direction, a: ValueId, b: ValueId) -> Built {
     let (a, b) = broadcast(g, a, b)?;
     g.push(Op::Compare(Compare { direction }), &[a, b])
 }
 
-/// numpy's `where`, broadcast.
+/// numpy's `where`, with broadcasting.
 pub fn select(g: &mut Graph, predicate: ValueId, on_true: ValueId, on_false: ValueId) -> Built {
     let shape = broadcast_shapes(g.shape(on_true), g.shape(on_false))?;
     let shape = broadcast_shapes(&shape, g.shape(predicate))?;
@@ -97,7 +98,7 @@ pub fn select(g: &mut Graph, predicate: ValueId, on_true: ValueId, on_false: Val
     g.push(Op::Select(Select {}), &[p?, t?, f?])
 }
 
-/// A tensor all of whose elements are `value`, rounded to its type.
+/// A tensor with `value` in every element, rounded to its type.
 pub fn full(g: &mut Graph, shape: &[u64], value: f64, dtype: DType) -> Built {
     let ty = TensorType::new(dtype, shape);
     if !ty.check() {
@@ -121,7 +122,7 @@ pub fn iota(g: &mut Graph, shape: &[u64], dim: usize, dtype: DType) -> Built {
     g.push(Op::Iota(Iota { ty: TensorType::new(dtype, shape), dim }), &[])
 }
 
-/// `start, start + step, ..`: so many numbers.
+/// `count` numbers: `start, start + step, ..`.
 pub fn arange(g: &mut Graph, count: u64, start: f64, step: f64, dtype: DType) -> Built {
     let mut x = iota(g, &[count], 0, dtype)?;
     if step != 1.0 {
@@ -133,8 +134,8 @@ pub fn arange(g: &mut Graph, count: u64, start: f64, step: f64, dtype: DType) ->
     Ok(x)
 }
 
-/// In another element type; the value itself where it has it. Floats become integers by cutting off, and anything but zero
-/// is true.
+/// Converts to another element type, or returns the value unchanged if it has that type. Floats become integers by
+/// truncation. Any number but zero is true.
 pub fn convert(g: &mut Graph, x: ValueId, dtype: DType) -> Built {
     if dtype == DType::Bool && g.ty(x).dtype != DType::Bool {
         let zero = full_like(g, x, 0.0)?;
@@ -147,7 +148,7 @@ pub fn reshape(g: &mut Graph, x: ValueId, shape: &[u64]) -> Built {
     if g.shape(x) == shape { Ok(x) } else { g.push(Op::Reshape(Reshape { shape: shape.to_vec() }), &[x]) }
 }
 
-/// A reshape in which one size may be -1: what is left.
+/// A reshape in which one size may be -1, which stands for the remaining elements.
 pub fn reshape_to(g: &mut Graph, x: ValueId, sizes: &[i64]) -> Built {
     let elements = g.ty(x).elements();
     let known = sizes.iter().filter(|&&s| s != -1).try_fold(1u64, |n, &s| n.checked_mul(u64::try_from(s).ok()?));
@@ -160,7 +161,7 @@ pub fn reshape_to(g: &mut Graph, x: ValueId, sizes: &[i64]) -> Built {
     reshape(g, x, &shape)
 }
 
-/// Dimensions `from..=to` as one.
+/// Merges dimensions `from..=to` into one.
 pub fn flatten(g: &mut Graph, x: ValueId, from: i64, to: i64) -> Built {
     let shape = g.shape(x).to_vec();
     if shape.is_empty() {
@@ -174,7 +175,7 @@ pub fn flatten(g: &mut Graph, x: ValueId, from: i64, to: i64) -> Built {
     reshape(g, x, &[&shape[..from], &[one], &shape[to + 1..]].concat())
 }
 
-/// A new dimension of one element before dimension `at` of the result.
+/// Inserts a dimension of size 1 before dimension `at` of the result.
 pub fn unsqueeze(g: &mut Graph, x: ValueId, at: i64) -> Built {
     let mut shape = g.shape(x).to_vec();
     let at = axis(at, shape.len() + 1)?;
@@ -182,7 +183,7 @@ pub fn unsqueeze(g: &mut Graph, x: ValueId, at: i64) -> Built {
     reshape(g, x, &shape)
 }
 
-/// Without those of `dims` that have one element.
+/// Removes those of `dims` that have size 1.
 pub fn squeeze(g: &mut Graph, x: ValueId, dims: &[usize]) -> Built {
     let shape = g.shape(x).to_vec();
     let keep = |d: &usize| !(dims.contains(d) && shape[*d] == 1);
@@ -205,7 +206,7 @@ pub fn swap_dims(g: &mut Graph, x: ValueId, a: i64, b: i64) -> Built {
     permute(g, x, &permutation)
 }
 
-/// Dimension `from` moved to place `to`, the others in order.
+/// Moves dimension `from` to position `to` and keeps the order of the others.
 pub fn move_dim(g: &mut Graph, x: ValueId, from: usize, to: usize) -> Built {
     let mut permutation: Vec<usize> = (0..g.shape(x).len()).filter(|&d| d != from).collect();
     if to > permutation.len() {
@@ -215,8 +216,8 @@ pub fn move_dim(g: &mut Graph, x: ValueId, from: usize, to: usize) -> Built {
     permute(g, x, &permutation)
 }
 
-/// Elements `start, start + step, ..` before `end` along `dim`, as Python slices: what lies outside is cut off, and negative
-/// positions count from the end.
+/// Elements `start, start + step, ..` before `end` along `dim`, with the semantics of Python slices. Positions outside
+/// are clamped, and negative ones count from the end.
 pub fn slice_dim(g: &mut Graph, x: ValueId, dim: usize, start: i64, end: i64, step: u64) -> Built {
     let shape = g.shape(x).to_vec();
     let size = *shape.get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
@@ -230,7 +231,7 @@ pub fn slice_dim(g: &mut Graph, x: ValueId, dim: usize, start: i64, end: i64, st
     g.push(Op::Slice(slice), &[x])
 }
 
-/// Element `at` of dimension `dim`, which goes.
+/// Element `at` of dimension `dim`, which is removed.
 pub fn select_dim(g: &mut Graph, x: ValueId, dim: usize, at: i64) -> Built {
     let shape = g.shape(x).to_vec();
     let size = *shape.get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
@@ -242,7 +243,7 @@ pub fn select_dim(g: &mut Graph, x: ValueId, dim: usize, at: i64) -> Built {
     squeeze(g, one, &[dim])
 }
 
-/// Consecutive parts of `dim` of these sizes, which add up to its size.
+/// Splits `dim` into consecutive parts of these sizes, which must add up to its size.
 pub fn split(g: &mut Graph, x: ValueId, dim: usize, sizes: &[u64]) -> Result<Vec<ValueId>, ShapeError> {
     let size = *g.shape(x).get(dim).ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: g.shape(x).len() })?;
     let total = sizes.iter().try_fold(0u64, |n, &s| n.checked_add(s));
@@ -265,13 +266,13 @@ pub fn concat(g: &mut Graph, parts: &[ValueId], dim: usize) -> Built {
     }
 }
 
-/// The parts, each a new element of dimension `dim` of the result.
+/// Stacks the parts along a new dimension `dim` of the result.
 pub fn stack(g: &mut Graph, parts: &[ValueId], dim: usize) -> Built {
     let parts = parts.iter().map(|&p| unsqueeze(g, p, dim as i64)).collect::<Result<Vec<_>, _>>()?;
     concat(g, &parts, dim)
 }
 
-/// `value` around `x`: so many elements before and behind each dimension (negative: cut off).
+/// Surrounds `x` with `value`: `low` elements before and `high` after each dimension. Negative numbers remove elements.
 pub fn pad(g: &mut Graph, x: ValueId, low: &[i64], high: &[i64], value: f64) -> Built {
     if low.iter().chain(high).all(|&n| n == 0) {
         return Ok(x);

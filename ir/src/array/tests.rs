@@ -1,4 +1,4 @@
-//! Functions against what they are defined as, written out with loops.
+//! Compares functions with their definitions, written as loops.
 
 use super::*;
 use crate::dtype::DType;
@@ -8,7 +8,7 @@ use crate::op::{Binary, Input, Op};
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// A value between -2 and 2 that depends on the position alone.
+/// A number between -2 and 2 that depends only on the position.
 fn number(seed: usize, at: usize) -> f64 {
     ((at * 7919 + seed * 104_729 + 13) % 1009) as f64 / 252.0 - 2.0
 }
@@ -87,7 +87,7 @@ fn matrix_products_follow_numpy() {
         assert_eq!(case.graph.shape(product), shape, "{a:?} {b:?}");
         let (row, column) = (a.len() > 1, b.len() > 1);
         case.check(product, |i, x| {
-            // The index in a leaf: its batch counts from the right and stops at dimensions of one.
+            // The index in a leaf. Its batch is aligned at the right, and its dimensions of size 1 are repeated.
             let at = |t: &Tensor, matrix: &[u64], batch: &[u64]| {
                 let n = t.shape().len() - matrix.len();
                 let of_batch =
@@ -157,7 +157,7 @@ fn pools_take_means_and_maxima_of_what_is_there() {
             ceil,
         };
         let (n, p) = (8i64, pad);
-        // Positions of window `o` in the operand, and how many of them its mean counts.
+        // The positions of window `o` in the operand, and the number of them that its mean counts.
         let window = move |o: u64| {
             let start = o as i64 * stride as i64 - p;
             (start.max(0)..(start + size as i64).min(n), ((start + size as i64).min(n + p) - start) as f64)
@@ -215,11 +215,12 @@ fn attention_of_grouped_queries_sees_what_the_masks_leave() {
     }
 }
 
-/// In any number of rounds attention is what it is in one, also where rows see nothing of some blocks, and so are its gradients.
+/// Attention in any number of rounds equals attention in one, even if rows see no keys of some blocks. So do its
+/// gradients.
 #[test]
 fn attention_around_a_ring_is_attention() {
     let (batch, positions, heads, width) = (2, 12, 4, 3);
-    // Of the last keys of either sample nothing is seen, among them whole blocks.
+    // The last keys of either sample are hidden, among them whole blocks.
     let seen = Tensor::from_fn(TensorType::new(DType::Bool, [batch, 1, 1, positions]), |i| f64::from(i[3] < 7 + i[0]));
     let infinite = Tensor::from_fn(TensorType::new(DType::F64, seen.shape()), |i| match seen.at(i) {
         1.0 => number(9, i[3] as usize),
@@ -246,7 +247,7 @@ fn attention_around_a_ring_is_attention() {
                 case.graph.outputs = vec![loss];
                 let graph = crate::expand::expand(&case.graph).graph;
                 let trained = crate::autodiff::differentiate(&graph, &[]).unwrap();
-                // No maximum is differentiated: each would be compared with what it is the maximum of.
+                // No maximum is differentiated, which would compare it with its operand.
                 let equal =
                     |n: &crate::graph::Node| matches!(&n.op, Op::Compare(c) if c.direction == crate::op::Direction::Eq);
                 assert!(!trained.graph.nodes.iter().any(equal), "{}", trained.graph);
@@ -355,7 +356,7 @@ fn what_does_not_fit_is_an_error() {
     );
 }
 
-/// `c' = f c + i z` and `h' = o tanh(c')`, from the last step to the first; the order of the gates is the caller's.
+/// `c' = f c + i z` and `h' = o tanh(c')`, in both directions. The caller chooses the order of the gates.
 #[test]
 fn a_recurrent_layer_goes_through_a_sequence() {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());

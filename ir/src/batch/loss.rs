@@ -1,10 +1,13 @@
-//! What a loss is of its batch: the mean or the sum of its microbatches' losses, or neither.
+//! The kind of a loss: the mean or the sum of its microbatches' losses, or neither.
 //!
-//! A walk over the graph says of every value how it depends on the batch. A loss that is divided by a count of the batch (of the
-//! labels that are not ignored, of what a mask keeps) would be neither: each microbatch has a count of its own. Where the count
-//! depends on no parameter it can be known for the whole batch before the first microbatch is worked on, so the walk asks for an op
-//! that sums it over microbatches ([`Microbatches`]). The microbatches' shares then add up to the loss, and their multiples by the
-//! number of microbatches have it as their mean, as the terms of any other mean do. So gradients accumulate as they are.
+//! A walk over the graph determines how every value depends on the batch. Some losses are divided by a count over the
+//! batch, such as the number of labels that are not ignored or of elements that a mask keeps. Such a loss would be
+//! neither, because each microbatch has a count of its own.
+//!
+//! If the count depends on no parameter, it can be computed for the whole batch before the first microbatch runs. So
+//! the walk requests an op that sums it over microbatches ([`Microbatches`]). The microbatches' shares then add up to
+//! the loss. Their multiples by the number of microbatches have the loss as their mean, like the terms of any other
+//! mean. So gradients accumulate unchanged.
 
 use super::{Coupling, LossKind};
 use crate::graph::{Graph, Node, ValueId};
@@ -14,12 +17,12 @@ use crate::op::{
 };
 use std::collections::BTreeMap;
 
-/// How a value depends on the batch.
+/// The dependence of a value on the batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Aggregate {
-    /// Not at all.
+    /// Independent of the batch.
     None,
-    /// Each sample separately, along a batch dimension.
+    /// One value per sample, along a batch dimension.
     PerSample,
     /// A sum over all samples.
     Sum,
@@ -29,17 +32,19 @@ enum Aggregate {
     Mixed,
 }
 
-/// What is said of a graph's loss, and what the graph lacks for it to hold.
+/// The kind of a graph's loss, and the changes that the graph needs for it.
 pub struct Understood {
     pub loss: LossKind,
     pub coupling: Option<Coupling>,
     /// The ops over microbatches that the loss needs, by user and operand.
     needs: BTreeMap<(ValueId, usize), Microbatches>,
-    /// True if the loss is the sum of its microbatches' losses although it is a mean: each is divided by a total.
+    /// True if the loss is the sum of its microbatches' losses although it is a mean, because each is divided by a
+    /// total.
     divided: bool,
 }
 
-/// Marks the constants that count samples, and says what kind of loss the first output is, and what couples samples in it.
+/// Marks the constants that count samples. Returns the kind of the first output as a loss, and the op that couples
+/// samples in it.
 pub fn normalise(graph: &mut Graph) -> Understood {
     let mut analysis = Analysis {
         trained: graph.depends_on(|v| matches!(graph.node(v).op, Op::Parameter(_))),
@@ -64,7 +69,7 @@ pub fn normalise(graph: &mut Graph) -> Understood {
         Aggregate::Mean | Aggregate::Sum => (LossKind::Mean, None),
         _ => (LossKind::Other, coupling(graph, &kinds)),
     };
-    // Values that the loss does not need stay as they are.
+    // Values that the loss does not need stay unchanged.
     let mut live = vec![false; graph.len()];
     output.iter().for_each(|o| live[o.index()] = loss != LossKind::Other);
     for v in graph.values().rev() {
@@ -113,18 +118,18 @@ impl Understood {
 
 /// The state of the walk over a graph. Each list has an entry for every value seen so far.
 struct Analysis {
-    /// True if a value depends on a parameter.
+    /// True for values that depend on a parameter.
     trained: Vec<bool>,
     kinds: Vec<Aggregate>,
     counts: Vec<Option<u64>>,
-    /// True if a value depends on a total of the whole batch.
+    /// True for values that depend on a total over the whole batch.
     totalled: Vec<bool>,
     needs: BTreeMap<(ValueId, usize), Microbatches>,
 }
 
 impl Analysis {
-    /// Understands the next value. Where it would mix samples, sums and means that depend on no parameter are taken over the
-    /// whole batch: all microbatches then see one value, as they see a constant.
+    /// Determines the kind of the next value. If it would mix samples, its operands that are sums and means and depend
+    /// on no parameter are taken over the whole batch. All microbatches then see one value, like a constant.
     fn visit(&mut self, graph: &Graph, v: ValueId, counted: bool) {
         let operands = &graph.node(v).operands;
         let seen: Vec<Aggregate> = operands.iter().map(|o| self.kinds[o.index()]).collect();
@@ -153,19 +158,20 @@ impl Analysis {
         self.totalled.push(totalled);
     }
 
-    /// Totals of totals would take a pass over the batch each.
+    /// Returns true if a total of this value can be computed. Totals of totals would each take another pass over the
+    /// batch.
     fn is_countable(&self, v: ValueId) -> bool {
         !self.trained[v.index()] && !self.totalled[v.index()]
     }
 
-    /// How a value depends on the batch for operands of these kinds, and the operands that must be taken times the number of
-    /// microbatches for that: a mean is the mean of the microbatches' values, and what is divided by a total is their sum.
+    /// The kind of a value for operands of these kinds, and the operands that must be multiplied by the number of
+    /// microbatches. A mean is the mean of the microbatches' values, whereas values divided by a total are summed.
     fn understand(&self, graph: &Graph, v: ValueId, kinds: &[Aggregate], counted: bool) -> (Aggregate, Vec<usize>) {
         let kind = aggregate(graph, v, kinds, &self.counts, counted);
         let node = graph.node(v);
         let terms = match node.op {
             Op::Binary(Binary::Add | Binary::Subtract) => [0, 1],
-            // Which of two is the same for all microbatches.
+            // All microbatches select the same of two values.
             Op::Select(_) if kinds[0] == Aggregate::None && node.batch_dims == 0 => [1, 2],
             _ => return (kind, Vec::new()),
         };
@@ -186,7 +192,7 @@ impl Analysis {
     }
 }
 
-/// Where mixing begins on the way to the first output.
+/// The op where mixing begins on the way to the first output.
 fn coupling(graph: &Graph, kinds: &[Aggregate]) -> Option<Coupling> {
     let is_mixed = |v: &&ValueId| kinds[v.index()] == Aggregate::Mixed;
     let mut at = graph.outputs.first().filter(is_mixed)?;
@@ -197,9 +203,9 @@ fn coupling(graph: &Graph, kinds: &[Aggregate]) -> Option<Coupling> {
     Some(Coupling { op: node.op.name(), name: node.name.clone() })
 }
 
-/// The number of elements, those of all samples included, that were summed into each element of `v` and not yet divided
-/// by; and where `v` divides by it, the operand that is this count and the power of the batch with which it scales. Batch
-/// statistics are found here as well as losses.
+/// The number of elements that were summed into each element of `v` and not yet divided by, including those of all
+/// samples. If `v` divides by it, also the operand that holds this count, and the power of the batch with which it
+/// scales. This finds batch statistics as well as losses.
 fn summed_elements(graph: &Graph, v: ValueId, counts: &[Option<u64>]) -> (Option<u64>, Option<(usize, i8)>) {
     let node = graph.node(v);
     let of = |i: usize| counts[node.operands[i].index()];
@@ -239,14 +245,15 @@ fn summed_elements(graph: &Graph, v: ValueId, counts: &[Option<u64>]) -> (Option
     (count, None)
 }
 
-/// How `v` depends on the batch if its operands do as `all` says; `counted` says that it divides a sum by the number of its elements.
+/// The kind of `v` if its operands are of the kinds `all`. `counted` is true if it divides a sum by the number of its
+/// elements.
 fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>], counted: bool) -> Aggregate {
     let node = graph.node(v);
     let of = |i: usize| all[i];
     let has_batch = node.batch_dims != 0;
     match &node.op {
         _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
-        // Two batch dimensions pair samples with each other; a count along the batch tells them apart.
+        // Two batch dimensions pair samples with each other. A count along the batch distinguishes samples.
         _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
         Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
         op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
@@ -267,13 +274,13 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
                 _ => Aggregate::Mixed,
             }
         }
-        // A sum of products of what samples have, as of losses and weights.
+        // A sum of products of per-sample values, such as losses and weights.
         Op::DotGeneral(DotGeneral { lhs_contract: dims, .. })
             if over_batch(graph, v, dims) && !has_batch && all == [Aggregate::PerSample; 2] =>
         {
             Aggregate::Sum
         }
-        // Ops that look along whole dimensions or windows of them: samples stay apart unless it is the batch's.
+        // Ops along whole dimensions or windows of them. Samples stay apart unless the dimension is the batch.
         Op::DotGeneral(DotGeneral { lhs_contract: dims, .. }) if over_batch(graph, v, dims) => Aggregate::Mixed,
         Op::Convolution(op) if over_batch(graph, v, &[&[op.lhs.feature], op.lhs.spatial.as_slice()].concat()) => {
             Aggregate::Mixed
@@ -328,7 +335,7 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
             Aggregate::Sum | Aggregate::Mean if has_batch => Aggregate::Mixed,
             kind => kind,
         },
-        // Along the batch these make one sample's value depend on others, or on its place among them.
+        // Along the batch, these make a sample's value depend on others, or on its place among them.
         Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
             if node.batch_dims >> dim & 1 == 1 =>
         {
@@ -336,7 +343,7 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
         }
         Op::Roll(op) if node.batch_dims >> op.dim & 1 == 1 => Aggregate::Mixed,
         Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
-        // Looking up one sample's value at a place that another says (the edges of a graph).
+        // A lookup of one sample's value at an index from another (the edges of a graph).
         Op::Gather(op) if indexes_batch(&op.dims, graph.node(node.operands[0])) => Aggregate::Mixed,
         Op::ScatterAdd(ScatterAdd { dims, .. }) | Op::Scatter(Scatter { dims, .. }) if indexes_batch(dims, node) => {
             Aggregate::Mixed
@@ -358,7 +365,7 @@ fn over_batch(graph: &Graph, v: ValueId, dims: &[usize]) -> bool {
     dims.iter().any(|&d| from.batch_dims >> d & 1 == 1)
 }
 
-/// Any op that treats samples separately if its operands do.
+/// The kind of an op that treats samples separately if its operands do.
 fn elementwise(operands: &[Aggregate]) -> Aggregate {
     if operands.iter().all(|k| *k == Aggregate::None) {
         Aggregate::None
@@ -377,8 +384,8 @@ fn splat(graph: &Graph, v: ValueId) -> Option<f64> {
     }
 }
 
-/// Gives the constant behind an operand of `user` a power of the batch. A constant that other nodes use too scales for
-/// all of them: importers give each use of a number its own constant, and sharing comes after this pass.
+/// Gives the constant of an operand of `user` a power of the batch. If other nodes use the constant too, it scales for
+/// all of them. But importers give each use of a number its own constant, and deduplication comes after this pass.
 fn scale_constant(graph: &mut Graph, user: ValueId, operand: usize, power: i8) {
     let mut v = graph.node(user).operands[operand];
     loop {

@@ -3,8 +3,8 @@ use crate::batch::{Batched, find_batch, rebatch};
 use crate::simplify::simplify;
 use crate::text::parse;
 
-/// Weights `w` of 4, samples `x` of `[8, 4]` and a mask `m` of 8; `%4` is a loss a sample and `%5` the masked losses, `%6` their sum and
-/// `%7` what is kept.
+/// Weights `w` of 4, samples `x` of `[8, 4]` and a mask `m` of 8. `%4` is the loss per sample, `%5` the masked losses,
+/// `%6` their sum, and `%7` the number of kept samples.
 const START: &str = r#"
 %0: f32[4] = parameter "w"
 %1: f32[8,4] = input "x"
@@ -30,7 +30,7 @@ fn batched(body: &str) -> Batched {
     batched
 }
 
-/// How often each op over microbatches is there: sums, means, multiples.
+/// The number of each kind of op over microbatches: sums, means, multiples.
 fn ops(graph: &Graph) -> [usize; 3] {
     let graph = simplify(graph);
     Microbatches::ALL.map(|op| graph.nodes.iter().filter(|n| n.op == Op::Microbatches(op)).count())
@@ -40,7 +40,7 @@ fn ops(graph: &Graph) -> [usize; 3] {
 fn weighted_means_are_divided_by_totals() {
     for (body, expected) in [
         ("%12: f32[] = divide(%6, %7)", [1, 0, 1]),
-        // A count that is kept above zero.
+        // A count with a positive minimum.
         ("%12: f32[] = maximum(%7, %8)\n%13: f32[] = divide(%6, %12)", [1, 0, 1]),
         ("%12: f32[] = divide(%8, %7)\n%13: f32[] = multiply(%12, %6)", [1, 0, 1]),
         // Weights that are normalised before they are applied.
@@ -58,12 +58,12 @@ fn weighted_means_are_divided_by_totals() {
             "%12: f32[] = divide(%6, %10)\n%13: f32[] = constant {\"value\":8.0}\n%14: f32[] = divide(%7, %13)\n%15: f32[] = divide(%12, %14)",
             [0, 1, 0],
         ),
-        // Zero where nothing is kept.
+        // Zero if nothing is kept.
         (
             "%12: bool[] = compare(%7, %9) {\"direction\":\"GT\"}\n%13: f32[] = divide(%6, %7)\n%14: f32[] = select(%12, %13, %9)",
             [1, 0, 1],
         ),
-        // With a plain mean, with another of another count, and with a penalty.
+        // Combined with a plain mean, with a mean of another count, and with a penalty.
         ("%12: f32[] = divide(%6, %7)\n%13: f32[] = divide(%11, %10)\n%14: f32[] = add(%12, %13)", [1, 0, 1]),
         (
             "%12: f32[8] = multiply(%2, %2)\n%13: f32[] = reduce(%12) {\"reducer\":\"sum\",\"dims\":[0]}\n%14: f32[] = divide(%6, %7)\n%15: f32[] = divide(%11, %13)\n%16: f32[] = subtract(%14, %15)",
@@ -76,7 +76,7 @@ fn weighted_means_are_divided_by_totals() {
     ] {
         let batched = batched(body);
         assert_eq!((batched.loss, ops(&batched.graph)), (LossKind::Mean, expected), "{body}");
-        // A graph that has them already is understood alike, also at another size.
+        // A graph that already has these ops has the same kind, also at another size.
         let other = rebatch(&batched.graph, 2).expect("another size");
         let again = find_batch(&other, &[Some(0), Some(0)]);
         assert_eq!((again.loss, &again.graph), (LossKind::Mean, &other), "{body}");
@@ -88,10 +88,10 @@ fn other_losses_have_no_totals() {
     for (body, loss) in [
         ("%12: f32[] = divide(%11, %10)", LossKind::Mean),
         ("%12: f32[] = divide(%6, %8)", LossKind::Sum),
-        // Divided by what is trained, or made of the whole batch in another way.
+        // Divided by a trained value, or another function of the whole batch.
         ("%12: f32[] = divide(%6, %11)", LossKind::Other),
         ("%12: f32[] = divide(%6, %7)\n%13: f32[] = tanh(%12)", LossKind::Other),
-        // A count that itself needs a total: the spread of the mask.
+        // A count that needs a total itself: the spread of the mask.
         (
             "%12: f32[8] = broadcast_in_dim(%7) {\"dims\":[]}\n%13: f32[8] = subtract(%2, %12)\n%14: f32[] = reduce(%13) {\"reducer\":\"sum\",\"dims\":[0]}\n%15: f32[] = divide(%6, %14)",
             LossKind::Other,

@@ -1,7 +1,7 @@
-//! Experts without a capacity, as frameworks write them, brought to one form.
+//! Experts without a capacity, converted from the forms that frameworks write to one form.
 //!
-//! The form: every token has a row for each expert that it goes to, in the order of tokens; a row's expert is a number
-//! beside it, and products are grouped by it ([`GroupedDot`](crate::op::GroupedDot)). So
+//! In this form, every token has a row for each of its experts, in the order of tokens. A row's expert is a number
+//! beside it, and products are grouped by it ([`GroupedDot`](crate::op::GroupedDot)):
 //!
 //! ```text
 //! x      [tokens, hidden]            gate   [tokens, chosen]         expert [tokens, chosen]
@@ -9,13 +9,15 @@
 //! result = sum over chosen of gate * grouped_dot(inner, w_out, expert)
 //! ```
 //!
-//! What it means: the numbers of the export, but for the order of additions within a token. How it splits: tokens as samples
-//! or positions, hidden and inner sizes as in any product, experts as partial sums. Its gradient is made of grouped products
-//! again. It costs the products of the experts that are chosen; nothing is sorted and nothing is dropped, so samples are
-//! apart and a batch can be cut into microbatches. CPU workers multiply the rows of each expert at once.
+//! Its results are those of the export, except for the order of additions within a token. Tokens split like samples or
+//! positions, hidden and inner sizes as in any product, and experts as partial sums. Its gradient consists of grouped
+//! products again. Its cost is that of the products of the chosen experts.
 //!
-//! Frameworks sort rows by expert, multiply runs of rows, and put the results back ([`unsort`]); they look up a matrix for
-//! each row, or mask rows for each expert ([`products`]); or they go over experts in a loop ([`stacked`]).
+//! Nothing is sorted and nothing is dropped, so samples stay apart and a batch can be divided into microbatches. CPU
+//! workers multiply all rows of an expert together.
+//!
+//! Frameworks sort rows by expert, multiply runs of rows, and restore the order of results ([`unsort`]). Or they look
+//! up a matrix for each row, or mask rows for each expert ([`products`]). Or they loop over experts ([`stacked`]).
 
 mod products;
 mod stacked;
@@ -24,9 +26,9 @@ mod unsort;
 use crate::graph::{Graph, ValueId};
 use crate::op::Op;
 
-/// The graph with experts in the form above, where it has any. It has the leaves and outputs of the given one.
+/// The graph with experts in the form above, if it has any. Leaves and outputs are those of the given graph.
 pub fn recognise(graph: &Graph) -> Graph {
-    // What is marked already would lose its marks, and numbers a batch for which it was made.
+    // A graph with marked batch dimensions would lose its marks, and has constants for a certain batch.
     if graph.batch != 0 {
         return graph.clone();
     }
@@ -37,7 +39,7 @@ pub fn recognise(graph: &Graph) -> Graph {
     if has_experts { unsort::unsorted(found) } else { found.clone() }
 }
 
-/// The value behind conversions between integers and reshapes.
+/// The value before conversions between integers and reshapes.
 fn plain(graph: &Graph, mut v: ValueId) -> ValueId {
     loop {
         let node = graph.node(v);
@@ -59,7 +61,7 @@ fn plain(graph: &Graph, mut v: ValueId) -> ValueId {
     }
 }
 
-/// The number that all elements of a value are.
+/// The number that all elements of a value equal.
 fn splat(graph: &Graph, mut v: ValueId) -> Option<f64> {
     loop {
         let node = graph.node(v);
@@ -71,7 +73,7 @@ fn splat(graph: &Graph, mut v: ValueId) -> Option<f64> {
     }
 }
 
-/// The dimension along which a value counts `0, 1, ..`, being the same along all others.
+/// The dimension along which a value counts `0, 1, ..` while it is constant along all others.
 fn counts_along(graph: &Graph, v: ValueId) -> Option<usize> {
     let node = graph.node(v);
     match &node.op {
@@ -91,7 +93,7 @@ fn counts_along(graph: &Graph, v: ValueId) -> Option<usize> {
     }
 }
 
-/// The dimension of a reshaped tensor that is dimension `dim` of it as it was.
+/// The dimension of a reshaped tensor that corresponds to dimension `dim` of the original.
 fn same_dim(from: &[u64], dim: usize, to: &[u64]) -> Option<usize> {
     let (before, size): (u64, u64) = (from[..dim].iter().product(), from[dim]);
     let mut product = 1;

@@ -1,4 +1,5 @@
-//! Products that are grouped ones: with a matrix that is looked up for each row, and over rows that a mask gives to groups.
+//! Products that are equivalent to grouped ones: with a matrix looked up for each row, and over rows that a mask
+//! assigns to groups.
 
 use super::{counts_along, plain, splat};
 use crate::array::{self, Built, ShapeError};
@@ -6,7 +7,7 @@ use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Binary, Compare, Direction, DotGeneral, Op};
 use crate::simplify::without_dead_nodes;
 
-/// The graph in which these are grouped products; none where there are none.
+/// The graph with such products grouped. `None` if there are none.
 pub fn grouped(graph: &Graph) -> Option<Graph> {
     let mut to = Graph { name: graph.name.clone(), ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
@@ -35,7 +36,7 @@ pub fn grouped(graph: &Graph) -> Option<Graph> {
     Some(without_dead_nodes(&to))
 }
 
-/// A product in which one side is matrices of a table, one for each index.
+/// A product in which one side consists of matrices of a table, one for each index.
 fn of_looked_up(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> Option<ValueId> {
     if let Some((w, index)) = looked_up(g, rhs) {
         return with_matrices(g, dot, [lhs, rhs], w, index).ok().flatten();
@@ -48,15 +49,15 @@ fn of_looked_up(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> 
         rhs_contract: dot.lhs_contract.clone(),
     };
     let made = with_matrices(g, &swapped, [rhs, lhs], w, index).ok().flatten()?;
-    // Free dimensions of the other side come last.
+    // The free dimensions of the other side come last.
     let (batch, rank) = (dot.lhs_batch.len(), g.shape(made).len());
     let own = dot.rhs_free(g.shape(rhs).len()).len();
     let order: Vec<usize> = (0..batch).chain(batch + own..rank).chain(batch..batch + own).collect();
     array::permute(g, made, &order).ok()
 }
 
-/// The table `[groups, .., ..]` and the indices of which a value `[indices.., .., ..]` is the lookup of whole matrices. A transpose
-/// between is made one of the table.
+/// The table `[groups, .., ..]` and the indices, if a value `[indices.., .., ..]` is a lookup of whole matrices. A
+/// transpose after the lookup is moved to the table.
 fn looked_up(g: &mut Graph, v: ValueId) -> Option<(ValueId, ValueId)> {
     let node = g.node(v);
     if let Op::Transpose(op) = &node.op {
@@ -82,7 +83,7 @@ fn looked_up(g: &mut Graph, v: ValueId) -> Option<(ValueId, ValueId)> {
     Some((w, array::reshape(g, index, &shape).ok()?))
 }
 
-/// `lhs` times matrices `w[index]`, where these have the dimensions of the index and then two of their own.
+/// `lhs` times matrices `w[index]`. These have the dimensions of the index, followed by two of their own.
 fn with_matrices(
     g: &mut Graph,
     dot: &DotGeneral,
@@ -98,7 +99,7 @@ fn with_matrices(
     }
     let columns = own + 1 - (terms - own);
     let free = dot.lhs_free(left.len());
-    // Rows have the dimensions of the index, then those that lhs has alone.
+    // Rows have the dimensions of the index, then the free ones of lhs.
     let along = |d: usize| dot.rhs_batch.iter().position(|&b| b == d).map(|i| dot.lhs_batch[i]);
     let mut from: Vec<usize> = (0..own).filter_map(along).collect();
     from.extend(&free);
@@ -114,7 +115,8 @@ fn with_matrices(
     let group = array::broadcast_to(g, group, &rows)?;
     let w = if terms > columns { array::permute(g, w, &[0, 2, 1])? } else { w };
     let y = array::grouped_dot(g, x, w, group)?;
-    // From index dimensions, lhs's own and columns to batch, lhs's own, and those of rhs in its order.
+    // From index dimensions, free dimensions of lhs and columns, to batch, free dimensions of lhs, and those of rhs in
+    // its order.
     let mut order: Vec<usize> = dot.rhs_batch.clone();
     order.extend(own..own + free.len());
     let rest = (0..right.len()).filter(|d| !dot.rhs_batch.contains(d) && *d != terms);
@@ -122,7 +124,8 @@ fn with_matrices(
     array::permute(g, y, &order).map(Some)
 }
 
-/// A product that sums over groups too, where a mask leaves each row in one of them: `sum over g, k of x[r, k] mask[g, r] w[g, k, n]`.
+/// A product that also sums over groups, where a mask keeps each row in one of them: `sum over g, k of x[r, k] mask[g,
+/// r] w[g, k, n]`.
 fn of_masked(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> Option<ValueId> {
     if dot.lhs_contract.len() != 2 || !dot.lhs_batch.is_empty() || !g.ty(lhs).dtype.is_float() {
         return None;
@@ -137,7 +140,7 @@ fn of_masked(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> Opt
     }
     let built = |g: &mut Graph| -> Built {
         let w = array::permute(g, rhs, &[of_group, of_term, free[0]])?;
-        // Rows without the dimension of groups, terms last.
+        // Rows without the dimension of groups, and with terms last.
         let rank = g.shape(lhs).len();
         let shape = g.shape(lhs).to_vec();
         let kept: Vec<usize> = (0..rank).filter(|&d| d != masked.group_dim && d != term_dim).collect();
@@ -148,7 +151,7 @@ fn of_masked(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> Opt
         let group = array::broadcast_to(g, masked.group, &rows)?;
         array::grouped_dot(g, x, w, group)
     };
-    // The group is that of the only dimension of rows, or of all of them.
+    // There is one group for each index of the only row dimension, or of all of them.
     let rows = g.shape(lhs).len() - 2;
     (g.shape(masked.group).len() == rows).then(|| built(g).ok()).flatten()
 }
@@ -159,7 +162,7 @@ struct Masked {
     group_dim: usize,
 }
 
-/// What repeats a value along one dimension, and that dimension.
+/// The value that `v` repeats along one dimension, and that dimension.
 fn repeated(g: &Graph, v: ValueId) -> Option<(ValueId, usize)> {
     let node = g.node(v);
     let Op::BroadcastInDim(op) = &node.op else { return None };
@@ -172,7 +175,7 @@ fn repeated(g: &Graph, v: ValueId) -> Option<(ValueId, usize)> {
     }
 }
 
-/// Rows that are repeated for each group, and zero but in their own.
+/// Rows that are repeated for each group and zero outside their own group.
 fn masked_rows(g: &mut Graph, v: ValueId) -> Option<Masked> {
     let node = g.node(v).clone();
     let (mask, rows) = match (&node.op, node.operands.as_slice()) {
@@ -199,8 +202,8 @@ fn is_bool(g: &Graph, v: ValueId) -> bool {
     g.ty(v).dtype == crate::dtype::DType::Bool
 }
 
-/// The groups of rows of which a mask says `group == g` along dimension `dim`, the terms being the last dimension: either so, or as
-/// `start[g] <= row < end[g]`.
+/// The groups of the rows of a mask that is `group == g` along dimension `dim`. The last dimension is the terms. The
+/// mask may also be written as `start[g] <= row < end[g]`.
 fn group_of_mask(g: &mut Graph, mask: ValueId, dim: usize) -> Option<ValueId> {
     let node = g.node(mask).clone();
     match (&node.op, node.operands.as_slice()) {
@@ -243,7 +246,7 @@ fn group_of_mask(g: &mut Graph, mask: ValueId, dim: usize) -> Option<ValueId> {
     }
 }
 
-/// `(less, greater, strictly)` of a comparison.
+/// `(less, greater, strict)` of a comparison.
 fn order(g: &Graph, v: ValueId) -> Option<(ValueId, ValueId, bool)> {
     let node = g.node(v);
     let (Op::Compare(Compare { direction }), &[a, b]) = (&node.op, node.operands.as_slice()) else { return None };
@@ -273,7 +276,7 @@ fn vector_along(g: &Graph, v: ValueId, dim: usize) -> Option<ValueId> {
     }
 }
 
-/// Without the dimensions along which a value is repeated: those of rows are left.
+/// The value before it is repeated, with row dimensions only.
 fn rows_alone(g: &Graph, v: ValueId) -> Option<ValueId> {
     let node = g.node(v);
     match &node.op {
@@ -282,7 +285,7 @@ fn rows_alone(g: &Graph, v: ValueId) -> Option<ValueId> {
     }
 }
 
-/// True if `low` is zero and then `high` without its last element.
+/// Returns true if `low` is zero followed by `high` without its last element.
 fn is_moved_by_one(g: &Graph, low: ValueId, high: ValueId) -> bool {
     let node = g.node(low);
     let (Op::Concatenate(_), &[first, rest]) = (&node.op, node.operands.as_slice()) else { return false };

@@ -1,8 +1,8 @@
-//! Loops over experts, written out: each expert computes all rows, and keeps those that chose it.
+//! Unrolled loops over experts: each expert computes all rows and keeps those that chose it.
 //!
-//! Terms of a sum that are the same but for their weights, and of which each is kept where a selection equals a number of its
-//! own, are one term whose products are grouped by the selection. Weights of their own are joined to one tensor, which is
-//! made each time; slices of one tensor are taken as that.
+//! Some terms of a sum differ only in their weights, and a mask keeps each where a selection equals a number of its
+//! own. These terms are merged into one, whose products are grouped by the selection. Separate weights are stacked to
+//! one tensor, which is made each time. Slices of one tensor are replaced by that tensor.
 
 use super::{plain, splat};
 use crate::array;
@@ -12,7 +12,7 @@ use crate::op::{Binary, Compare, Concatenate, Direction, GroupedDot, Op, Operato
 use crate::simplify::without_dead_nodes;
 use std::collections::BTreeMap;
 
-/// The graph in which such terms are one; none where there are none.
+/// The graph with such terms merged. `None` if there are none.
 pub fn joined(graph: &Graph) -> Option<Graph> {
     if graph.nodes.iter().filter(|n| matches!(n.op, Op::Select(_))).count() < 2 {
         return None;
@@ -51,7 +51,7 @@ pub fn joined(graph: &Graph) -> Option<Graph> {
     Some(without_dead_nodes(&to))
 }
 
-/// What an addition of additions adds up, in order.
+/// The terms of nested additions, in order.
 fn collect(graph: &Graph, v: ValueId, is_inner: &dyn Fn(ValueId) -> bool, found: &mut Vec<ValueId>) {
     // Sums are as deep as they have terms.
     let mut pending = vec![(v, true)];
@@ -63,7 +63,7 @@ fn collect(graph: &Graph, v: ValueId, is_inner: &dyn Fn(ValueId) -> bool, found:
     }
 }
 
-/// A number for each value, equal for values that are computed alike from the same leaves.
+/// A number for each value. Equal computations from the same leaves have equal numbers.
 fn numbered(graph: &Graph) -> Vec<u32> {
     let mut known: BTreeMap<(String, Vec<u32>), u32> = BTreeMap::new();
     let mut classes: Vec<u32> = Vec::with_capacity(graph.len());
@@ -76,26 +76,27 @@ fn numbered(graph: &Graph) -> Vec<u32> {
     classes
 }
 
-/// A term that is kept where a selection equals a number.
+/// A term that is masked by comparing a selection with a number.
 struct Term {
-    /// Ops from the kept rows to the term, the last first.
+    /// The ops from the masked rows to the term, last first.
     above: Vec<ValueId>,
-    /// What is kept.
+    /// The rows before masking.
     rows: ValueId,
     mask: Mask,
 }
 
-/// Where integers equal a number.
+/// A mask that is true where integers equal a number.
 struct Mask {
     selection: ValueId,
     number: u64,
-    /// The dimensions of the selection in the order in which the mask has them.
+    /// The dimensions of the selection, in the order in which the mask has them.
     order: Vec<usize>,
-    /// The mask says whether any of the last dimension does: it is one of tokens, of which each has several integers.
+    /// True if the mask combines the last dimension by `or`. It is then a mask of tokens, each of which has several
+    /// integers.
     any: bool,
 }
 
-/// Follows a term down to its mask. What lies between is linear and the same for all rows.
+/// Follows a term down to its mask. The ops in between must be linear and the same for all rows.
 fn term(graph: &Graph, v: ValueId) -> Option<Term> {
     let (mut at, mut above) = (v, Vec::new());
     loop {
@@ -114,7 +115,7 @@ fn term(graph: &Graph, v: ValueId) -> Option<Term> {
     }
 }
 
-/// The integers of which a mask says where they equal a number, being the same along all further dimensions.
+/// The mask that compares integers with a number, if `mask` is one and is constant along all further dimensions.
 fn selection(graph: &Graph, mut mask: ValueId) -> Option<Mask> {
     let mut any = false;
     loop {
@@ -130,7 +131,7 @@ fn selection(graph: &Graph, mut mask: ValueId) -> Option<Mask> {
                 let order = (0..graph.shape(selection).len()).collect();
                 return whole.then_some(Mask { selection, number: number as u64, order, any });
             }
-            // Truth values as numbers.
+            // Booleans that were converted to numbers.
             (Op::Compare(Compare { direction: Direction::Ne }), &[x, zero]) if splat(graph, zero) == Some(0.0) => {
                 mask = x
             }
@@ -143,7 +144,7 @@ fn selection(graph: &Graph, mut mask: ValueId) -> Option<Mask> {
                 mask = x;
             }
             (Op::BroadcastInDim(op), &[x]) if !any => {
-                // Leading dimensions are those of the selection.
+                // The leading dimensions are those of the selection.
                 let kept = op.dims.iter().copied().eq(0..op.dims.len());
                 let whole = graph.shape(x).iter().zip(&op.shape).all(|(a, b)| a == b || *a == 1);
                 let trailing = graph.shape(x).iter().zip(&op.shape).skip_while(|(a, b)| a == b).all(|(a, _)| *a == 1);
@@ -158,7 +159,7 @@ fn selection(graph: &Graph, mut mask: ValueId) -> Option<Mask> {
     }
 }
 
-/// One part of `x`, which says for each integer and number whether they are equal.
+/// One slice of `x`, which has a boolean for each integer and number, true if they are equal.
 fn one_of_hot(graph: &Graph, slice: &Slice, x: ValueId) -> Option<Mask> {
     let shape = graph.shape(x);
     let part = |d: &usize| slice.limit[*d] - slice.start[*d] != shape[*d];
@@ -195,7 +196,7 @@ fn one_of_hot(graph: &Graph, slice: &Slice, x: ValueId) -> Option<Mask> {
     }
 }
 
-/// The sum of values, in which terms of experts are one.
+/// The sum of values, with the terms of experts merged.
 fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends: &[ValueId]) -> Option<ValueId> {
     let terms: Vec<(ValueId, Option<Term>)> = addends.iter().map(|&v| (v, term(graph, v))).collect();
     let first = terms.iter().find_map(|(_, t)| t.as_ref())?;
@@ -219,7 +220,7 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
         return None;
     }
     let (count, selection) = (experts.len() as u64, first.mask.selection);
-    // A token has a row for each of its experts, which must be different ones.
+    // A token has a row for each of its experts, which must be distinct.
     let each = if first.mask.any { *graph.shape(selection).last()? } else { 1 };
     if first.mask.any && !are_different(graph, selection) {
         return None;
@@ -230,7 +231,7 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
     let mut join =
         Join { graph, classes, map, to, rows: rows / each.max(1), each, count, group, known: BTreeMap::new() };
     let mut values: Vec<ValueId> = experts.iter().map(|t| t.rows).collect();
-    // Rows are unfolded to the shape of the selection.
+    // Unfold rows to the shape of the selection.
     let mut unfold = Vec::new();
     while let Op::Reshape(op) = &graph.node(values[0]).op {
         let same = |v: &ValueId| matches!(&graph.node(*v).op, Op::Reshape(other) if other == op);
@@ -261,7 +262,7 @@ fn sum(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends:
     Some(value)
 }
 
-/// True if the integers of each row are different places in one order.
+/// Returns true if the integers of each row are distinct positions in an order.
 fn are_different(graph: &Graph, v: ValueId) -> bool {
     let mut v = v;
     while matches!(graph.node(v).op, Op::Convert(_) | Op::Slice(_)) {
@@ -271,8 +272,8 @@ fn are_different(graph: &Graph, v: ValueId) -> bool {
     matches!(&graph.node(v).op, Op::ArgSort(sort) if sort.dim + 1 == rank)
 }
 
-/// The sum of products of masked rows, of which each keeps one run of rows: a run begins where the one before it ends, and they are as
-/// long as the elements of one vector say.
+/// The sum of products of masked rows, each of which keeps one run of rows. A run begins where the previous one ends,
+/// and the elements of a vector are the lengths of the runs.
 fn runs(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends: &[ValueId]) -> Option<ValueId> {
     let first = graph.node(*addends.first()?);
     let (Op::DotGeneral(dot), true) = (&first.op, addends.len() > 1) else { return None };
@@ -319,13 +320,13 @@ fn runs(graph: &Graph, classes: &[u32], map: &[ValueId], to: &mut Graph, addends
     to.push(Op::GroupedDot(op), &[map[x.index()], w, group]).ok()
 }
 
-/// True if a value is a product whose left factor is kept in places.
+/// Returns true if a value is a product whose left factor is masked.
 fn is_masked_product(graph: &Graph, v: ValueId) -> bool {
     let node = graph.node(v);
     matches!(node.op, Op::DotGeneral(_)) && matches!(graph.node(node.operands[0]).op, Op::Select(_))
 }
 
-/// The bounds of `low <= row` and `row < high`, where rows are counted along the first dimension.
+/// The bounds of `low <= row` and `row < high`, if rows are counted along the first dimension.
 fn interval(graph: &Graph, mask: ValueId) -> Option<(ValueId, ValueId)> {
     let node = graph.node(mask);
     let (Op::Binary(Binary::And), &[a, b]) = (&node.op, node.operands.as_slice()) else { return None };
@@ -337,7 +338,7 @@ fn interval(graph: &Graph, mask: ValueId) -> Option<(ValueId, ValueId)> {
     Some((bound(a, Direction::Ge)?, bound(b, Direction::Lt)?))
 }
 
-/// The scalar that a value repeats, behind conversions.
+/// The scalar that a value repeats, before conversions.
 fn plain_scalar(graph: &Graph, mut v: ValueId) -> ValueId {
     loop {
         let node = graph.node(v);
@@ -351,7 +352,7 @@ fn plain_scalar(graph: &Graph, mut v: ValueId) -> ValueId {
     }
 }
 
-/// What is added to where the run before ends; the first run ends where it is long.
+/// The length that is added to the end of the previous run. For the first run, it is the run's end.
 fn added(graph: &Graph, end: ValueId, before: Option<(&[u32], u32)>) -> Option<ValueId> {
     let node = graph.node(end);
     let Some((classes, before)) = before else {
@@ -366,14 +367,14 @@ fn added(graph: &Graph, end: ValueId, before: Option<(&[u32], u32)>) -> Option<V
     if is_before(a) { Some(b) } else { is_before(b).then_some(a) }
 }
 
-/// The vector of which a scalar is the element of this number.
+/// The vector whose element `number` is the scalar `v`.
 fn element(graph: &Graph, v: ValueId, number: u64) -> Option<ValueId> {
     let node = graph.node(plain_scalar(graph, v));
     let Op::Slice(slice) = &node.op else { return None };
     (slice.start == [number] && slice.limit == [number + 1]).then(|| node.operands[0])
 }
 
-/// True if integers are places in an order of at most so many elements.
+/// Returns true if integers are positions in an order of at most `count` elements.
 fn is_below(graph: &Graph, mut v: ValueId, count: u64) -> bool {
     loop {
         v = plain(graph, v);
@@ -391,9 +392,9 @@ struct Join<'a> {
     classes: &'a [u32],
     map: &'a [ValueId],
     to: &'a mut Graph,
-    /// The first dimension of rows as each expert has them.
+    /// The size of the first dimension of each expert's rows.
     rows: u64,
-    /// Rows of the joined value for each of those.
+    /// The number of rows of the joined value for each of those.
     each: u64,
     count: u64,
     /// The expert of each row.
@@ -411,7 +412,7 @@ impl Join<'_> {
         self.graph.shape(v).first() == Some(&self.rows)
     }
 
-    /// The value that has each expert's rows of the value that this expert has. All have rows along their first dimension.
+    /// The joined value with each expert's own rows. All values have rows along their first dimension.
     fn rows(&mut self, values: &[ValueId]) -> Option<ValueId> {
         if let Some(known) = self.known.get(values) {
             return *known;
@@ -437,7 +438,7 @@ impl Join<'_> {
         array::reshape(self.to, wide, &[&[self.rows * self.each], &shape[1..]].concat()).ok()
     }
 
-    /// The number of each row's expert, where each expert has its own.
+    /// The number of each row's expert, if each value is its expert's number.
     fn numbers(&mut self, values: &[ValueId]) -> Option<ValueId> {
         let graph = self.graph;
         let ty = graph.ty(values[0]);
@@ -479,7 +480,7 @@ impl Join<'_> {
                 if op.dims.first() == Some(&0) {
                     return self.same_op(node, &[x]);
                 }
-                // Something that each expert has one of, the same for all rows.
+                // A value that each expert has of its own, the same for all its rows.
                 if op.dims.contains(&0) || op.dims != (1..op.shape.len()).collect::<Vec<_>>() {
                     return None;
                 }
@@ -510,15 +511,15 @@ impl Join<'_> {
         self.to.push(op, &joined).ok()
     }
 
-    /// `[experts, ..]` of what each expert has.
+    /// Stacks each expert's value to `[experts, ..]`.
     fn stacked(&mut self, values: &[ValueId]) -> Option<ValueId> {
         let graph = self.graph;
         let node = graph.node(values[0]);
-        // Each the part of one tensor that its number says.
+        // Each may be a part of one tensor, selected by its number.
         if let Some(whole) = self.parts_of_one(values) {
             return Some(whole);
         }
-        // The same transpose of each.
+        // Each may have the same transpose.
         if let Op::Transpose(op) = &node.op
             && values.iter().all(|v| graph.node(*v).op == node.op)
         {
@@ -557,7 +558,7 @@ impl Join<'_> {
         table.map(|t| self.map[t.index()])
     }
 
-    /// Zeros where a row chose no expert that there is.
+    /// Zeroes rows that chose no existing expert.
     fn inside(&mut self, value: ValueId) -> Option<ValueId> {
         let (group, g) = (self.group, &mut *self.to);
         let low = array::full_like(g, group, 0.0).ok()?;

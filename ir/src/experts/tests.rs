@@ -1,4 +1,5 @@
-//! Experts written in several ways: the form found computes the same, for the chosen experts alone, and keeps samples apart.
+//! Experts in several forms. The recognised form must compute the same values, use only the chosen experts, and keep
+//! samples apart.
 
 use super::*;
 use crate::array as a;
@@ -17,7 +18,7 @@ const INNER: u64 = 10;
 const EXPERTS: u64 = 5;
 const CHOSEN: u64 = 2;
 
-/// A graph under construction: tokens, gates `[tokens, chosen]` and the experts chosen.
+/// A graph under construction: tokens, gates `[tokens, chosen]`, and the chosen experts.
 struct Model {
     g: Graph,
     tokens: ValueId,
@@ -44,7 +45,7 @@ fn model() -> Model {
     Model { g, tokens, gates, chosen }
 }
 
-/// The loss of what the experts give, `[tokens, hidden]`, and the experts' form of the graph.
+/// The graph with a loss of the experts' result, `[tokens, hidden]`, and its recognised form.
 fn finished(mut model: Model, result: ValueId) -> [Graph; 2] {
     let g = &mut model.g;
     let result = a::reshape(g, result, &[SAMPLES, LENGTH, HIDDEN]).unwrap();
@@ -55,11 +56,11 @@ fn finished(mut model: Model, result: ValueId) -> [Graph; 2] {
     [model.g, found]
 }
 
-/// Checks that both compute the same, that samples are apart, and that products are those of the chosen experts.
+/// Checks that both compute the same, that samples stay apart, and that products are those of the chosen experts.
 fn check([written, found]: [Graph; 2]) {
     assert_eq!(found.verify(), [], "{found}");
     let leaf = |graph: &Graph, v: ValueId| {
-        // By name, so that both have the same leaves.
+        // Leaves are seeded by name, so that both graphs have the same values.
         let name = match &graph.node(v).op {
             Op::Parameter(p) => p.name.clone(),
             Op::Input(i) => i.name.clone(),
@@ -96,11 +97,11 @@ fn sorted_by(g: &mut Graph, key: ValueId) -> ValueId {
     g.push(Op::ArgSort(ArgSort { dim: 0, descending: vec![false] }), &[key]).unwrap()
 }
 
-/// How many rows each expert has, counted in one of two ways, and where the groups end.
+/// The ends of the groups, from the number of rows of each expert, counted in one of two ways.
 fn ends(g: &mut Graph, key: ValueId, by_scatter: bool) -> ValueId {
     let counts = if by_scatter {
         let ones = a::full(g, &[TOKENS * CHOSEN], 1.0, DType::I32).unwrap();
-        // Indices are brought inside, and count from the end where they are negative.
+        // Indices are clamped, and negative ones count from the end.
         let zero = a::full_like(g, key, 0.0).unwrap();
         let clipped = a::binary(g, Binary::Maximum, key, zero).unwrap();
         let negative = a::compare(g, Direction::Lt, clipped, zero).unwrap();
@@ -116,7 +117,7 @@ fn ends(g: &mut Graph, key: ValueId, by_scatter: bool) -> ValueId {
     a::cumulative(g, counts, crate::op::Reducer::Sum, 0, false).unwrap()
 }
 
-/// Experts over sorted rows: how rows are found, how groups are counted, and how results are put back.
+/// Experts over sorted rows. The options are how groups are counted and how the order of results is restored.
 fn sorted(by_scatter: bool, back: &str) -> [Graph; 2] {
     let mut m = model();
     let g = &mut m.g;
@@ -201,7 +202,7 @@ fn an_order_that_shows_stays() {
     let sorted_key = a::take(g, key, 0, order, false).unwrap();
     let up = weight(g, "up", &[EXPERTS, HIDDEN, HIDDEN]);
     let made = a::grouped_dot(g, x, up, sorted_key).unwrap();
-    // The sum over each run of sorted rows depends on the order.
+    // A sum over runs of sorted rows depends on the order.
     let split = a::reshape(g, made, &[TOKENS, CHOSEN, HIDDEN]).unwrap();
     let result = a::sum(g, split, &[1], false).unwrap();
     let [written, found] = finished(m, result);
@@ -221,7 +222,7 @@ fn products_with_looked_up_matrices_are_grouped() {
         let down = weight(g, "down", &[EXPERTS, INNER, HIDDEN]);
         let (inner, made);
         if per_row {
-            // One matrix and one token a row.
+            // One matrix and one token per row.
             let rows = TOKENS * CHOSEN;
             let key = a::reshape(g, m.chosen, &[rows]).unwrap();
             let spread = a::unsqueeze(g, m.tokens, 1).unwrap();
@@ -257,7 +258,7 @@ fn products_with_looked_up_matrices_are_grouped() {
     }
 }
 
-/// Rows that are repeated for all groups and masked, as XLA writes runs of rows for a CPU.
+/// Rows repeated for all groups and masked, as XLA writes runs of rows for CPUs.
 #[test]
 fn products_of_masked_rows_are_grouped() {
     let mut m = model();
@@ -304,7 +305,7 @@ fn products_of_masked_rows_are_grouped() {
     check(finished(m, result));
 }
 
-/// A loop over experts, with weights of their own or parts of one tensor.
+/// A loop over experts, with separate weights or with parts of one tensor.
 fn looped(own: bool, experts: u64) -> [Graph; 2] {
     let mut m = model();
     let g = &mut m.g;
@@ -348,7 +349,7 @@ fn loops_over_experts_are_grouped() {
     }
 }
 
-/// Rows whose expert is none of the loop count for nothing, biases included.
+/// Rows whose expert is not in the loop contribute nothing, not even biases.
 #[test]
 fn rows_without_an_expert_are_zero() {
     let [written, found] = looped(true, EXPERTS - 1);
@@ -370,7 +371,7 @@ fn other_graphs_stay_as_they_are() {
     assert_eq!(written, found);
 }
 
-/// Loops that mark tokens of an expert instead of choices, or take the mask from a one-hot tensor.
+/// Loops that mask tokens instead of choices, or take masks from a one-hot tensor.
 #[test]
 fn masks_of_tokens_and_one_hot_masks_are_grouped() {
     for hot in [false, true] {
@@ -422,7 +423,7 @@ fn masks_of_tokens_and_one_hot_masks_are_grouped() {
     }
 }
 
-/// Runs of rows that are multiplied one after the other, as XLA writes them for a GPU.
+/// Runs of rows that are multiplied one after the other, as XLA writes them for GPUs.
 #[test]
 fn products_of_runs_are_grouped() {
     let mut m = model();

@@ -1,9 +1,9 @@
 //! Rows in the order of tokens instead of sorted by expert.
 //!
-//! A value that is a permutation of the rows of another is computed from that other one: what is elementwise in rows, looks
-//! something up for each, or multiplies each with a matrix commutes with the order. At last rows are put back, added up or
-//! scattered to their tokens, and there the order no longer matters: that is computed from the rows as they were, and the
-//! sort is dead. Where a use of the order remains, it and the sort stay as they are.
+//! A value that permutes the rows of another is computed from that other one. Elementwise ops on rows, lookups for each
+//! row, and products of each row with a matrix commute with the order. In the end, rows are restored to their order,
+//! summed, or scattered to their tokens. There the order no longer matters. So that result is computed from the
+//! original rows, and the sort is dead. If a use of the order remains, that use and the sort stay unchanged.
 
 use super::{counts_along, plain, splat};
 use crate::array::{self, Built};
@@ -14,13 +14,13 @@ use crate::simplify::without_dead_nodes;
 use crate::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// Larger index vectors are not computed.
+/// The largest number of elements of an index vector that is computed.
 const MOST_ELEMENTS: u64 = 1 << 23;
 
-/// The most ops between a position and an index that is computed of it.
+/// The largest number of ops between a position and an index computed from it.
 const MOST_OPS: usize = 48;
 
-/// A value that has, at place `i` of `dim`, what `value` has at place `order[i]`.
+/// A value that has, at position `i` of `dim`, the row of `value` at position `order[i]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Permuted {
     /// The sort, in the new graph.
@@ -31,17 +31,17 @@ struct Permuted {
 
 struct Unsort {
     to: Graph,
-    /// What is known of values of the new graph.
+    /// The known permutations among values of the new graph.
     permuted: BTreeMap<ValueId, Permuted>,
     /// Values that are the inverse of an order.
     inverse: BTreeMap<ValueId, ValueId>,
     /// The keys of each order.
     keys: BTreeMap<ValueId, ValueId>,
-    /// The least and the greatest element of each value so far, where known.
+    /// The smallest and the largest element of each value so far, if known.
     bounds: Vec<Option<(f64, f64)>>,
 }
 
-/// The graph without sorts that make no difference.
+/// The graph without sorts that have no effect.
 pub fn unsorted(graph: &Graph) -> Graph {
     let to = Graph { name: graph.name.clone(), ..Default::default() };
     let (permuted, inverse, keys) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
@@ -80,9 +80,9 @@ impl Unsort {
         self.permuted.get(&v).copied()
     }
 
-    // ---- Where an order ends.
+    // ---- The end of an order.
 
-    /// The node's value where no order shows in it, computed of rows as they were.
+    /// The node's value if it does not depend on the order, computed from the original rows.
     fn ended(&mut self, node: &Node) -> Option<ValueId> {
         let operands = &node.operands;
         match &node.op {
@@ -120,7 +120,7 @@ impl Unsort {
                 let over = self.updates_dim(&scatter.dims, operands[1], index, operands[2])?;
                 let table = self.to.shape(operands[0]).to_vec();
                 let along = takes_rows(&scatter.dims, &table, *scatter.dims.start_index_map.first()?, table.len())?;
-                // Every row is written, once.
+                // Every row is written exactly once.
                 let rows = table[scatter.dims.start_index_map[0]];
                 if !self.counts(index.value) || rows != self.to.shape(operands[1])[index.dim] || along != over {
                     return None;
@@ -128,7 +128,7 @@ impl Unsort {
                 if let Some(updates) = self.of(operands[2]).filter(|p| p.order == index.order && p.dim == over) {
                     return self.moved(updates, scatter.dims.start_index_map[0]);
                 }
-                // Positions that are written in order are the inverse of it.
+                // Positions scattered to an order are its inverse.
                 if table.len() == 1 && counts_along(&self.to, operands[2]) == Some(0) {
                     let v = self.to.append(node.clone());
                     self.note_bounds();
@@ -142,7 +142,7 @@ impl Unsort {
         }
     }
 
-    /// The rows with their dimension in another place.
+    /// The rows with their dimension moved to another position.
     fn moved(&mut self, rows: Permuted, to: usize) -> Option<ValueId> {
         let rank = self.to.shape(rows.value).len();
         let mut order: Vec<usize> = (0..rank).filter(|&d| d != rows.dim).collect();
@@ -150,14 +150,14 @@ impl Unsort {
         array::permute(&mut self.to, rows.value, &order).ok()
     }
 
-    /// The dimension of the updates of a scatter that the permuted dimension of its indices is.
+    /// The dimension of a scatter's updates that corresponds to the permuted dimension of its indices.
     fn updates_dim(&self, dims: &GatherDims, indices: ValueId, index: Permuted, updates: ValueId) -> Option<usize> {
         let rank = self.to.shape(indices).len();
         let at = dims.indices_dims(rank).iter().position(|&d| d == index.dim)?;
         dims.batch_dims(self.to.shape(updates).len()).get(at).copied()
     }
 
-    /// A sum of rows at their places, which may follow from their numbers.
+    /// A sum of rows at their positions, which may follow from row numbers.
     fn added(&mut self, scatter: &ScatterAdd, index: ValueId, rows: Permuted) -> Built {
         let g = &mut self.to;
         let plain_rows = scatter.dims.indices_dims(g.shape(index).len()).len() == 1 && rows.dim == 0;
@@ -182,7 +182,7 @@ impl Unsort {
         g.push(Op::ScatterAdd(scatter.clone()), &[index, rows.value])
     }
 
-    // ---- How an order passes through ops.
+    // ---- The propagation of an order through ops.
 
     fn permuted(&mut self, v: ValueId) -> Option<Permuted> {
         let node = self.to.node(v).clone();
@@ -278,7 +278,7 @@ impl Unsort {
         }
     }
 
-    /// The same op on the rows as they were.
+    /// The same op on the original rows.
     fn same_op(&mut self, node: &Node, rows: Permuted, operands: &[ValueId], dim: usize) -> Option<Permuted> {
         let value = self.to.push(node.op.clone(), operands).ok()?;
         self.note_bounds();
@@ -298,7 +298,7 @@ impl Unsort {
         }
     }
 
-    /// An order of one row of keys; or the inverse of one, which is how orders are sorted.
+    /// An order of one row of keys, or the inverse of an order, which is obtained by sorting it.
     fn sorted(&mut self, v: ValueId, sort: &ArgSort, operands: &[ValueId]) -> Option<Permuted> {
         let (&[key], &[rows]) = (operands, self.to.shape(v)) else { return None };
         if let Some(of) = self.of(key).filter(|p| self.counts(p.value)) {
@@ -307,7 +307,7 @@ impl Unsort {
             }
             return None;
         }
-        // Sorted by the same keys, rows have the same order.
+        // Rows sorted by the same keys have the same order.
         let same = |(order, known): (&ValueId, &ValueId)| {
             let twin = matches!(&self.to.node(*order).op, Op::ArgSort(s) if s == sort);
             (twin && plain(&self.to, *known) == plain(&self.to, key)).then_some(*order)
@@ -340,7 +340,7 @@ impl Unsort {
         self.same_op(node, index, &[table, index.value], dim)
     }
 
-    /// Rows of a table at positions that follow from the numbers of the rows: all, each a few times, or all a few times.
+    /// Rows of a table at positions that follow from row numbers: all rows, each a few times, or all a few times.
     fn repeated(
         &mut self,
         gather: &Gather,
@@ -374,12 +374,12 @@ impl Unsort {
         Some(value)
     }
 
-    /// True if a value counts `0, 1, ..`.
+    /// Returns true if a value counts `0, 1, ..`.
     fn counts(&self, v: ValueId) -> bool {
         positions(&self.to, v) == Some(Pattern::Count)
     }
 
-    /// True if a value is the same at all places of a dimension.
+    /// Returns true if a value is constant along a dimension.
     fn is_same_along(&self, v: ValueId, dim: usize, depth: usize) -> bool {
         let node = self.to.node(v);
         match &node.op {
@@ -399,7 +399,8 @@ impl Unsort {
 
     // ---- Groups of sorted rows.
 
-    /// The number of the group of each row, by where groups end, is the sorted key if groups are as long as keys are frequent.
+    /// The group of each row, computed from the ends of groups, is the sorted key if group sizes are the frequencies of
+    /// keys.
     fn group_key(&mut self, node: &Node) -> Option<Permuted> {
         let ends = group_ends(&self.to, node)?;
         let counted = plain(&self.to, ends);
@@ -421,7 +422,7 @@ impl Unsort {
         Some(Permuted { order, dim: 0, value })
     }
 
-    /// The key of which a value counts how often each number occurs, and how many numbers there are.
+    /// The key whose numbers a value counts, and how many numbers there are.
     fn counted_key(&self, v: ValueId) -> Option<(ValueId, u64)> {
         let g = &self.to;
         let v = converted(g, v);
@@ -460,10 +461,9 @@ impl Unsort {
         }
     }
 
-    // ---- What is known of integers.
+    // ---- Known bounds of integers.
 
-    /// An existing value that a node is, where bounds say so: indices that count from the end where they are negative, and such that
-    /// are brought inside.
+    /// An existing value that equals the node, if bounds prove it. The node wraps negative indices, or clamps indices.
     fn as_known(&self, node: &Node) -> Option<ValueId> {
         let bound = |i: usize| self.bounds[node.operands[i].index()];
         match &node.op {
@@ -491,7 +491,7 @@ impl Unsort {
         }
     }
 
-    /// Finds bounds of the values that have none yet.
+    /// Computes the bounds of values that have none yet.
     fn note_bounds(&mut self) {
         for i in self.bounds.len()..self.to.len() {
             let found = self.bounds_of(ValueId(i as u32));
@@ -543,13 +543,13 @@ impl Unsort {
             }
             _ => return None,
         };
-        // What wraps around is not bounded.
+        // A value that wraps around has no bounds.
         let fits = |x: f64| x.abs() < 2f64.powi(52) && node.ty.dtype.wrap(x) == x;
         (fits(found.0) && fits(found.1)).then_some(found)
     }
 }
 
-/// Behind conversions.
+/// The value before conversions.
 fn converted(g: &Graph, mut v: ValueId) -> ValueId {
     while matches!(g.node(v).op, Op::Convert(_)) {
         v = g.node(v).operands[0];
@@ -557,7 +557,7 @@ fn converted(g: &Graph, mut v: ValueId) -> ValueId {
     v
 }
 
-/// What is repeated for each number, behind conversions of whole numbers.
+/// The key that a value repeats for each number, before conversions of integers.
 fn repeated_key(g: &Graph, mut v: ValueId) -> Option<ValueId> {
     loop {
         let node = g.node(v);
@@ -575,7 +575,7 @@ fn repeated_key(g: &Graph, mut v: ValueId) -> Option<ValueId> {
     }
 }
 
-/// Where groups end, of a node that says of each row how many groups end at it or before.
+/// The ends of groups, if the node counts for each row the groups that end at it or before it.
 fn group_ends(g: &Graph, node: &Node) -> Option<ValueId> {
     let Op::Reduce(reduce) = &node.op else { return None };
     if reduce.reducer != Reducer::Sum || reduce.dims != [1] || node.ty.rank() != 1 {
@@ -590,8 +590,8 @@ fn group_ends(g: &Graph, node: &Node) -> Option<ValueId> {
     (counts_along(g, row) == Some(0) && op.dims == [1]).then(|| g.node(ends).operands[0])
 }
 
-/// The dimension of the result along which rows are taken from dimension `from` of a table, all else being taken whole and staying in
-/// its order.
+/// The dimension of the result along which rows are taken from dimension `from` of a table. All other dimensions must
+/// be taken whole and in order.
 fn takes_rows(dims: &GatherDims, table: &[u64], from: usize, result_rank: usize) -> Option<usize> {
     let whole =
         (0..table.len()).all(|d| if d == from { dims.slice_sizes[d] == 1 } else { dims.slice_sizes[d] == table[d] });
@@ -601,14 +601,14 @@ fn takes_rows(dims: &GatherDims, table: &[u64], from: usize, result_rank: usize)
     (whole && rows && over.len() == 1).then(|| over[0])
 }
 
-/// Positions that follow from numbers of rows.
+/// Positions that follow from row numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Pattern {
     /// `0, 1, ..`
     Count,
-    /// Each number so many times in a row.
+    /// Each number `k` times in a row: `0, 0, 1, 1, ..`
     Each(u64),
-    /// All numbers in a row, so many times.
+    /// All numbers in a row, `k` times: `0, 1, .., 0, 1, ..`
     Times(u64),
 }
 
@@ -636,7 +636,7 @@ fn positions(g: &Graph, v: ValueId) -> Option<Pattern> {
         }
     }
     let ty = g.ty(v);
-    // One row of numbers.
+    // A single row of numbers.
     if !ty.dtype.is_integer() || ty.shape.iter().filter(|&&n| n != 1).count() > 1 {
         return None;
     }

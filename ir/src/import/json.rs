@@ -1,4 +1,4 @@
-//! The `altiplano.graph` format: a graph as JSON, made to be written by a few lines of any language.
+//! The `altiplano.graph` format: a graph as JSON, easy to write in any language.
 //!
 //! ```json
 //! {"format": "altiplano.graph", "version": 1, "name": "mlp", "batch": 8,
@@ -10,15 +10,16 @@
 //!  "outputs": [3]}
 //! ```
 //!
-//! A node is known by its position; `operands` and `outputs` are positions, and operands come before their
-//! users. `type` may be left out of a node whose op and operands decide it (leaves, constants and iotas need it);
-//! where it is given, attributes that repeat it (`shape` of a reshape, `dtype` of a convert) may be left out.
-//! `batch_dims` are the dimensions whose size is proportional to `batch`; `name` says where the node comes from.
-//! A constant has one `value` for all elements or a flat list of `values`, row major; infinities and NaN
-//! are `"inf"`, `"-inf"` and `"nan"`. Unknown keys are errors. The ops and their attributes are those of
-//! `docs/ops.md`; `docs/graph.schema.json` is a JSON Schema of all this.
+//! A node is identified by its position. `operands` and `outputs` are positions, and operands come before their users.
+//! `type` may be omitted from a node whose op and operands determine it (leaves, constants and iotas need it). If it is
+//! given, attributes that repeat it (`shape` of a reshape, `dtype` of a convert) may be omitted.
+//!
+//! `batch_dims` are the dimensions whose size is proportional to `batch`. `name` is the origin of the node. A constant
+//! has one `value` for all elements or a flat list of `values`, row major. Infinities and NaN are `"inf"`, `"-inf"` and
+//! `"nan"`. Unknown keys are errors. The ops and their attributes are those of `docs/ops.md`, and
+//! `docs/graph.schema.json` is a JSON Schema of the format.
 
-/// What a JSON error says without its place, for messages that the place leads.
+/// The text of a JSON error without its position, for messages that begin with the position.
 pub fn message(error: &serde_json::Error) -> String {
     if error.is_eof() {
         return "it ends here, in the middle of a value: perhaps it was not written to its end".to_string();
@@ -40,12 +41,12 @@ use crate::types::TensorType;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The version that [`write`] writes and the newest that [`read`] reads.
+/// The version that [`write`] writes, and the newest that [`read`] reads.
 pub const VERSION: u64 = 1;
 
 const FORMAT: &str = "altiplano.graph";
 
-/// Why a text is no graph. A path such as `nodes[12].operands[1]` leads to what is wrong.
+/// The reason why a text is not a graph. A path such as `nodes[12].operands[1]` gives the position.
 #[derive(Debug, thiserror::Error)]
 pub enum JsonError {
     /// The message ends with the line and column.
@@ -85,7 +86,7 @@ fn at(path: &str) -> &str {
     if path.is_empty() { "the file" } else { path }
 }
 
-/// Writes a graph, one node a line.
+/// Writes a graph, one node per line.
 pub fn write(graph: &Graph) -> String {
     let mut text = format!(
         "{{\"format\":\"{FORMAT}\",\"version\":{VERSION},\"name\":{},\"batch\":{},\"nodes\":[",
@@ -252,7 +253,7 @@ fn read_type(entry: &Entry<'_>) -> Result<TensorType, JsonError> {
     if ty.check() { Ok(ty) } else { Err(JsonError::TooLarge { path: entry.path.clone(), ty }) }
 }
 
-/// A value of the document and the path that leads to it.
+/// A value of the document, with its path.
 struct Entry<'a> {
     path: String,
     value: &'a Value,
@@ -263,7 +264,7 @@ impl<'a> Entry<'a> {
         JsonError::Expected { path: at(&self.path).to_string(), expected }
     }
 
-    /// The object here, which has no keys but `known` ones.
+    /// The object here, which may only have `known` keys.
     fn object(&self, what: &'static str, known: &[&'static str]) -> Result<&'a Map<String, Value>, JsonError> {
         let map = self.value.as_object().ok_or_else(|| self.expected(what))?;
         match map.keys().find(|k| !known.contains(&k.as_str())) {

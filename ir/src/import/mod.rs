@@ -1,4 +1,4 @@
-//! Importers: from the formats that users have to a [`crate::graph::Graph`].
+//! Importers from users' formats to a [`crate::graph::Graph`].
 
 pub mod huggingface;
 pub mod json;
@@ -6,8 +6,8 @@ pub mod onnx;
 pub mod stablehlo;
 pub mod torch_export;
 
-/// One line for each op of a file that is not supported, and for each problem, of which the first twenty are shown. Ops that
-/// could not be read only because they use results of these are counted.
+/// Lists each unsupported op of a file, and the first twenty problems, one per line. Ops that could not be read only
+/// because they use these results are counted.
 fn listed<U: std::fmt::Display, P: std::fmt::Display>(
     unsupported: &[U],
     problems: &[P],
@@ -39,16 +39,16 @@ fn listed<U: std::fmt::Display, P: std::fmt::Display>(
 pub struct OpenSize {
     pub symbol: String,
     pub value: u64,
-    /// Dimensions of inputs that have this size.
+    /// The dimensions of inputs that have this size.
     pub dims: Vec<(String, usize)>,
-    /// Neither the caller nor the file says what it is, so that it was chosen.
+    /// True if neither the caller nor the file states the size, so that it was chosen.
     pub chosen: bool,
     pub least: Option<i64>,
     pub most: Option<i64>,
 }
 
 impl OpenSize {
-    /// True if a name is the size's own, or that of an input and its dimension: `tokens.0`.
+    /// Returns true if `name` is the size's own name, or that of an input with its dimension: `tokens.0`.
     pub fn is_called(&self, name: &str) -> bool {
         self.symbol == name || self.dims.iter().any(|(input, dim)| name == format!("{input}.{dim}"))
     }
@@ -64,7 +64,7 @@ impl std::fmt::Display for OpenSize {
     }
 }
 
-/// What a program says of the sizes that it leaves open, for the message of one that is not among them.
+/// A list of the open sizes of a program, for an error about one that is not among them.
 fn known_sizes(known: &[String]) -> String {
     match known {
         [] => "all sizes of this program are fixed".to_string(),

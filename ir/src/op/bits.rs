@@ -1,37 +1,37 @@
-//! Ops on the bits of elements: reinterpretation, fewer digits, and counter-based random numbers.
+//! Ops on the bits of elements: reinterpretation, rounding to fewer digits, and counter-based random numbers.
 
 use super::*;
 use crate::float::reduce_precision;
 use crate::rule::FactorKind;
 
-/// The same bits read as elements of another type. Where the new type is narrower, one more dimension at the end holds
-/// the parts of an element, its lowest bits first; where it is wider, the last dimension is joined.
+/// The same bits, read as elements of another type. If the new type is narrower, an extra last dimension holds the
+/// parts of an element, lowest bits first. If it is wider, the last dimension is joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct BitcastConvert {
     pub dtype: DType,
 }
 
-/// Rounds floats to so many bits of exponent and mantissa, keeping their type.
+/// Rounds floats to the given bits of exponent and mantissa, and keeps their type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ReducePrecision {
     pub exponent_bits: u32,
     pub mantissa_bits: u32,
 }
 
-/// Random bits of Threefry-2x32 with 20 rounds (Salmon et al. 2011), JAX's default generator: elementwise on the key's
-/// two words and the counter's two words, all `u32`.
+/// Random bits of Threefry-2x32 with 20 rounds (Salmon et al. 2011), JAX's default generator. The op is elementwise on
+/// the key's two words and the counter's two words, all `u32`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Threefry {
     pub word: ThreefryWord,
 }
 
-/// Which of the two words that Threefry makes is meant.
+/// Selects one of the two words that Threefry makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ThreefryWord {
     First,
     Second,
-    /// Both combined.
+    /// The bitwise xor of both.
     Xor,
 }
 
@@ -46,7 +46,7 @@ impl ThreefryWord {
         }
     }
 
-    /// This word of the block that key and counter give.
+    /// The selected word of the block for a key and a counter.
     #[inline]
     pub fn of(self, key: [u32; 2], count: [u32; 2]) -> u32 {
         let [first, second] = threefry2x32(key, count);
@@ -58,7 +58,7 @@ impl ThreefryWord {
     }
 }
 
-/// The block cipher itself: 20 rounds, a part of the key being added after each four.
+/// The block cipher: 20 rounds, with a part of the key added after each four.
 #[inline]
 fn threefry2x32(key: [u32; 2], count: [u32; 2]) -> [u32; 2] {
     const ROTATIONS: [[u32; 4]; 2] = [[13, 15, 26, 6], [17, 29, 16, 24]];
@@ -116,7 +116,7 @@ impl Operator for BitcastConvert {
         Op::BitcastConvert(*self)
     }
 
-    /// Bits are not a smooth function of a number, nor is a number one of its bits; JAX gives zero too.
+    /// Zero, as in JAX: neither the bits of a number nor a number of its bits is a smooth function.
     fn gradient(&self, _: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         vec![None]
     }
@@ -161,7 +161,7 @@ impl Operator for ReducePrecision {
         Op::ReducePrecision(*self)
     }
 
-    /// The cotangent is rounded alike, as in JAX: the derivative of the rounding itself is zero almost everywhere.
+    /// Rounds the cotangent alike, as JAX does. The derivative of the rounding itself is zero almost everywhere.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         vec![Some(cx.graph.emit(Op::ReducePrecision(*self), &[cx.cotangent]))]
     }
@@ -208,7 +208,7 @@ impl Operator for Threefry {
 mod tests {
     use super::*;
 
-    /// The known answers that the authors publish with Random123 (`threefry2x32 20`).
+    /// The known answers that the authors published with Random123 (`threefry2x32 20`).
     #[test]
     fn threefry_gives_the_published_answers() {
         let max = u32::MAX;

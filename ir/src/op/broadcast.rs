@@ -1,11 +1,11 @@
-//! Broadcast: repeats a tensor along new dimensions and along dimensions of size one.
+//! Broadcast: repeats a tensor along new dimensions and along dimensions of size 1.
 
 use super::lookup::sum_of_placed;
 use super::*;
 use crate::rule::FactorKind;
 
-/// Dimension `i` of the operand becomes dimension `dims[i]` of the result; it must have the result's size or
-/// size 1. All other dimensions of the result repeat the operand.
+/// Dimension `i` of the operand becomes dimension `dims[i]` of the result. It must have the result's size or size 1.
+/// The operand repeats along all other dimensions of the result.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BroadcastInDim {
     pub shape: Vec<u64>,
@@ -27,7 +27,7 @@ impl Operator for BroadcastInDim {
         Ok(operands[0].with_shape(self.shape.clone()))
     }
 
-    /// Every result dimension is a factor; the operand has those that it does not repeat.
+    /// Every result dimension is a factor. The operand has the factors along which it does not repeat.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule { linear: vec![vec![0]], ..Default::default() };
         rule.result = result.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
@@ -44,7 +44,7 @@ impl Operator for BroadcastInDim {
         Op::BroadcastInDim(BroadcastInDim { shape: result.to_vec(), dims: self.dims.clone() })
     }
 
-    /// Sums over what was repeated.
+    /// Sums over the repeated dimensions.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let operand = cx.graph.shape(cx.operands[0]).to_vec();
         let kept = |dim: usize| self.dims.iter().position(|&d| d == dim).is_some_and(|i| operand[i] == self.shape[dim]);
@@ -53,7 +53,7 @@ impl Operator for BroadcastInDim {
             Some(sum) => sum,
             None => cx.graph.reduce(cx.cotangent, Reducer::Sum, &repeated),
         };
-        // What is left are the kept dimensions in the result's order; dims need not be sorted.
+        // The sum has the kept dimensions in the result's order, but dims need not be sorted.
         let left: Vec<usize> = (0..self.shape.len()).filter(|&d| kept(d)).collect();
         let wanted: Vec<usize> = self.dims.iter().copied().filter(|&d| kept(d)).collect();
         let permutation: Vec<usize> = wanted.iter().filter_map(|d| left.iter().position(|l| l == d)).collect();

@@ -1,8 +1,9 @@
 //! Composites: functions that models are made of, each one op to the planner.
 //!
-//! A composite means what its decomposition means, a small graph of other ops that [`crate::array`] writes. Everything else
-//! follows from that graph: its rule (which of its loops can be split, and what has to be exchanged inside), its gradient,
-//! its local program and its reference semantics. Plans are made of composites and programs of their decompositions.
+//! A composite has the semantics of its decomposition, a small graph of other ops that [`crate::array`] builds.
+//! Everything else follows from that graph: the rule (which loops can be split, and the collectives inside), the
+//! gradient, the local program and the reference semantics. Plans contain composites, and programs contain their
+//! decompositions.
 
 use super::decomposition::Decomposition;
 use super::*;
@@ -10,7 +11,7 @@ use crate::array::{self, Built, RotaryHalves};
 use crate::literal::Real;
 use std::sync::{Arc, Mutex};
 
-/// What a composite computes. Numbers in it do not depend on sizes.
+/// The function that a composite computes. Its numbers do not depend on sizes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Function {
@@ -21,31 +22,31 @@ pub enum Function {
     LogSoftmax {
         dim: usize,
     },
-    /// `gelu(x)` by the error function, and its approximation by a hyperbolic tangent.
+    /// `gelu(x)` by the error function, and its tanh approximation.
     GeluErf,
     GeluTanh,
     /// `x logistic(x)`
     Silu,
-    /// `mean(x)` over dimensions, which go.
+    /// `mean(x)` over dimensions, which are removed.
     Mean {
         dims: Vec<usize>,
     },
-    /// `layer_norm(x, weight, bias)` over the dimensions that the weight has.
+    /// `layer_norm(x, weight, bias)` over the weight's dimensions.
     LayerNorm {
         eps: Real,
     },
-    /// `rms_norm(x, weight)` over the dimensions that the weight has.
+    /// `rms_norm(x, weight)` over the weight's dimensions.
     RmsNorm {
         eps: Real,
     },
-    /// `batch_norm(x, weight, bias)` by the mean and variance of each feature (dimension `dim`) over all else, and
-    /// `batch_norm(x, weight, bias, mean, variance)` by given ones.
+    /// `batch_norm(x, weight, bias)` normalises each feature (along dimension `dim`) by its mean and variance over all
+    /// other dimensions. `batch_norm(x, weight, bias, mean, variance)` uses the given statistics.
     BatchNorm {
         dim: usize,
         eps: Real,
     },
-    /// `attention(q, k, v)` or `attention(q, k, v, mask)`: see [`array::attention_of_heads`], and for several blocks, of which keys
-    /// and values go around a ring, [`array::ring_attention`].
+    /// `attention(q, k, v)` or `attention(q, k, v, mask)`: see [`array::attention_of_heads`]. With several blocks, keys
+    /// and values go around a ring: see [`array::ring_attention`].
     Attention {
         scale: Real,
         causal: bool,
@@ -56,25 +57,25 @@ pub enum Function {
     Rotary {
         halves: RotaryHalves,
     },
-    /// `gates(logits)`: the softmax along the last dimension where it is among the greatest, and zero elsewhere: see
+    /// `gates(logits)`: the softmax along the last dimension for the `chosen` greatest values, and zero elsewhere. See
     /// [`array::gates`].
     Gates {
         chosen: u64,
         normalised: bool,
     },
-    /// `cross_entropy(logits, labels)`: `-log softmax(logits)` along a dimension at each label, a value for each label.
+    /// `cross_entropy(logits, labels)`: `-log softmax(logits)` along a dimension at each label, one value per label.
     CrossEntropy {
         dim: usize,
     },
-    /// `linear_cross_entropy(x, weight, labels)`: the losses of logits that are made a chunk of positions at a time and never kept:
-    /// see [`array::linear_label_losses`].
+    /// `linear_cross_entropy(x, weight, labels)`: cross-entropy that computes logits one chunk of positions at a time
+    /// and never keeps them. See [`array::linear_label_losses`].
     LinearCrossEntropy {
         contract: usize,
         chunks: u64,
     },
 }
 
-/// Attention as one block.
+/// Attention in one block.
 fn whole() -> u64 {
     1
 }
@@ -87,12 +88,13 @@ fn is_whole(blocks: &u64) -> bool {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Composite {
     pub function: Function,
-    /// The decomposition for the types that were asked for last: a node asks for the same ones again and again.
+    /// The decomposition for the operand types that were asked for last. A node asks for the same types again and
+    /// again.
     #[serde(skip)]
     known: Known,
 }
 
-/// Not a part of the op's value.
+/// A cache, which is not part of the op's value.
 #[derive(Clone, Default)]
 struct Known(Arc<Mutex<Option<Arc<Decomposition>>>>);
 
@@ -134,12 +136,13 @@ impl Function {
         }
     }
 
-    /// True if the backward pass computes the values inside again, whatever else a plan recomputes. Only the operands are kept.
+    /// Returns true if the backward pass always recomputes the values inside, whatever else a plan recomputes. Only the
+    /// operands are kept.
     pub fn recomputes_inside(&self) -> bool {
         matches!(self, Function::LinearCrossEntropy { .. })
     }
 
-    /// The least and the greatest number of operands.
+    /// The smallest and the largest number of operands.
     fn operands(&self) -> (usize, usize) {
         match self {
             Function::LayerNorm { .. } | Function::Rotary { .. } | Function::LinearCrossEntropy { .. } => (3, 3),
@@ -150,7 +153,7 @@ impl Function {
         }
     }
 
-    /// Appends the decomposition.
+    /// Appends the decomposition to a graph.
     pub fn build(&self, g: &mut Graph, x: &[ValueId]) -> Built {
         let (least, most) = self.operands();
         if !(least..=most).contains(&x.len()) {
@@ -205,13 +208,13 @@ impl Composite {
         Ok(body)
     }
 
-    /// Whether [`Composite::body`] for operands of these types is there already.
+    /// Returns true if [`Composite::body`] for operands of these types is cached.
     pub fn is_built_for(&self, operands: &[&TensorType]) -> bool {
         let known = self.known.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         known.as_ref().is_some_and(|body| body.takes(operands))
     }
 
-    /// [`Composite::body`] of a node of a verified graph.
+    /// [`Composite::body`] for a node of a verified graph.
     fn verified(&self, operands: &[&TensorType]) -> Arc<Decomposition> {
         match self.body(operands) {
             Ok(body) => body,

@@ -3,13 +3,13 @@
 use super::*;
 use crate::rule::FactorKind;
 
-/// Joins the operands along `dim`; all other dimensions must agree.
+/// Joins the operands along `dim`. All other dimensions must agree.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Concatenate {
     pub dim: usize,
 }
 
-/// Each piece of its own size takes a factor of the rule, of which there are at most 256.
+/// The largest number of pieces of unequal size. Each takes a factor of the rule, which has at most 256.
 const MAX_UNEQUAL_PIECES: usize = 200;
 
 impl Operator for Concatenate {
@@ -38,9 +38,9 @@ impl Operator for Concatenate {
         Ok(first.with_shape(shape))
     }
 
-    /// Pieces of equal size `n` join to `{number of pieces, n}` with `n` parallel; others stay whole.
+    /// Pieces of equal size `n` join to `{number of pieces, n}` with `n` parallel. Pieces of unequal size stay whole.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
-        // The sets of a rule number operands by `u8`; partial sums do not pass where there are more.
+        // A rule's sets number operands by `u8`. With more operands, partial sums do not pass.
         let linear = u8::try_from(operands.len()).map(|n| vec![(0..n).collect()]).unwrap_or_default();
         let mut rule = ShardingRule { linear, ..Default::default() };
         rule.operands = vec![Vec::new(); operands.len()];

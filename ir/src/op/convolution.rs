@@ -1,7 +1,8 @@
 //! Convolution: strided, padded, dilated, grouped, over any number of spatial dimensions.
 //!
-//! Both gradients are convolutions again (a transposed one for the operand, one whose window is the cotangent for the
-//! kernel), so training needs this op alone. A split spatial dimension exchanges edges with the neighbours.
+//! Both gradients are convolutions: a transposed one for the operand, and one with the cotangent as its window for the
+//! kernel. So training needs no other op. If a spatial dimension is split, devices exchange edges with their
+//! neighbours.
 
 use super::elementwise::sum_of_products;
 use super::window::{WindowDim, window_factors};
@@ -9,7 +10,7 @@ use super::*;
 use crate::rule::{FactorKind, Window};
 use crate::tensor::for_each_index;
 
-/// Where batch, features and spatial dimensions are in the operand or the result.
+/// The positions of batch, feature and spatial dimensions in the operand or the result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageDims {
     pub batch: usize,
@@ -17,7 +18,7 @@ pub struct ImageDims {
     pub spatial: Vec<usize>,
 }
 
-/// Where features and spatial dimensions are in the kernel.
+/// The positions of feature and spatial dimensions in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelDims {
     pub input: usize,
@@ -25,9 +26,9 @@ pub struct KernelDims {
     pub spatial: Vec<usize>,
 }
 
-/// `convolution(lhs, rhs)`. With `feature_groups` the features of lhs and result fall into as many groups, and each group of
-/// the result sees its group of lhs; with `batch_groups` the batch of lhs does. The window has an entry for each
-/// spatial dimension, of the kernel's size; padding is zeros.
+/// `convolution(lhs, rhs)`. With `feature_groups`, the features of lhs and result are divided into that many groups,
+/// and each group of the result sees its own group of lhs. `batch_groups` divides the batch of lhs instead. The window
+/// has an entry for each spatial dimension, with the kernel's size. Padding is zeros.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Convolution {
     pub lhs: ImageDims,
@@ -41,7 +42,7 @@ pub struct Convolution {
 /// The factors of a convolution.
 struct Factors {
     rule: ShardingRule,
-    /// For each spatial dimension the factors of the result's and of the kernel's dimension.
+    /// The factors of the result's and of the kernel's dimension, for each spatial dimension.
     spatial: Vec<(u8, u8)>,
 }
 
@@ -57,16 +58,16 @@ impl KernelDims {
     }
 }
 
-/// Results that are gathered at once where a convolution runs as products of matrices, at most.
+/// The largest number of results gathered at once when a convolution runs as matrix products.
 pub const GATHERED_ROWS: u64 = 256;
 
-/// Elements that are gathered at once for each of them, about.
+/// The approximate number of elements gathered at once for each of these results.
 const GATHERED_COLUMNS: u64 = 1024;
 
 impl Convolution {
-    /// Elements that a convolution of floats needs, beside its operands and its result, where it runs as products of
-    /// matrices: a tile of what results see, the kernel, and a tile of results. None where each group has one input and
-    /// one output, which leaves nothing to multiply. `rhs` and `result` are shapes.
+    /// The workspace in elements of a float convolution that runs as matrix products, beside its operands and its
+    /// result. It consists of a tile of gathered inputs, the kernel, and a tile of results. It is zero if each group
+    /// has one input and one output, which leaves nothing to multiply. `rhs` and `result` are shapes.
     pub fn workspace(&self, rhs: &[u64], result: &[u64]) -> [u64; 3] {
         let groups = self.feature_groups.max(self.batch_groups);
         let (inputs, outputs) = (rhs[self.rhs.input], rhs[self.rhs.output] / groups.max(1));
@@ -79,7 +80,7 @@ impl Convolution {
         [rows * at_once * inputs, positions * inputs * outputs, rows * outputs]
     }
 
-    /// Window positions of so many inputs that are gathered at once.
+    /// The number of window positions gathered at once for this many inputs.
     pub fn gathered_positions(inputs: u64) -> u64 {
         (GATHERED_COLUMNS / inputs.max(1)).max(1)
     }
@@ -129,11 +130,11 @@ impl Convolution {
         Factors { rule, spatial }
     }
 
-    /// Cotangent of lhs: the cotangent of the result, dilated by the stride, under the kernel turned around.
+    /// The cotangent of lhs: a convolution of the result's cotangent, dilated by the stride, with the reversed kernel.
     fn gradient_of_lhs(&self, graph: &mut Graph, lhs: ValueId, rhs: ValueId, g: ValueId) -> ValueId {
         let groups = self.feature_groups.max(self.batch_groups);
         let (lhs_shape, result_shape) = (graph.shape(lhs).to_vec(), graph.shape(g).to_vec());
-        // Each group's kernel maps its outputs to its inputs now, so the groups belong to the inputs.
+        // Each group's kernel now maps its outputs to its inputs, so the groups belong to the inputs.
         let kernel = move_groups(graph, rhs, self.rhs.output, self.rhs.input, groups);
         let dims = KernelDims { input: self.rhs.output, output: self.rhs.input, spatial: self.rhs.spatial.clone() };
         let window = self.window.iter().enumerate();
@@ -148,11 +149,12 @@ impl Convolution {
             batch_groups: 1,
         };
         let dx = graph.emit(Op::Convolution(back), &[g, kernel]);
-        // Groups of the batch come out as features.
+        // Groups of the batch come out as groups of features.
         move_groups(graph, dx, self.lhs.feature, self.lhs.batch, self.batch_groups)
     }
 
-    /// Cotangent of rhs: lhs, with batch and features exchanged, under the window that the cotangent is.
+    /// The cotangent of rhs: a convolution of lhs, with batch and features exchanged. Its window is the result's
+    /// cotangent.
     fn gradient_of_rhs(&self, graph: &mut Graph, lhs: ValueId, rhs: ValueId, g: ValueId) -> ValueId {
         let (lhs_shape, result_shape) = (graph.shape(lhs).to_vec(), graph.shape(g).to_vec());
         if result_shape.contains(&0) {
@@ -183,7 +185,7 @@ impl Convolution {
     }
 }
 
-/// Takes the major factor `groups` of dimension `from` and makes it the major factor of dimension `to`.
+/// Moves the major factor `groups` of dimension `from` to become the major factor of dimension `to`.
 fn move_groups(graph: &mut Graph, x: ValueId, from: usize, to: usize, groups: u64) -> ValueId {
     if groups <= 1 {
         return x;
@@ -327,7 +329,7 @@ impl Operator for Convolution {
         })
     }
 
-    /// A multiplication and an addition for each term; terms that meet the zeros of a dilation are not counted.
+    /// Counts a multiplication and an addition per term, without terms that meet the zeros of a dilation.
     fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
         let rhs = &operands[1].shape;
         let terms = self.window.iter().fold(rhs[self.rhs.input], |n, w| n.saturating_mul(w.size));

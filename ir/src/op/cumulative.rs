@@ -4,7 +4,7 @@ use super::elementwise::Running;
 use super::product::Factors;
 use super::*;
 
-/// Element `i` of the result combines elements `0..=i` of the operand along `dim`, or with `reverse` elements `i..`.
+/// Element `i` of the result combines elements `0..=i` of the operand along `dim`, or elements `i..` with `reverse`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cumulative {
     pub reducer: Reducer,
@@ -32,8 +32,9 @@ impl Operator for Cumulative {
         Op::Cumulative(*self)
     }
 
-    /// The cotangent of a running extremum goes to the element that it was taken from, of equal ones the latest. That
-    /// of a running product is divided by the element, or where that is zero the products of the others are taken.
+    /// The cotangent of a running extremum goes to the element that it was taken from, the latest of equal ones. That
+    /// of a running product is divided by the element. If the element is zero, the product of the others is computed
+    /// instead.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let (x, y, g) = (cx.operands[0], cx.result, cx.cotangent);
         let graph = &mut *cx.graph;
@@ -86,8 +87,8 @@ impl Operator for Cumulative {
 }
 
 impl Cumulative {
-    /// For each element of a running extremum `y` of `x` the position along the dimension that it was taken from: the
-    /// latest one so far where the extremum was as great as the element itself.
+    /// For each element of a running extremum `y` of `x`, the position along the dimension that it was taken from. It
+    /// is the latest position so far whose element equals the extremum.
     fn taken_from(&self, graph: &mut Graph, x: ValueId, y: ValueId) -> ValueId {
         let ty = graph.ty(x).with_dtype(DType::I32);
         let (latest, never) = match self.reverse {

@@ -1,9 +1,10 @@
-//! What a composite's rule, local program and gradient are, found from its decomposition.
+//! The rule, local program and gradient of a composite, derived from its decomposition.
 //!
-//! Dimensions of all values inside are connected through the rules of the ops that make and use them: factors that index
-//! one dimension together are one *class*, and a class is a factor of the composite. Splitting it splits every op inside
-//! that has it. What comes out partial inside is carried along where ops are linear in it and do not make it larger, and is
-//! reduced where not: a softmax along a split dimension exchanges its maxima and its sums and nothing else.
+//! The rules of the ops inside connect the dimensions of all values. Factors that index one dimension together form a
+//! *class*, and a class is a factor of the composite. Splitting it splits every op inside that has it.
+//!
+//! A partial value inside is carried along as long as ops are linear in it and do not make it larger. Otherwise it is
+//! reduced. So a softmax along a split dimension exchanges its maxima and its sums and nothing else.
 
 use super::composite::Function;
 use super::*;
@@ -14,19 +15,19 @@ use crate::sharding::Sharding;
 /// A composite's decomposition for operands of given types.
 #[derive(Debug)]
 pub struct Decomposition {
-    /// Its leaves are the operands in order, its output is the result.
+    /// The graph's leaves are the operands in order, and its output is the result.
     pub graph: Graph,
     pub rule: ShardingRule,
     leaves: Vec<ValueId>,
-    /// For each value whether it depends on no operand: such values are made where they are used.
+    /// For each value, true if it depends on no operand. Such values are computed where they are used.
     constant: Vec<bool>,
-    /// For each factor of the rule what every node does along an axis that splits it.
+    /// For each factor of the rule, the role of an axis that splits it in every node.
     uses: Vec<Vec<AxisUse>>,
-    /// For each value and dimension the rule's factor that is the major one in it.
+    /// For each value and dimension, the major factor of the rule in it.
     major: Vec<Vec<Option<u8>>>,
 }
 
-/// Sets of equal things, found by merging.
+/// Disjoint sets (union-find).
 struct Sets(Vec<usize>);
 
 impl Sets {
@@ -44,7 +45,7 @@ impl Sets {
     }
 }
 
-/// The factors of a dimension that have more than one iteration.
+/// The factors of a dimension with more than one iteration.
 fn counted(rule: &ShardingRule, dim: &[u8]) -> Vec<u8> {
     dim.iter().copied().filter(|&f| rule.factors[f as usize].size != 1).collect()
 }
@@ -70,7 +71,7 @@ impl Decomposition {
             && operands.iter().zip(&self.leaves).all(|(ty, &v)| *self.graph.ty(v) == **ty)
     }
 
-    /// The number of the operand that a leaf stands for.
+    /// The index of the operand that a leaf stands for.
     pub fn operand_of(&self, leaf: ValueId) -> Option<usize> {
         self.leaves.iter().position(|&l| l == leaf)
     }
@@ -79,7 +80,7 @@ impl Decomposition {
         self.graph.ty(self.graph.outputs[0])
     }
 
-    /// The rules of all nodes; a leaf's has the factors that its users see in its dimensions.
+    /// The rules of all nodes. The rule of a leaf has the factors that its users see in its dimensions.
     fn rules(&self) -> Vec<ShardingRule> {
         let mut rules: Vec<ShardingRule> = self.graph.values().map(|v| self.graph.rule(v)).collect();
         for v in self.graph.values() {
@@ -104,7 +105,7 @@ impl Decomposition {
 
     fn find_rule(&mut self) {
         let rules = self.rules();
-        // A factor of a node is an element of these sets.
+        // The elements of these sets are the factors of all nodes.
         let mut first = Vec::with_capacity(rules.len());
         let mut total = 0;
         for rule in &rules {
@@ -127,7 +128,7 @@ impl Decomposition {
                 for (made, used) in from.result.iter().zip(&rule.operands[k]) {
                     let (made, used) = (counted(from, made), counted(rule, used));
                     let size = |rule: &ShardingRule, f: &u8| rule.factors[*f as usize].size;
-                    // A dimension of one element that is repeated has a factor on one side only.
+                    // A repeated dimension of size 1 has a factor on one side only.
                     if made.is_empty() || used.is_empty() {
                         continue;
                     }
@@ -168,14 +169,15 @@ impl Decomposition {
                 })
                 .collect();
             let found = if fixed[c] { None } else { self.uses_along(&rules, &along) };
-            // What is split and made whole again inside leaves all that follows to every device.
+            // If a factor is neither in the result nor makes it partial, splitting it leaves all later work to every
+            // device.
             let found = found.filter(|(_, left)| left.is_some() || rule.result.iter().flatten().any(|f| *f == factor));
             rule.factors[factor as usize].kind = match &found {
                 None => FactorKind::Whole,
                 Some((_, Some(reducer))) => FactorKind::Reduction(*reducer),
                 Some((_, None)) => FactorKind::Parallel,
             };
-            // A part of a constant lies where the device is, and so do positions.
+            // Positions, and parts of constants that are not splats, depend on the device's place along the axis.
             let varied = |o: &ValueId| match &self.graph.node(*o).op {
                 Op::Constant(literal) => literal.as_splat().is_none(),
                 _ => true,
@@ -205,7 +207,7 @@ impl Decomposition {
         self.rule = rule;
     }
 
-    /// The batch dimensions of all values inside, from those of the operands and of the result.
+    /// The batch dimensions of all values inside, derived from those of the operands and of the result.
     pub fn batch_dims(&self, operands: &[u32], result: u32) -> Vec<u32> {
         let outside = self.leaves.iter().zip(operands).map(|(&v, &marks)| (v, marks));
         let mut is_batch = vec![false; self.rule.factors.len()];
@@ -221,8 +223,8 @@ impl Decomposition {
         self.graph.values().map(bits).collect()
     }
 
-    /// What each node does along an axis that splits the factors `along`, and how the result comes out partial. None where
-    /// a node would have to split two of its loops at once.
+    /// The role in each node of an axis that splits the factors `along`, and the reduction that the result then needs.
+    /// `None` if a node would have to split two of its loops at once.
     fn uses_along(&self, rules: &[ShardingRule], along: &[Vec<u8>]) -> Option<(Vec<AxisUse>, Option<Reducer>)> {
         let mut uses = Vec::with_capacity(self.graph.len());
         let mut partial: Vec<Option<Reducer>> = Vec::with_capacity(self.graph.len());
@@ -237,7 +239,7 @@ impl Decomposition {
                         .collect();
                     let elements = |k: usize| self.graph.ty(node.operands[k]).elements();
                     let largest = (0..node.operands.len()).map(elements).max().unwrap_or(0);
-                    // Partial sums that are joined become no larger than they are together.
+                    // A join of partial sums is no larger than they are together.
                     let together = sums.iter().map(|&k| elements(k.into())).sum();
                     let set = rule.linear.iter().position(|set| *set == sums);
                     match set.filter(|_| node.ty.elements() <= largest.max(together)) {
@@ -257,8 +259,8 @@ impl Decomposition {
             uses.push(use_);
             partial.push(left);
         }
-        // What has to be reduced anyway is reduced where it arises, unless it gets smaller or is added to another first: whoever
-        // keeps it for the backward pass then keeps the whole, and need not exchange it again.
+        // Reduce a value where it arises if it must be reduced anyway, unless it gets smaller or is added to another
+        // partial sum first. The backward pass then keeps the complete value and need not reduce it again.
         let users = self.graph.users();
         for v in self.graph.values().rev().filter(|v| !self.graph.outputs.contains(v)) {
             let AxisUse::Partial { set } = uses[v.index()] else { continue };
@@ -272,7 +274,7 @@ impl Decomposition {
         Some((uses, partial[self.graph.outputs[0].index()]))
     }
 
-    /// The strategy of a node of the body under a strategy of the composite.
+    /// The strategy of a node inside, under a strategy of the composite.
     pub fn strategy(&self, v: ValueId, outer: &Strategy) -> Strategy {
         let inside = |use_: &AxisUse| match *use_ {
             AxisUse::Factor { factor, outer } => match self.uses[factor as usize].get(v.index()) {
@@ -289,7 +291,8 @@ impl Decomposition {
         self.constant[v.index()]
     }
 
-    /// Appends the body to a graph in place of a node with these operands: for each of its values the one there.
+    /// Appends the body to a graph in place of a node with these operands. Returns the new value of each of the body's
+    /// values.
     pub fn append_to(&self, graph: &mut Graph, operands: &[ValueId]) -> Vec<ValueId> {
         let mut map: Vec<ValueId> = Vec::with_capacity(self.graph.len());
         let mut given = operands.iter();
@@ -310,7 +313,7 @@ impl Decomposition {
         map
     }
 
-    /// Emits one device's part: the parts of the nodes inside, and what they exchange.
+    /// Emits one device's part: the local parts of the nodes inside, and the collectives between them.
     pub(super) fn local(&self, cx: &mut Local<'_>) -> ValueId {
         let mesh = cx.mesh;
         let strategy = strategy_of(&cx.factor_axes, mesh);
@@ -350,7 +353,7 @@ impl Decomposition {
         value
     }
 
-    /// Emits the decomposition once more and its cotangents, last node first.
+    /// Emits the decomposition again, and then its cotangents from the last node to the first.
     pub(super) fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let map = self.append_to(cx.graph, cx.operands);
         let irrelevant = crate::shift::irrelevant_maxima(&self.graph);
@@ -391,8 +394,8 @@ impl Decomposition {
     }
 }
 
-/// The strategy that splits factors over these axes. Blocks make no difference to what is emitted: where they would, the rule
-/// asks for contiguous ones.
+/// The strategy that splits factors over these axes. The number of blocks makes no difference to the emitted ops: where
+/// it would, the rule asks for contiguous blocks.
 fn strategy_of(factor_axes: &[Vec<AxisId>], mesh: &Mesh) -> Strategy {
     let mut uses = vec![AxisUse::Replicated; mesh.axes.len()];
     for (factor, axes) in factor_axes.iter().enumerate() {

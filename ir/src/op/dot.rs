@@ -1,12 +1,12 @@
-//! General dot product: batched contraction of two tensors, which is every matmul and most einsums.
+//! General dot product: batched contraction of two tensors. It covers every matmul and most einsums.
 
 use super::elementwise::sum_of_products;
 use super::*;
 use crate::rule::FactorKind;
 use crate::tensor::for_each_index;
 
-/// Dimensions `lhs_batch[i]` and `rhs_batch[i]` run together, `lhs_contract[i]` and `rhs_contract[i]` are summed
-/// over. The result's dimensions are batch, then the free ones of lhs, then those of rhs.
+/// Dimensions `lhs_batch[i]` and `rhs_batch[i]` run together, and `lhs_contract[i]` and `rhs_contract[i]` are summed
+/// over. The result's dimensions are the batch dimensions, then the free ones of lhs, then those of rhs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DotGeneral {
     pub lhs_batch: Vec<usize>,
@@ -16,9 +16,10 @@ pub struct DotGeneral {
 }
 
 impl DotGeneral {
-    /// Whether this is a product as attention scores are: of many pairs of matrices, with sums over few terms and more elements
-    /// than its factors have, so that it is better computed again than written. A term more than [`Self::FEW_TERMS`] would not
-    /// leave room on a chip for tiles of both factors (FlashAttention, Dao et al. 2022, goes to heads of 256).
+    /// Returns true if this is a product like attention scores, which is better recomputed than written to memory. Such
+    /// a product is batched, sums over few terms, and has more elements than both factors. With more terms than
+    /// [`Self::FEW_TERMS`], tiles of both factors would not fit on a chip (FlashAttention, Dao et al. 2022, goes to
+    /// heads of 256).
     pub fn grows(&self, lhs: &[u64], rhs: &[u64], result: &[u64]) -> bool {
         let size = |shape: &[u64]| shape.iter().map(|&d| u128::from(d)).product::<u128>();
         let terms: u64 = self.lhs_contract.iter().filter_map(|&d| lhs.get(d)).product();
@@ -110,7 +111,7 @@ impl Operator for DotGeneral {
         let g_lhs: Vec<usize> = (batch..batch + lhs_free.len()).collect();
         let g_rhs: Vec<usize> = (batch + lhs_free.len()..batch + lhs_free.len() + rhs_free.len()).collect();
 
-        // d lhs = g . rhs over rhs's free dimensions, with dimensions [batch, lhs free, contracted].
+        // d lhs = g . rhs over the free dimensions of rhs. Its dimensions are [batch, lhs free, contracted].
         let d_lhs = cx.wanted[0].then(|| {
             let dot = DotGeneral {
                 lhs_batch: g_batch.clone(),
@@ -119,13 +120,13 @@ impl Operator for DotGeneral {
                 rhs_contract: rhs_free.clone(),
             };
             let product = cx.graph.emit(Op::DotGeneral(dot), &[g, rhs]);
-            // rhs's contracted dimensions come in rhs's order; find where each belongs in lhs.
+            // The contracted dimensions come in rhs's order. Find the place of each in lhs.
             let contracted = in_order(&self.rhs_contract).into_iter().map(|i| self.lhs_contract[i]);
             let order: Vec<usize> =
                 self.lhs_batch.iter().copied().chain(lhs_free.iter().copied()).chain(contracted).collect();
             cx.graph.transpose(product, &inverse(&order))
         });
-        // d rhs = lhs . g over lhs's free dimensions, with dimensions [batch, contracted, rhs free].
+        // d rhs = lhs . g over the free dimensions of lhs. Its dimensions are [batch, contracted, rhs free].
         let d_rhs = cx.wanted[1].then(|| {
             let dot = DotGeneral {
                 lhs_batch: self.lhs_batch.clone(),
@@ -168,14 +169,14 @@ impl Operator for DotGeneral {
         })
     }
 
-    /// A multiplication and an addition for each term.
+    /// Counts a multiplication and an addition per term.
     fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
         let terms = self.lhs_contract.iter().fold(2u64, |n, &d| n.saturating_mul(operands[0].shape[d]));
         terms.saturating_mul(result.elements())
     }
 }
 
-/// Positions of `dims` sorted by dimension.
+/// The positions of `dims`, sorted by dimension.
 fn in_order(dims: &[usize]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..dims.len()).collect();
     order.sort_by_key(|&i| dims[i]);

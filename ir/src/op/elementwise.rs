@@ -30,16 +30,16 @@ pub enum Unary {
     RoundNearestAfz,
     Not,
     IsFinite,
-    /// How many bits of an integer are one.
+    /// The number of one bits of an integer.
     PopulationCount,
-    /// How many of an integer's highest bits are zero.
+    /// The number of leading zero bits of an integer.
     CountLeadingZeros,
     /// The element itself, through which no gradient flows.
     StopGradient,
 }
 
-/// Functions of two elements of one type. And, or, xor are bitwise on integers, logical on booleans. Shifts are by the
-/// second element read as unsigned; one as wide as the type or wider shifts everything out.
+/// Functions of two elements of one type. And, or and xor are bitwise on integers and logical on booleans. Shifts read
+/// the second element as unsigned. A shift by the type's width or more shifts everything out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Binary {
@@ -72,7 +72,7 @@ pub enum Direction {
     Ge,
 }
 
-/// Compares two tensors of one type elementwise; the result is boolean.
+/// Compares two tensors of one type elementwise. The result is boolean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Compare {
     pub direction: Direction,
@@ -82,7 +82,7 @@ pub struct Compare {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Select {}
 
-/// Conversion to another element type; float to integer truncates toward zero.
+/// Conversion to another element type. Float to integer truncates toward zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Convert {
     pub dtype: DType,
@@ -149,7 +149,7 @@ impl Unary {
         }
     }
 
-    /// The function in exact arithmetic. `dtype` is the operand's: `not` depends on it.
+    /// The function in exact arithmetic. `dtype` is the operand's type, on which `not` depends.
     pub fn apply(self, x: f64, dtype: DType) -> f64 {
         match self {
             Unary::Negate if dtype.is_integer() => dtype.wrap_integer(-dtype.to_integer(x)),
@@ -227,8 +227,8 @@ impl Binary {
         }
     }
 
-    /// The function in exact arithmetic on elements of type `dtype`; integers wrap, integer division
-    /// truncates and gives -1 for a zero divisor, as StableHLO's reference does.
+    /// The function in exact arithmetic on elements of type `dtype`. Integers wrap. Integer division truncates and
+    /// gives -1 for a zero divisor, as StableHLO's reference does.
     pub fn apply(self, a: f64, b: f64, dtype: DType) -> f64 {
         let logical = dtype == DType::Bool;
         match self {
@@ -259,12 +259,12 @@ impl Binary {
             Binary::Power => a.powf(b),
             Binary::Remainder => a % b,
             Binary::Atan2 => a.atan2(b),
-            // Bits of floats are not defined, which shape inference refuses.
+            // Undefined for floats. Shape inference refuses it.
             Binary::And | Binary::Or | Binary::Xor => f64::NAN,
         }
     }
 
-    /// The function on the integers that two elements of an integer type stand for, before the result is wrapped.
+    /// The function on the integers that two elements stand for, before the result wraps.
     fn on_integers(self, a: i128, b: i128) -> i128 {
         match self {
             Binary::Add => a.wrapping_add(b),
@@ -278,13 +278,13 @@ impl Binary {
             Binary::And => a & b,
             Binary::Or => a | b,
             Binary::Xor => a ^ b,
-            // Not defined on integers, or on their bits only, which `apply` does.
+            // Undefined on integers, or defined on their bits only, which `apply` handles.
             Binary::Atan2 | Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => 0,
         }
     }
 }
 
-/// Integer power by squaring, modulo the type's range. A negative exponent truncates the reciprocal.
+/// Integer power by squaring, modulo the type's range. A negative exponent gives the reciprocal, truncated.
 fn power(base: i128, exponent: i128) -> i128 {
     if exponent < 0 {
         return match base {
@@ -305,7 +305,7 @@ fn power(base: i128, exponent: i128) -> i128 {
     power
 }
 
-/// A sum of products: of integers exact until it is wrapped, of booleans whether any pair is true.
+/// A sum of products. Integer sums are exact until they wrap. For booleans, the sum is true if any pair is true.
 pub(super) fn sum_of_products(pairs: impl Iterator<Item = (f64, f64)>, dtype: DType) -> f64 {
     if dtype.is_integer() {
         let product = |(a, b)| dtype.to_integer(a).wrapping_mul(dtype.to_integer(b));
@@ -315,7 +315,7 @@ pub(super) fn sum_of_products(pairs: impl Iterator<Item = (f64, f64)>, dtype: DT
     pairs.map(product).fold(0.0, |sum, x| Binary::Add.apply(sum, x, dtype))
 }
 
-/// A reduction in progress. Integers keep all their bits, so that only the final value is rounded to an `f64`.
+/// A reduction in progress. Integers keep all their bits, so only the final value is rounded to an `f64`.
 #[derive(Clone, Copy)]
 pub(super) struct Running {
     op: Binary,
@@ -597,7 +597,7 @@ impl Operator for Binary {
 }
 
 impl Graph {
-    /// Cotangents of `y = max(a, b)` (or min): where both are equal each gets half, as in JAX.
+    /// The cotangents of `y = max(a, b)` (or min). Where both are equal, each gets half, as in JAX.
     fn extremum_gradients(
         &mut self,
         a: ValueId,

@@ -1,17 +1,17 @@
 //! Gather and its transpose: table lookups, embeddings, `take_along_axis`, and the scatters of their gradients.
 //!
-//! Both ops share one description of dimensions, StableHLO's. A split table is looked up in parts: each device
-//! finds the rows that it holds, zeros for the others, and the result is a partial sum (vocabulary-parallel
-//! embedding). A scatter into a split table drops what belongs to others.
+//! Both ops use StableHLO's description of dimensions. A split table is looked up in parts (vocabulary-parallel
+//! embedding). Each device finds the rows that it holds and takes zeros for the others, so the result is a partial sum.
+//! A scatter into a split table drops updates that belong to other devices.
 
 use super::lookup::{looked_up, once_a_row, placed};
 use super::*;
 use crate::rule::FactorKind;
 use crate::tensor::for_each_index;
 
-/// StableHLO's gather dimension numbers. `indices` holds index vectors along `index_vector_dim` (implicit where
-/// that equals its rank). Result dimensions in `offset_dims` run within a slice of the operand, all others
-/// run over `indices`. The scatter numbers are the same with operand and result exchanged.
+/// StableHLO's gather dimension numbers. `indices` holds index vectors along `index_vector_dim`, which is implicit if
+/// it equals the rank. Result dimensions in `offset_dims` run within a slice of the operand, and all others run over
+/// `indices`. The scatter numbers are the same with operand and result exchanged.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GatherDims {
     pub offset_dims: Vec<usize>,
@@ -20,14 +20,14 @@ pub struct GatherDims {
     pub operand_batching_dims: Vec<usize>,
     #[serde(default)]
     pub indices_batching_dims: Vec<usize>,
-    /// Operand dimension that each component of an index vector indexes.
+    /// The operand dimension that each component of an index vector indexes.
     pub start_index_map: Vec<usize>,
     pub index_vector_dim: usize,
-    /// Size of the slice in each operand dimension.
+    /// The size of the slice in each operand dimension.
     pub slice_sizes: Vec<u64>,
 }
 
-/// What an index beyond the operand means.
+/// The result of an index beyond the operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OutOfBounds {
@@ -45,8 +45,8 @@ pub struct Gather {
     pub out_of_bounds: OutOfBounds,
 }
 
-/// `scatter_add(indices, updates)`: zeros of `shape` with every update added at its index; updates whose slice
-/// does not lie inside are dropped. `scatter` into another tensor is that tensor plus this.
+/// `scatter_add(indices, updates)`: zeros of `shape` with every update added at its index. Updates whose slice does not
+/// lie inside are dropped. `scatter` into another tensor is that tensor plus this.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ScatterAdd {
     #[serde(flatten)]
@@ -55,17 +55,17 @@ pub struct ScatterAdd {
 }
 
 impl GatherDims {
-    /// Dimensions of the gathered result that run over `indices`.
+    /// The dimensions of the gathered result that run over `indices`.
     pub fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
         (0..result_rank).filter(|d| !self.offset_dims.contains(d)).collect()
     }
 
-    /// Dimensions of `indices` other than the index vector.
+    /// The dimensions of `indices` other than the index vector.
     pub fn indices_dims(&self, indices_rank: usize) -> Vec<usize> {
         (0..indices_rank).filter(|&d| d != self.index_vector_dim).collect()
     }
 
-    /// Operand dimensions that appear in the result, in order.
+    /// The operand dimensions that appear in the result, in order.
     pub fn window_dims(&self) -> Vec<usize> {
         let gone = |d: &usize| self.collapsed_slice_dims.contains(d) || self.operand_batching_dims.contains(d);
         (0..self.slice_sizes.len()).filter(|d| !gone(d)).collect()
@@ -114,9 +114,9 @@ impl GatherDims {
         Ok((0..rank).filter_map(size).collect())
     }
 
-    /// The rule of gathers and scatters: factors of (operand-shaped, indices, result-shaped) tensors. An indexed
-    /// dimension is a factor of its own where it is the only component of the index; its kind differs between the two.
-    /// `updates` is what splitting the updates of a scatter means, `None` for a gather.
+    /// The rule of gathers and scatters, with factors of (operand-shaped, indices, result-shaped) tensors. An indexed
+    /// dimension is a factor of its own if it is the only component of the index. Its kind differs between the two ops.
+    /// `updates` is the effect of splitting a scatter's updates, and `None` for a gather.
     pub(super) fn rule(
         &self,
         operand: &[u64],
@@ -171,8 +171,8 @@ impl GatherDims {
         GatherRule { rule, operand: operand_dims, indices: indices_dims, result: result_dims, lookup }
     }
 
-    /// The same lookups for another shape of the gathered tensor: slices are as large as the dimensions of it
-    /// that run within them.
+    /// The same lookups for another shape of the gathered tensor. Slices take the size of the dimensions that run
+    /// within them.
     pub(super) fn resized(&self, gathered: &[u64]) -> GatherDims {
         let mut dims = self.clone();
         for (&o, &r) in self.window_dims().iter().zip(&self.offset_dims) {
@@ -186,7 +186,8 @@ impl GatherDims {
         self.start_index_map.iter().map(|&o| operand[o] - self.slice_sizes[o]).collect()
     }
 
-    /// Calls `visit(result index, operand index or None where outside)` for each element of the result.
+    /// Calls `visit` for each element of the result, with its index and the operand's index. The latter is `None`
+    /// outside the operand.
     pub(super) fn for_each(
         &self,
         indices: &Tensor,
@@ -237,12 +238,12 @@ pub(super) struct GatherRule {
 }
 
 impl GatherRule {
-    /// Whether the strategy splits the indexed dimension of the table.
+    /// Returns true if the strategy splits the indexed dimension of the table.
     fn is_split(&self, cx: &Local<'_>) -> bool {
         self.lookup.is_some_and(|(_, factor)| !cx.factor_axes[factor as usize].is_empty())
     }
 
-    /// `indices` relative to this device's part of a table of shape `table`; themselves where it is not split.
+    /// `indices` relative to this device's part of a table of shape `table`. Unchanged if the table is not split.
     pub fn local_indices(&self, cx: &mut Local<'_>, indices: ValueId, table: &[u64], clamp: bool) -> ValueId {
         let Some((dim, factor)) = self.lookup.filter(|_| self.is_split(cx)) else { return indices };
         let axes = cx.factor_axes[factor as usize].clone();
@@ -251,8 +252,8 @@ impl GatherRule {
     }
 }
 
-/// Indices relative to this device's part of a table split over `axes`. Clamping must see global indices, so
-/// it comes first; whatever lies in other parts then falls outside.
+/// Indices relative to this device's part of a table split over `axes`. Clamping needs global indices, so it comes
+/// first. Indices into other parts then fall outside.
 pub(super) fn local_indices(
     cx: &mut Local<'_>,
     indices: ValueId,
@@ -263,7 +264,7 @@ pub(super) fn local_indices(
 ) -> ValueId {
     let mut index = indices;
     if greatest(cx.graph.ty(index).dtype) < global as f64 {
-        // Offsets into the table do not fit the element type: `i8` indices into 300 rows.
+        // Offsets into the table do not fit the element type, such as `i8` indices into 300 rows.
         index = cx.graph.convert(index, if global <= i32::MAX as u64 { DType::I32 } else { DType::I64 });
     }
     let ty = cx.graph.ty(index).clone();
@@ -275,12 +276,12 @@ pub(super) fn local_indices(
     cx.graph.sub(index, offset)
 }
 
-/// The greatest value of an integer type.
+/// The largest value of an integer type.
 pub(super) fn greatest(dtype: DType) -> f64 {
     Reducer::Min.neutral(dtype)
 }
 
-/// Component `i` of each index vector brought into `0..=last[i]`, as far as the element type reaches beyond it.
+/// Clamps component `i` of each index vector to `0..=last[i]`, unless the element type does not reach beyond it.
 fn clamp_indices(graph: &mut Graph, indices: ValueId, last: &[u64], index_vector_dim: usize) -> ValueId {
     let ty = graph.ty(indices).clone();
     let zero = graph.splat_like(indices, 0.0);
@@ -335,7 +336,7 @@ impl Operator for Gather {
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let shape = cx.graph.shape(cx.operands[0]).to_vec();
         let mut indices = cx.operands[1];
-        // The scatter drops what the gather clamped, unless the indices are clamped alike.
+        // The scatter drops what the gather clamped, so clamp its indices too.
         if self.out_of_bounds == OutOfBounds::Clamp {
             let last = self.dims.last_starts(&shape);
             indices = clamp_indices(cx.graph, indices, &last, self.dims.index_vector_dim);

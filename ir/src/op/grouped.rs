@@ -1,30 +1,34 @@
-//! Grouped products: every row names the matrix that it is multiplied with (MegaBlocks, Gale et al. 2023).
+//! Grouped products: every row selects the matrix that it is multiplied with (MegaBlocks, Gale et al. 2023).
 //!
-//! This is what experts without a capacity are made of: rows are tokens, one for each expert that a token goes to, and
-//! matrices are experts. A row's result depends on that row alone, wherever the rows of other experts are, so nothing
-//! is sorted and samples stay apart. The work is that of the rows: it does not grow with the number of matrices.
+//! Experts without a capacity consist of these products. Rows are tokens, one for each expert that a token goes to, and
+//! matrices are experts. A row's result depends on that row alone, wherever the rows of other experts are. So nothing
+//! is sorted, and samples stay apart. The work is that of the rows and does not grow with the number of matrices.
 //!
-//! Rows, terms and columns split as in any product. Where the matrices are split (expert parallelism), a device
-//! multiplies the rows that name its own matrices, gives zeros for the others, and the result is a partial sum.
+//! Rows, terms and columns split as in any product. If the matrices are split (expert parallelism), a device multiplies
+//! the rows that select its own matrices and gives zeros for the others. The result is a partial sum.
 
 use super::gather::local_indices;
 use super::*;
 use crate::rule::FactorKind;
 
-/// `grouped_dot(x, w, group)`: `result[r, n] = sum_k x[r, k] w[group[r], k, n]`, and zeros where no matrix has that number.
+/// `grouped_dot(x, w, group)`: `result[r, n] = sum_k x[r, k] w[group[r], k, n]`, and zeros if no matrix has that
+/// number.
 ///
-/// Shapes: `x` is `[rows.., K]`, `group` is `[rows..]` of integers, `w` is `[G, K, N]`, or `[G, N, K]` where `contract` is 2.
+/// Shapes: `x` is `[rows.., K]`, `group` is `[rows..]` of integers, `w` is `[G, K, N]`, or `[G, N, K]` if `contract` is
+/// 2.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedDot {
-    /// The dimension of `w` that is summed over: 1 or 2.
+    /// The dimension of `w` that is contracted: 1 or 2.
     pub contract: usize,
-    /// The matrices among which rows are spread, where `w` holds only some of them. Counts work; results do not depend on it.
+    /// The number of matrices among which rows are spread, if `w` holds only some of them. It affects FLOP counts and
+    /// not results.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub of: Option<u64>,
 }
 
-/// `grouped_outer(x, y, group)`: `result[g, k, n]` is the sum of `x[r, k] y[r, n]` over the rows with `group[r] = g`; rows of
-/// other groups count for nothing. Shapes: `x` is `[rows.., K]`, `y` is `[rows.., N]`, `group` is `[rows..]` of integers.
+/// `grouped_outer(x, y, group)`: `result[g, k, n]` is the sum of `x[r, k] y[r, n]` over the rows with `group[r] = g`.
+/// Rows of other groups are ignored. Shapes: `x` is `[rows.., K]`, `y` is `[rows.., N]`, `group` is `[rows..]` of
+/// integers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedOuter {
     pub groups: u64,
@@ -33,14 +37,14 @@ pub struct GroupedOuter {
     pub of: Option<u64>,
 }
 
-/// A multiplication and an addition for every row, term and column, of the rows that `here` of `of` groups have.
+/// Counts a multiplication and an addition per row, term and column, for the rows of `here` of the `of` groups.
 fn flop(rows: u64, terms: u64, columns: u64, here: u64, of: Option<u64>) -> u64 {
     let all = 2 * u128::from(rows) * u128::from(terms) * u128::from(columns);
     let of = u128::from(of.unwrap_or(here).max(1));
     u64::try_from(all * u128::from(here).min(of) / of).unwrap_or(u64::MAX)
 }
 
-/// Checks that `rows` is a tensor of floats with one dimension more than the groups of its rows.
+/// Checks that `rows` is a float tensor with one dimension more than `group`.
 fn check_rows(rows: &TensorType, group: &TensorType) -> Result<u64, ShapeError> {
     if !group.dtype.is_integer() {
         return Err(ShapeError::DType { dtype: group.dtype });
@@ -70,7 +74,7 @@ impl GroupedDot {
         3 - self.contract
     }
 
-    /// Factors: those of the rows, then terms, columns and groups.
+    /// The index of the groups factor. The rows' factors come first, then terms, columns and groups.
     fn groups_factor(group: &TensorType) -> usize {
         group.rank() + 2
     }

@@ -1,32 +1,32 @@
-//! Values from outside the graph (parameters, inputs) and values from nowhere (constants, iota).
+//! Values from outside the graph (parameters, inputs), and values without operands (constants, iota).
 
 use super::*;
 use crate::literal::Values;
 use crate::rule::FactorKind;
 
-/// A weight, a leaf: its value is state of the training run.
+/// A weight, a leaf. Its value is state of the training run.
 ///
-/// A frozen parameter has no gradient and no optimizer state, and no step changes it. It is stored, sharded, gathered, loaded
-/// and saved like one that is trained.
+/// A frozen parameter has no gradient and no optimizer state, and no step changes it. It is stored, sharded, gathered,
+/// loaded and saved like a trained one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Parameter {
     pub name: String,
     pub ty: TensorType,
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub frozen: bool,
-    /// The optimizer's weight decay leaves it out, as is usual for biases and gains.
+    /// True if weight decay excludes the parameter, as is usual for biases and gains.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_decay: bool,
 }
 
 impl Parameter {
-    /// A parameter that is trained.
+    /// A trained parameter.
     pub fn new(name: impl Into<String>, ty: TensorType) -> Parameter {
         Parameter { name: name.into(), ty, frozen: false, no_decay: false }
     }
 }
 
-/// A tensor given anew for each step, a leaf; usually it has a batch dimension.
+/// A leaf that gets a new tensor each step, usually with a batch dimension.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Input {
     pub name: String,
@@ -40,7 +40,7 @@ pub struct Iota {
     pub dim: usize,
 }
 
-/// A leaf's rule: each dimension a parallel factor.
+/// The rule of a leaf: each dimension is a parallel factor.
 fn leaf_rule(ty: &TensorType) -> ShardingRule {
     ShardingRule::elementwise(&ty.shape, 0, Vec::new())
 }
@@ -59,7 +59,7 @@ impl Operator for Parameter {
     fn gradient(&self, _: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         Vec::new()
     }
-    /// A leaf has no value of its own; the interpreter supplies it. Zeros stand in.
+    /// Zeros, as a placeholder. A leaf has no value of its own, and the interpreter supplies it.
     fn eval(&self, _: &[&Tensor], result: &TensorType) -> Tensor {
         Tensor::splat(result.clone(), 0.0)
     }
@@ -102,7 +102,7 @@ impl Operator for Literal {
             _ => Ok(self.ty.clone()),
         }
     }
-    /// One value for all elements can be made in any layout; others are made whole and sliced.
+    /// A splat can be made in any layout. Other literals are made whole and sliced.
     fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = leaf_rule(result);
         if self.as_splat().is_none() {
@@ -110,7 +110,7 @@ impl Operator for Literal {
         }
         rule
     }
-    /// Only a splat can change its size; a dense literal keeps its own (and its type then says so).
+    /// Resizes a splat only. A dense literal keeps its size, and its type then says so.
     fn resized(&self, _: &[&[u64]], result: &[u64]) -> Op {
         match self.values {
             Values::Splat(_) => Op::Constant(Literal { ty: self.ty.with_shape(result), ..self.clone() }),
@@ -167,7 +167,7 @@ impl Operator for Iota {
 }
 
 impl Local<'_> {
-    /// A scalar: the first global index of this device along a dimension split over `axes` into blocks of
+    /// A scalar: this device's first global index along a dimension that is split over `axes` into blocks of
     /// `local_size`.
     pub fn shard_offset(&mut self, axes: &[AxisId], local_size: u64, dtype: DType) -> ValueId {
         let index = AxisIndex { axes: axes.to_vec(), mesh: self.mesh.clone(), dtype };

@@ -1,17 +1,19 @@
-//! Lookups that take few elements of a large tensor, as a loss takes that of each label, without large tensors of their own.
+//! Lookups that take few elements of a large tensor, without further tensors of its size. A loss, for example, takes
+//! the element at each label.
 //!
-//! What is computed element by element is computed for the elements that are taken, behind the lookup. The gradient of a
-//! lookup of one element a row compares positions with the index, which is computed where it is used, whereas a scatter is
-//! made in memory; and its sum over the row is the one element.
+//! Elementwise ops that compute the table move behind the lookup, where they process only the taken elements.
+//!
+//! The gradient of a lookup of one element per row compares positions with the index. Its users compute the comparison
+//! on the fly, whereas a scatter is written to memory. The sum of this gradient over the row is the one element.
 
 use super::gather::greatest;
 use super::*;
 
-/// Elements of a tensor for each that is taken, from which on what it is computed of is looked up instead.
+/// The number of table elements per taken element, from which on elementwise ops move behind the lookup.
 const FEW: u64 = 4;
 
-/// `gather(table, indices)`, of which elementwise ops on one tensor and what its rows repeat are done to the elements that
-/// are taken.
+/// `gather(table, indices)`, where elementwise ops that compute the table are applied to the taken elements. This
+/// covers ops on one tensor and on operands that are constant along the indexed dimension.
 pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indices: ValueId) -> ValueId {
     let plain = |graph: &mut Graph| graph.emit(Op::Gather(gather.clone()), &[table, indices]);
     let types = [graph.ty(table), graph.ty(indices)];
@@ -20,7 +22,7 @@ pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indi
     if !single || taken.elements().saturating_mul(FEW) > types[0].elements() {
         return plain(graph);
     }
-    // From the table back to what it is computed of: the ops with, for each operand, what is not the one tensor.
+    // Walk from the table back to its source. Each step is an op, with all its operands except the one on the path.
     let mut source = table;
     let mut steps: Vec<(ValueId, Vec<Option<ValueId>>)> = Vec::new();
     while graph.node(source).op.is_elementwise() {
@@ -62,10 +64,11 @@ pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indi
     }
 }
 
-/// A tensor that has the same element along the indexed dimension: where it is known for the elements that are taken.
+/// An operand that is constant along the indexed dimension, so that its value for the taken elements is known.
 enum Row {
     Constant(Literal),
-    /// A value with its dimensions of more than one element, and those of what is taken that they run along with.
+    /// A value, the sizes of its dimensions of more than one element, and the matching dimensions of the taken
+    /// elements.
     Repeated {
         value: ValueId,
         sizes: Vec<u64>,
@@ -88,7 +91,7 @@ fn row(graph: &Graph, (dims, indices): (&GatherDims, ValueId), v: ValueId, taken
                 .collect();
             let indices_dims = dims.indices_dims(graph.shape(indices).len());
             let batch_dims = dims.batch_dims(taken.len());
-            // The dimension of what is taken that runs along with one of the table, all of it.
+            // The dimension of the taken elements that runs along with all of a dimension of the table.
             let in_taken = |&(_, d): &(u64, usize)| {
                 if let Some(b) = dims.operand_batching_dims.iter().position(|&o| o == d) {
                     let place = indices_dims.iter().position(|&i| i == dims.indices_batching_dims[b])?;
@@ -120,7 +123,7 @@ impl Row {
     }
 }
 
-/// Whether each index lies in `0..size`.
+/// A boolean for each index, true if it lies in `0..size`.
 fn inside(graph: &mut Graph, index: ValueId, size: u64) -> ValueId {
     let zero = graph.splat_like(index, 0.0);
     let last = graph.splat_like(index, ((size - 1) as f64).min(greatest(graph.ty(index).dtype)));
@@ -129,7 +132,7 @@ fn inside(graph: &mut Graph, index: ValueId, size: u64) -> ValueId {
     graph.emit(Op::Binary(Binary::And), &[from, to])
 }
 
-/// The indexed dimension, where one element is taken along it for each place in the other dimensions.
+/// The indexed dimension, if exactly one element is taken along it for each place in the other dimensions.
 pub(super) fn once_a_row(dims: &GatherDims, operand: &[u64], indices: &[u64]) -> Option<usize> {
     let [dim] = dims.start_index_map[..] else { return None };
     let row = |d: usize| d == dim || operand[d] == 1 || dims.operand_batching_dims.contains(&d);
@@ -139,7 +142,8 @@ pub(super) fn once_a_row(dims: &GatherDims, operand: &[u64], indices: &[u64]) ->
     once.then_some(dim)
 }
 
-/// Zeros of `shape` with each update at its index in `dim`, where each place in the other dimensions has one ([`once_a_row`]).
+/// Zeros of `shape` with each update at its index in `dim`. Each place in the other dimensions has one update
+/// ([`once_a_row`]).
 pub(super) fn placed(
     graph: &mut Graph,
     dims: &GatherDims,
@@ -148,7 +152,8 @@ pub(super) fn placed(
     indices: ValueId,
     updates: ValueId,
 ) -> ValueId {
-    // Both have an element for each place in the batching dimensions, in the order of the indices', and ones.
+    // Both have one element per place in the batching dimensions, in the order of the indices, and otherwise sizes of
+    // 1.
     let mut order: Vec<usize> = (0..dims.indices_batching_dims.len()).collect();
     order.sort_by_key(|&b| dims.indices_batching_dims[b]);
     let along: Vec<usize> = order.iter().map(|&b| dims.operand_batching_dims[b]).collect();
@@ -168,7 +173,8 @@ pub(super) fn placed(
     graph.select(here, update, zero)
 }
 
-/// The sum over `reduced` of what [`placed`] gave, or of its negative: the updates themselves, where their index is one.
+/// The sum over `reduced` of a result of [`placed`], or of its negative: the updates whose index lies inside, and zero
+/// for others.
 pub(super) fn sum_of_placed(graph: &mut Graph, x: ValueId, reduced: &[usize]) -> Option<ValueId> {
     let node = graph.node(x);
     if node.op == Op::Unary(Unary::Negate) {
@@ -208,7 +214,7 @@ mod tests {
     use crate::autodiff::differentiate;
     use crate::expand::expand;
 
-    /// Of tensors as large as the logits a loss and its gradient scatter none, and sum but the powers.
+    /// A loss and its gradient scatter no tensor as large as the logits, and sum only the powers.
     #[test]
     fn a_loss_scatters_nothing() {
         let mut graph = Graph::new("loss");
@@ -228,7 +234,7 @@ mod tests {
         assert_eq!(named("reduce"), 2, "the greatest and the sum of powers: {backward}");
     }
 
-    /// What is done to each element is done to those that are taken, if these are few.
+    /// Elementwise ops are applied to the taken elements if these are few.
     #[test]
     fn lookups_come_before_what_is_computed() {
         for (rows, taken) in [(1, "multiply"), (4, "gather")] {

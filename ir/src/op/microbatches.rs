@@ -1,9 +1,12 @@
 //! Ops over the microbatches of a step: a sum or a mean over all of them, and a multiple by their number.
 //!
-//! A loss that is divided by a count of the whole batch (the labels that are not ignored, the weights of a mask) is no sum of
-//! losses of microbatches until the count is that of the whole batch. [`crate::batch::find_batch`] puts these ops where a loss
-//! needs them. Lowering adds up the operands of sums and means over all microbatches before the first forward pass, so an operand
-//! must not depend on a parameter. On a batch in one piece every op here is the identity, which is also its reference semantics.
+//! Some losses are divided by a count over the whole batch, such as the labels that are not ignored or the weights of a
+//! mask. Such a loss is a sum of microbatch losses only if the count is that of the whole batch.
+//! [`crate::batch::find_batch`] inserts these ops where a loss needs them.
+//!
+//! Lowering sums the operands of sums and means over all microbatches before the first forward pass, so an operand must
+//! not depend on a parameter. On an undivided batch every op here is the identity, which is also its reference
+//! semantics.
 
 use super::*;
 
@@ -30,7 +33,7 @@ impl Microbatches {
         }
     }
 
-    /// True if the value must be known for all microbatches before the first of them is worked on.
+    /// Returns true if the value must be known for all microbatches before the first of them runs.
     pub fn is_total(self) -> bool {
         self != Microbatches::Times
     }
@@ -45,7 +48,7 @@ impl Operator for Microbatches {
         }
     }
 
-    /// Element by element. A total is of complete values; a multiple of a partial sum is as partial.
+    /// Elementwise. A total needs complete values. A multiple of a partial sum is a partial sum.
     fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
         let linear = if self.is_total() { Vec::new() } else { vec![vec![0]] };
         ShardingRule::elementwise(&result.shape, 1, linear)
@@ -55,12 +58,12 @@ impl Operator for Microbatches {
         Op::Microbatches(*self)
     }
 
-    /// The operand, as on a batch in one piece. Lowering knows how many microbatches a step has, and emits the rest.
+    /// The operand, as on an undivided batch. Lowering knows the number of microbatches and emits the rest.
     fn local(&self, cx: &mut Local<'_>) -> ValueId {
         cx.operands[0]
     }
 
-    /// Totals depend on no parameter.
+    /// Totals depend on no parameter, so only a multiple passes its cotangent on.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let back = |cx: &mut Gradient<'_>| cx.graph.emit(Op::Microbatches(*self), &[cx.cotangent]);
         vec![(!self.is_total()).then(|| back(cx))]

@@ -1,7 +1,7 @@
-//! The ops, one file a family: shape function, sharding rule, gradient and reference semantics together.
+//! The ops, one file per family: shape function, sharding rule, gradient and reference semantics together.
 //!
-//! To add an op: write a struct that implements [`Operator`], add it to the [`Op`] enum below, and give it a
-//! case in `op/tests.rs`. Planning, partitioning, text form and JSON follow from the trait.
+//! To add an op, write a struct that implements [`Operator`], add it to the [`Op`] enum below, and give it a case in
+//! `op/tests.rs`. Planning, partitioning, text form and JSON follow from the trait.
 
 mod bits;
 mod broadcast;
@@ -72,7 +72,7 @@ use crate::tensor::Tensor;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 
-/// Why operands and attributes of an op do not fit together.
+/// The reason why operands and attributes of an op do not fit together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
     #[error("takes {expected} operands, found {found}")]
@@ -93,20 +93,20 @@ pub enum ShapeError {
     TooLarge { shape: Vec<u64> },
 }
 
-/// What the project must know about an op. Sizes are global; a method that sees local sizes says so.
+/// Everything that the project must know about an op. Sizes are global unless a method says otherwise.
 pub trait Operator {
-    /// Type of the result for operands of these types.
+    /// The type of the result for operands of these types.
     fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError>;
 
     /// The factors of the op at these sizes.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule;
 
-    /// The same op for other sizes of the same ranks: attributes that spell out sizes are rewritten.
-    /// Serves another batch size and the local sizes of a device alike.
+    /// The same op for other sizes of the same ranks. Attributes that contain sizes are rewritten. Used for other batch
+    /// sizes and for the local sizes of a device.
     fn resized(&self, operands: &[&[u64]], result: &[u64]) -> Op;
 
-    /// Emits the op on one device's local operands. Ops whose result depends on *where* the device is
-    /// (an iota, a lookup in a split table) override this.
+    /// Emits the op on one device's local operands. Ops whose result depends on the device's position (an iota, a
+    /// lookup in a split table) override this.
     fn local(&self, cx: &mut Local<'_>) -> ValueId {
         let op = {
             let shapes: Vec<&[u64]> = cx.operands.iter().map(|&v| cx.graph.shape(v)).collect();
@@ -115,41 +115,41 @@ pub trait Operator {
         cx.graph.emit(op, &cx.operands)
     }
 
-    /// Emits the cotangent of each operand, `None` where it is zero or has no meaning.
+    /// Emits the cotangent of each operand. `None` if it is zero or undefined.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>>;
 
     /// The result in exact arithmetic (f64).
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor;
 
-    /// Floating-point operations; a transcendental function counts as one.
+    /// The floating-point operations. A transcendental function counts as one.
     fn flop(&self, _operands: &[&TensorType], result: &TensorType) -> u64 {
         result.elements()
     }
 }
 
-/// Where [`Operator::local`] emits one device's part of an op.
+/// The context in which [`Operator::local`] emits one device's part of an op.
 pub struct Local<'a> {
     /// The local graph, shared by all devices of the mesh.
     pub graph: &'a mut Graph,
     pub mesh: &'a Mesh,
-    /// Local operands, already in the shardings that the strategy asks for.
+    /// The local operands, already in the shardings that the strategy asks for.
     pub operands: Vec<ValueId>,
-    /// Global types of the operands.
+    /// The global types of the operands.
     pub operand_types: Vec<TensorType>,
     pub result_shape: Vec<u64>,
-    /// Axes that split each factor of the op's rule, major first.
+    /// The axes that split each factor of the op's rule, major first.
     pub factor_axes: Vec<Vec<AxisId>>,
     /// See [`crate::plan::Execution::fused_loss`].
     pub fused_loss: bool,
 }
 
-/// Where [`Operator::gradient`] emits cotangents.
+/// The context in which [`Operator::gradient`] emits cotangents.
 pub struct Gradient<'a> {
     pub graph: &'a mut Graph,
     pub operands: &'a [ValueId],
     pub result: ValueId,
     pub cotangent: ValueId,
-    /// Operands whose cotangent is needed.
+    /// For each operand, true if its cotangent is needed.
     pub wanted: &'a [bool],
     /// See [`crate::plan::Execution::fused_loss`].
     pub fused_loss: bool,
@@ -290,17 +290,18 @@ impl Op {
         }
     }
 
-    /// Whether its result is in the memory of a device's host.
+    /// Returns true if the result is in host memory.
     pub fn stores_in_host(&self) -> bool {
         matches!(self, Op::HostCopy(HostCopy { route: HostRoute::Store }))
     }
 
-    /// Ops without operands that name a value from outside the graph.
+    /// Returns true if the op has no operands and names a value from outside the graph.
     pub fn is_leaf(&self) -> bool {
         matches!(self, Op::Parameter(_) | Op::Input(_))
     }
 
-    /// Matmuls and convolutions, and attention, which is made of matmuls: where a model's work is.
+    /// Returns true for matmuls, convolutions and attention (which consists of matmuls). They do most of a model's
+    /// work.
     pub fn is_contraction(&self) -> bool {
         match self {
             Op::DotGeneral(_) | Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => true,
@@ -309,7 +310,7 @@ impl Op {
         }
     }
 
-    /// One result element from the operands' elements at the same index, nothing else.
+    /// Returns true if each result element depends only on the operands' elements at the same index.
     pub fn is_elementwise(&self) -> bool {
         matches!(
             self,
@@ -349,12 +350,11 @@ impl Operator for Op {
     }
 }
 
-/// Checks the number of operands.
 fn expect_operands(operands: &[&TensorType], expected: usize) -> Result<(), ShapeError> {
     if operands.len() == expected { Ok(()) } else { Err(ShapeError::OperandCount { expected, found: operands.len() }) }
 }
 
-/// Checks that dimensions are distinct and below `rank`.
+/// Checks that dimensions are distinct and less than `rank`.
 fn expect_dims(dims: &[usize], rank: usize) -> Result<(), ShapeError> {
     for (i, &dim) in dims.iter().enumerate() {
         if dim >= rank {
@@ -379,7 +379,7 @@ fn for_each_line(shape: &[u64], dim: usize, mut visit: impl FnMut(&[usize])) {
     });
 }
 
-/// The rule of an op that needs each of `dims` whole and treats everything else elementwise.
+/// The rule of an op that needs each of `dims` whole and is elementwise otherwise.
 fn rule_along(shape: &[u64], num_operands: usize, dims: &[usize], linear: Vec<Vec<u8>>) -> ShardingRule {
     let mut rule = ShardingRule::elementwise(shape, num_operands, linear);
     for &d in dims {

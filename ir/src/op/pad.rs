@@ -1,10 +1,10 @@
-//! Pad: surrounds a tensor with a value, or crops it, or spreads its elements apart.
+//! Pad: surrounds a tensor with a value, crops it, or spreads its elements apart.
 
 use super::*;
 use crate::rule::FactorKind;
 
-/// `low` and `high` elements of the second operand (a scalar) are added at either end of each dimension
-/// (negative: removed), and `interior` between neighbours.
+/// Adds `low` and `high` copies of the second operand (a scalar) at either end of each dimension, and `interior` copies
+/// between neighbours. Negative numbers remove elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pad {
     pub low: Vec<i64>,
@@ -13,7 +13,7 @@ pub struct Pad {
 }
 
 impl Pad {
-    /// The operand is one of `total / size` equal blocks of the result in dimension `dim`: its number.
+    /// The number of the operand's block, if it is one of `total / size` equal blocks of the result in dimension `dim`.
     fn block(&self, dim: usize, size: u64, total: u64) -> Option<u64> {
         let low = self.low[dim];
         let fits = self.interior[dim] == 0 && low >= 0 && self.high[dim] >= 0 && size > 0;
@@ -52,7 +52,7 @@ impl Operator for Pad {
         Ok(operands[0].with_shape(shape))
     }
 
-    /// Padding with zeros is linear in the operand; padded dimensions that are not equal blocks stay whole.
+    /// Padding with zeros is linear in the operand. Padded dimensions that are not equal blocks stay whole.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule { linear: vec![vec![0, 1]], ..Default::default() };
         let mut dims = Vec::new();
@@ -80,7 +80,7 @@ impl Operator for Pad {
             let (size, total) = (operands[0][d], result[d]);
             let old_total = self.low[d] + self.high[d];
             if self.interior[d] == 0 && self.low[d] >= 0 && self.high[d] >= 0 && total != size + old_total as u64 {
-                // Equal blocks of another length: the same block number.
+                // Equal blocks of another length: keep the block number.
                 let blocks = (total / size) as i64;
                 let old_size = if blocks > 1 { old_total / (blocks - 1) } else { 1 };
                 let number = if old_size == 0 { 0 } else { self.low[d] / old_size };
@@ -95,7 +95,7 @@ impl Operator for Pad {
         let size = cx.graph.shape(cx.operands[0]).to_vec();
         let dtype = cx.graph.ty(cx.cotangent).dtype;
         let rank = size.len();
-        // Undo the outer padding first (a negative pad crops), then drop what lies between elements.
+        // Undo the outer padding first (a negative pad crops), then drop the elements in between.
         let zero = cx.graph.constant(Literal::splat(TensorType::scalar(dtype), 0.0));
         let crop = Pad {
             low: self.low.iter().map(|l| -l).collect(),

@@ -1,17 +1,18 @@
-//! Cotangents of factors: each is the product of the others times the product's cotangent, also where some are zero.
+//! Cotangents of factors: the product of the other factors times the product's cotangent, even if some factors are
+//! zero.
 
 use super::*;
 
-/// Factors of products with their zeros set aside: a product of the others of a zero is that of all that are not zero,
-/// unless there is another zero.
+/// The factors of products, with zeros set aside. For a zero, the product of the other factors is the product of all
+/// nonzero factors, unless there is another zero.
 ///
-/// The cotangent of a factor that is not zero divides by it. That differs from the product of the others by rounding,
-/// and where the whole product overflows or underflows while that of the others does not.
+/// The cotangent of a nonzero factor divides by it. That differs from the product of the others by rounding. It also
+/// differs if the whole product overflows or underflows and that of the others does not.
 pub(super) struct Factors {
     is_zero: ValueId,
-    /// The factors, but one for each zero.
+    /// The factors, with a one in place of each zero.
     pub others: ValueId,
-    /// One for each zero, zero elsewhere, in the factors' type.
+    /// One for each zero factor and zero elsewhere, in the factors' type.
     pub zeros: ValueId,
 }
 
@@ -24,8 +25,8 @@ impl Factors {
         Factors { is_zero, others, zeros }
     }
 
-    /// The factors' cotangent, where `products` are those of `others` and `zeros` the numbers of zeros among the factors of
-    /// each. `spread` adds up for each factor what belongs to the products that have it.
+    /// The cotangent of the factors. `products` are the products of `others`, and `zeros` counts the zeros among the
+    /// factors of each product. `spread` sums, for each factor, over the products that contain it.
     pub fn cotangent(
         &self,
         graph: &mut Graph,
@@ -48,15 +49,16 @@ impl Factors {
     }
 }
 
-/// The cotangent of the factors that a reduction along `dims` multiplies: exactly the products of the others, which are
-/// running products from both sides. Dimensions are reduced one after the other, so that work is that of one pass.
+/// The cotangent of the factors that a reduction along `dims` multiplies. It is exactly the product of the others,
+/// computed by running products from both sides. Dimensions are reduced one after the other, so the work is that of one
+/// pass.
 pub(super) fn products_of_others(graph: &mut Graph, factors: ValueId, cotangent: ValueId, dims: &[usize]) -> ValueId {
     let Some((&dim, rest)) = dims.split_last() else { return cotangent };
     let shape = graph.shape(factors).to_vec();
     if shape.contains(&0) {
         return factors;
     }
-    // The product along the last of the dimensions is one factor of what the others multiply.
+    // The product along the last of the dimensions is one factor in the reduction along the others.
     let product = graph.reduce(factors, Reducer::Product, &[dim]);
     let rest: Vec<usize> = rest.iter().map(|&d| if d > dim { d - 1 } else { d }).collect();
     let cotangent = products_of_others(graph, product, cotangent, &rest);

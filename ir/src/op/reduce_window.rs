@@ -1,4 +1,4 @@
-//! Pooling: reductions over windows, and the op that carries a maximum's cotangent back to where it was.
+//! Pooling: reductions over windows, and the op that carries the cotangent of a maximum back to its element.
 
 use super::elementwise::Running;
 use super::product::Factors;
@@ -7,15 +7,15 @@ use super::*;
 use crate::rule::FactorKind;
 use crate::tensor::for_each_index;
 
-/// Combines the elements of each window; padding, and what dilation leaves empty, is the reducer's neutral element. One
-/// entry of `window` for each dimension.
+/// Combines the elements of each window. Padding and the gaps of a dilation hold the reducer's neutral element.
+/// `window` has one entry for each dimension.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ReduceWindow {
     pub reducer: Reducer,
     pub window: Vec<WindowDim>,
 }
 
-/// Which element of a window is taken; of equal ones the first in row-major order.
+/// Selects an element of a window: the first in row-major order among equal ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Extremum {
@@ -23,8 +23,8 @@ pub enum Extremum {
     Min,
 }
 
-/// `select_and_scatter(operand, source)`: zeros in the shape of the operand, and each element of `source` added where the
-/// extremum of its window of the operand is.
+/// `select_and_scatter(operand, source)`: zeros in the shape of the operand. Each element of `source` is added at the
+/// extremum of its window of the operand.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SelectAndScatter {
     pub select: Extremum,
@@ -32,7 +32,7 @@ pub struct SelectAndScatter {
 }
 
 impl Extremum {
-    /// Whether `candidate` takes the place of `best`. What compares with nothing never stays.
+    /// Returns true if `candidate` replaces `best`. A value that compares with nothing (NaN) is always replaced.
     fn replaces(self, best: f64, candidate: f64) -> bool {
         match self {
             Extremum::Max => best.partial_cmp(&candidate).is_none_or(std::cmp::Ordering::is_lt),
@@ -50,8 +50,8 @@ fn pooled(window: &[WindowDim], operand: &TensorType) -> Result<TensorType, Shap
     Ok(operand.with_shape(sizes?))
 }
 
-/// The operand's elements that each position of a window sees, for all results, as strided slices of the operand padded
-/// with `neutral`; in row-major order of window positions.
+/// The operand's elements at each window position, for all results, in row-major order of window positions. Each is a
+/// strided slice of the operand padded with `neutral`.
 fn positions(graph: &mut Graph, x: ValueId, window: &[WindowDim], neutral: f64, shape: &[u64]) -> Vec<ValueId> {
     let ty = graph.ty(x).clone();
     let padding = graph.constant(Literal::splat(TensorType::scalar(ty.dtype), neutral));
@@ -162,7 +162,7 @@ impl Operator for ReduceWindow {
     }
 }
 
-/// Sets `from` to the element that window position `k` of result position `to` sees; false where it is padding.
+/// Sets `from` to the index of the element at window position `k` of result position `to`. Returns false for padding.
 fn source(window: &[WindowDim], to: &[u64], k: &[u64], shape: &[u64], from: &mut [u64]) -> bool {
     for (d, w) in window.iter().enumerate() {
         match w.source(to[d], k[d], shape[d]) {

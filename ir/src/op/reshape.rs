@@ -26,9 +26,9 @@ impl Operator for Reshape {
         Ok(result)
     }
 
-    /// Cuts both shapes at all boundaries they share and, within a run of dimensions between two such
-    /// boundaries, at every boundary of either side that divides the others; a run that has no common
-    /// refinement (`[4,6]` to `[6,4]`) is split along its major common factor only.
+    /// Cuts both shapes at all boundaries that they share. Within a run of dimensions between two such boundaries, it
+    /// cuts at every boundary of either side that divides the others. A run without a common refinement (`[4,6]` to
+    /// `[6,4]`) is split along its major common factor only.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule { linear: vec![vec![0]], ..Default::default() };
         let (from, to) = (&operands[0].shape, &result.shape);
@@ -43,7 +43,7 @@ impl Operator for Reshape {
             rule.result = b;
             return rule;
         }
-        // Walk both shapes from the major side; `a` and `b` are what is left of the current dimensions.
+        // Walk both shapes from the major side. `a` and `b` are the remaining sizes of the current dimensions.
         let (mut i, mut j) = (0, 0);
         let (mut a, mut b) = (1u64, 1u64);
         loop {
@@ -67,7 +67,7 @@ impl Operator for Reshape {
                 b /= common;
                 continue;
             }
-            // No dimension divides the other: what is major in both is a factor, the rest is opaque.
+            // Neither dimension divides the other. Their major common factor is a factor, the rest is opaque.
             if common > 1 {
                 let f = rule.factor(common, FactorKind::Parallel);
                 rule.operands[0][i - 1].push(f);
@@ -106,7 +106,7 @@ impl Operator for Reshape {
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
-        // One that changes no shape is a barrier between kernels backward too.
+        // A reshape that changes no shape is a barrier between kernels, in the backward pass too.
         let shape = cx.graph.shape(cx.operands[0]).to_vec();
         vec![Some(cx.graph.emit(Op::Reshape(Reshape { shape }), &[cx.cotangent]))]
     }
@@ -120,7 +120,7 @@ impl Operator for Reshape {
     }
 }
 
-/// The greatest number that divides both.
+/// The greatest common divisor.
 pub(crate) fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -1,4 +1,4 @@
-//! Reverse: turns dimensions round.
+//! Reverse: reverses the order of elements along dimensions.
 
 use super::*;
 

@@ -1,11 +1,12 @@
-//! Roll: elements along a dimension move up, and those that leave it at one end come back at the other.
+//! Roll: shifts elements along a dimension. Those that leave it at one end come back at the other.
 //!
-//! Along a dimension of blocks that devices have one each, a roll by one is what a ring of devices does: each gets what its neighbour
-//! has. A device computes it of its own blocks and of what a [`Collective::Shift`] brings, so that no local graph has a roll.
+//! If each device has one block of the dimension, a roll by one is a round of a ring: each device gets its neighbour's
+//! block. A device computes a roll from its own blocks and the result of a [`Collective::Shift`], so local graphs
+//! contain no roll.
 
 use super::*;
 
-/// Element `i` of dimension `dim`, of `n`, is element `(i + by) mod n` of the operand.
+/// Element `i` of the `n` in dimension `dim` is element `(i + by) mod n` of the operand.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Roll {
     pub dim: usize,
@@ -32,7 +33,7 @@ impl Operator for Roll {
         Ok(operands[0].clone())
     }
 
-    /// The dimension is split into contiguous blocks, of which neighbours then exchange some.
+    /// Splits the dimension into contiguous blocks. Neighbours then exchange some of them.
     fn rule(&self, _: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule::elementwise(&result.shape, 1, vec![vec![0]]);
         rule.contiguous.push(self.dim as u8);
@@ -43,8 +44,8 @@ impl Operator for Roll {
         Op::Roll(self.clone())
     }
 
-    /// Of `m` elements that a device has, those from `by mod m` on come from the device `by / m` places on, and the others from the
-    /// next one.
+    /// Let `m` be the number of elements per device. The elements from `by mod m` on come from the device `by / m`
+    /// places after it, and the others from the next one.
     fn local(&self, cx: &mut Local<'_>) -> ValueId {
         let axes = &cx.factor_axes[self.dim];
         let (parts, own) = (cx.mesh.product(axes), cx.result_shape[self.dim]);

@@ -1,17 +1,17 @@
-//! Scatter: writes updates into a tensor at indexed places, or combines them with what is there.
+//! Scatter: writes updates into a tensor at indexed places, or combines them with the elements there.
 //!
-//! Adding is not among the ways to combine: that is the tensor plus a [`ScatterAdd`], which starts from zeros and so
-//! may be a partial sum.
+//! Addition is not among the combinations. It is the tensor plus a [`ScatterAdd`], which starts from zeros and so may
+//! be a partial sum.
 
 use super::product::Factors;
 use super::*;
 use crate::rule::FactorKind;
 
-/// How an update and the element at its place make one.
+/// Combines an update with the element at its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Combine {
-    /// The update is kept; of several at one place that of the last index vector, `indices` being row major.
+    /// Keeps the update. Among several at one place, the last index vector wins, with `indices` in row-major order.
     Replace,
     Multiply,
     Minimum,
@@ -30,7 +30,7 @@ impl Combine {
         }
     }
 
-    /// The elementwise op of the element and the update; none where the update replaces it.
+    /// The elementwise op of the element and the update. `None` if the update replaces it.
     pub fn binary(self) -> Option<Binary> {
         match self {
             Combine::Replace => None,
@@ -41,7 +41,7 @@ impl Combine {
     }
 }
 
-/// `scatter(operand, indices, updates)`: dimensions are described as those of [`ScatterAdd`], and updates whose slice
+/// `scatter(operand, indices, updates)`. Dimensions are described like those of [`ScatterAdd`]. Updates whose slice
 /// does not lie inside are dropped.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Scatter {
@@ -51,8 +51,8 @@ pub struct Scatter {
 }
 
 impl Scatter {
-    /// What splitting the updates means. An extremum may be taken of parts, each starting from the operand; a product
-    /// would count the operand once for each, and which update is last takes all of them.
+    /// The effect of splitting the updates. An extremum may be taken over parts that each start from the operand. A
+    /// product would count the operand once per part. Replacement needs all updates to find the last one.
     fn kind_of_updates(&self) -> FactorKind {
         match self.combine {
             Combine::Replace | Combine::Multiply => FactorKind::Whole,
@@ -66,7 +66,8 @@ impl Scatter {
         graph.emit(Op::Gather(gather), &[from, indices])
     }
 
-    /// Which updates are in the result: those that come back when each writes its number.
+    /// A boolean for each update, true if the result contains it. Each update writes its number, and those that read
+    /// theirs back are kept.
     fn kept(&self, graph: &mut Graph, operand: ValueId, indices: ValueId, updates: ValueId) -> ValueId {
         let shape = graph.shape(updates).to_vec();
         let count = graph.ty(updates).elements();
@@ -124,8 +125,9 @@ impl Operator for Scatter {
         cx.graph.emit(Op::Scatter(Scatter { dims, combine: self.combine }), &operands)
     }
 
-    /// An update that is dropped, or replaced by a later one, has no part in the result and gets zero. Equal extrema
-    /// share the cotangent, as in JAX; that of a factor is divided by it, or where it is zero the product of the others is taken.
+    /// An update that is dropped, or that a later one replaces, does not affect the result and gets zero. Equal extrema
+    /// share the cotangent, as in JAX. The cotangent of a factor is divided by it. If the factor is zero, the product
+    /// of the others is computed instead.
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let [x, indices, updates] = [0, 1, 2].map(|i| cx.operands[i]);
         let (y, g, wanted) = (cx.result, cx.cotangent, cx.wanted);
@@ -192,7 +194,7 @@ impl Operator for Scatter {
             let vector = over_indices.iter().map(|&d| index[d]).collect();
             kept.extend(target.map(|target| (vector, all.offset(target), updates.at(index))));
         });
-        // One window after the other, wherever its dimensions stand among those of the updates.
+        // Apply one window after the other, wherever its dimensions are among those of the updates.
         kept.sort_by(|a, b| a.0.cmp(&b.0));
         for (_, at, update) in kept {
             let combined = self.combine.binary().map(|op| op.apply(all.data[at], update, result.dtype));
@@ -210,8 +212,8 @@ impl Operator for Scatter {
 mod tests {
     use super::*;
 
-    /// Windows of two that overlap by one: the second index vector's is on top, though in row-major order of the
-    /// updates its first element comes before the last of the other.
+    /// Two windows of two elements overlap by one. The second index vector wins, although its first element precedes
+    /// the other window's last one in row-major order of the updates.
     #[test]
     fn the_last_window_is_on_top() {
         let dims = GatherDims {

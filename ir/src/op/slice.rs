@@ -12,7 +12,7 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// Whether dimension `dim` of size `size` is cut into equal blocks of which one is kept.
+    /// Returns true if dimension `dim` of size `size` is cut into equal blocks and one of them is kept.
     fn is_block(&self, dim: usize, size: u64) -> bool {
         let length = self.limit[dim] - self.start[dim];
         let aligned = |n: u64| n.is_multiple_of(length);
@@ -37,7 +37,7 @@ impl Operator for Slice {
         Ok(operands[0].with_shape(shape))
     }
 
-    /// A dimension cut into `k` equal blocks is `{k, length}` with `length` parallel: the fused q/k/v case.
+    /// A dimension cut into `k` equal blocks is `{k, length}` with `length` parallel, as in fused q/k/v.
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
         let mut rule = ShardingRule { linear: vec![vec![0]], ..Default::default() };
         let mut dims = Vec::new();
@@ -71,8 +71,7 @@ impl Operator for Slice {
                 }
                 continue;
             }
-            // The same block of a dimension whose blocks have another length, or what begins at the same place if there
-            // is as much.
+            // Take the same block if blocks have another length. Otherwise keep the start, as far as the size allows.
             let block = self.start[d].is_multiple_of(length);
             let start = if block { self.start[d] / length * kept } else { self.start[d] };
             slice.start[d] = start.min(size.saturating_sub(kept));
@@ -92,7 +91,7 @@ impl Operator for Slice {
         let pad = Pad {
             low: self.start.iter().map(|&s| s as i64).collect(),
             high: (0..size.len()).map(high).collect(),
-            // A stride beyond the only element that is kept says nothing.
+            // If only one element is kept, the stride has no effect.
             interior: (0..size.len()).map(|d| if kept[d] > 1 { self.stride[d] - 1 } else { 0 }).collect(),
         };
         let zero = cx.graph.constant(Literal::splat(TensorType::scalar(dtype), 0.0));

@@ -1,21 +1,21 @@
-//! Arg-sort: the order of elements along a dimension. Sorting several tensors together is this and gathers.
+//! Arg-sort: the order of elements along a dimension. Sorting several tensors together is an arg-sort and gathers.
 
 use super::*;
 use std::cmp::Ordering;
 
-/// The stable permutation that sorts along `dim` by one or more keys of one shape, the most significant first: place
+/// The stable permutation that sorts along `dim` by one or more keys of one shape, the most significant first. Place
 /// `i` of the result holds the position of the element that comes `i`-th.
 ///
-/// Floats are in total order but for zeros, which are equal whatever their sign; every NaN comes after infinity, so
-/// last where a key ascends and first where it descends. Equal elements keep their order either way.
+/// Floats are in total order, except that zeros are equal whatever their sign. Every NaN comes after infinity, so NaNs
+/// are last if a key ascends and first if it descends. Equal elements keep their order either way.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ArgSort {
     pub dim: usize,
-    /// For each key whether its greatest element comes first.
+    /// For each key, true if its greatest element comes first.
     pub descending: Vec<bool>,
 }
 
-/// The order of two elements of a key that ascends.
+/// The order of two elements of an ascending key.
 fn compare(a: f64, b: f64) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
@@ -66,7 +66,7 @@ impl Operator for ArgSort {
         sorted
     }
 
-    /// A comparison for each of the `log2(n)` times that an element is merged.
+    /// Counts a comparison for each of the `log2(n)` merges of an element.
     fn flop(&self, _: &[&TensorType], result: &TensorType) -> u64 {
         result.elements().saturating_mul(u64::from(result.shape[self.dim].max(1).ilog2()))
     }

@@ -1,7 +1,7 @@
-//! Ops of local graphs: collectives, copies between a device and its host's memory, and a device's position on the mesh.
+//! Ops of local graphs: collectives, copies between device and host memory, and a device's position on the mesh.
 //!
-//! They appear only in the programs that lowering writes, where every device of a mesh runs the same graph.
-//! The reference interpreter runs all devices of a mesh together (see [`crate::interpret`]).
+//! They occur only in the programs that lowering writes, where every device of a mesh runs the same graph. The
+//! reference interpreter runs all devices of a mesh together (see [`crate::interpret`]).
 
 use super::*;
 
@@ -20,24 +20,24 @@ pub struct AxisIndex {
     pub dtype: DType,
 }
 
-/// Which way a tensor goes between a device and the memory of its host.
+/// The direction of a copy between device and host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HostRoute {
-    /// To the device: the operand is a leaf that is in host memory.
+    /// To the device. The operand is a leaf in host memory.
     Load,
-    /// To the host: the result is in host memory, and goes to buffers there and nowhere else.
+    /// To the host. The result is in host memory, and only buffers there take it.
     Store,
 }
 
-/// A tensor in the other memory. A second operand is not read: it is a value that has to be there before the copy begins,
-/// which keeps a device from holding more than it has room for.
+/// Copies a tensor to the other memory. The optional second operand is not read. It is a value that must exist before
+/// the copy begins, which limits the memory that a device holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HostCopy {
     pub route: HostRoute,
 }
 
-/// Checks that axes are distinct axes of the mesh, and that the mesh is one of devices.
+/// Checks that axes are distinct axes of the mesh, and that the mesh has a valid number of devices.
 fn expect_axes(axes: &[AxisId], mesh: &Mesh) -> Result<(), ShapeError> {
     let dims: Vec<usize> = axes.iter().map(|a| a.0 as usize).collect();
     expect_dims(&dims, mesh.axes.len())?;
@@ -87,7 +87,8 @@ impl Operator for CollectiveOp {
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         vec![None; cx.operands.len()]
     }
-    /// On its own a device sees only its operand; [`crate::interpret::run_mesh`] gives the real meaning.
+    /// The operand, since a device on its own sees nothing else. [`crate::interpret::run_mesh`] implements the real
+    /// semantics.
     fn eval(&self, operands: &[&Tensor], _: &TensorType) -> Tensor {
         operands[0].clone()
     }
@@ -135,7 +136,7 @@ impl Operator for AxisIndex {
     fn gradient(&self, _: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         Vec::new()
     }
-    /// Position 0; [`crate::interpret::run_mesh`] gives each device its own.
+    /// Position 0. [`crate::interpret::run_mesh`] gives each device its own position.
     fn eval(&self, _: &[&Tensor], result: &TensorType) -> Tensor {
         Tensor::splat(result.clone(), 0.0)
     }

@@ -1,8 +1,7 @@
-//! Every op against its own reference semantics, from one table of cases.
+//! Tests every op against its own reference semantics, from one table of cases.
 //!
-//! A case is an op and the types of its operands. For each the shape function, the sharding rule under every
-//! strategy on several meshes, the gradient and the resizing are compared with `eval`, so an op that has a
-//! case has all of these tests.
+//! A case is an op and the types of its operands. The tests compare `eval` with the shape function, the sharding rule
+//! under every strategy on several meshes, the gradient and the resizing. An op that has a case has all of these tests.
 
 mod cases;
 mod gradients;
@@ -15,8 +14,8 @@ use super::*;
 pub(crate) use cases::{Case, cases, ty};
 use std::collections::BTreeSet;
 
-/// A position for each variant of [`Op`]. A new variant does not compile until it is listed here, and the
-/// next test fails until it has a case.
+/// An index for each variant of [`Op`]. A new variant does not compile until it is listed here, and the next test fails
+/// until it has a case.
 fn variant(op: &Op) -> usize {
     match op {
         Op::Parameter(_) => 0,
@@ -88,8 +87,8 @@ fn every_op_has_a_case() {
     assert_eq!(collectives.len(), 8, "collectives with a case: {collectives:?}");
 }
 
-/// The lists `ALL` are what the test above iterates, so they must be complete and in order. The matches below
-/// do not compile for a new variant until it is named.
+/// The test above iterates over the `ALL` lists, so they must be complete and in order. The matches below do not
+/// compile for a new variant until it is named.
 #[test]
 fn lists_of_all_functions_are_complete() {
     let last_unary = Unary::ALL.map(|op| match op {
@@ -148,7 +147,7 @@ fn reference_results_have_the_inferred_type() {
     }
 }
 
-/// Intermediate values of more than 53 bits keep them all until they are wrapped.
+/// Intermediate values of more than 53 bits keep all bits until they wrap.
 #[test]
 fn integers_are_exact_until_they_wrap() {
     let of = |op: Op, operands: &[(&str, &[f64])]| -> Vec<f64> {
@@ -187,7 +186,7 @@ fn operands_that_do_not_fit_are_refused() {
         let mut more: Vec<&TensorType> = case.types();
         let extra = TensorType::new(DType::F32, [7, 5, 3, 2, 2]);
         more.push(&extra);
-        // What it waits for may be there or not.
+        // The second operand, which the copy waits for, is optional.
         let waits = |operands: usize| matches!(case.op, Op::HostCopy(_)) && case.operands.len() == operands;
         assert!(waits(1) || case.op.infer(&more).is_err(), "{} took one operand more", case.label());
         let masked = matches!(&case.op, Op::Composite(_) if case.op.name() == "attention" && case.operands.len() == 4);

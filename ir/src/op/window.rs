@@ -1,13 +1,13 @@
-//! Windows that slide over a dimension: what convolutions and pooling share.
+//! Windows that slide over a dimension, shared by convolutions and pooling.
 //!
-//! Result position `o` and window position `k` read position `o * stride + k * window_dilation - pad_low` of the operand, whose
-//! elements lie `base_dilation` apart. The formula is symmetric in `o` and `k`, so a device that has one block of either
-//! needs one contiguous part of the operand: its own block and edges of its neighbours'.
+//! Result position `o` and window position `k` read position `o * stride + k * window_dilation - pad_low` of the
+//! operand, whose elements lie `base_dilation` apart. The formula is symmetric in `o` and `k`. So a device with one
+//! block of either needs one contiguous part of the operand: its own block and the edges of neighbouring blocks.
 
 use super::*;
 use crate::rule::FactorKind;
 
-/// How a window moves along one dimension. Negative padding cuts off.
+/// The movement of a window along one dimension. Negative padding removes elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct WindowDim {
     pub size: u64,
@@ -16,12 +16,12 @@ pub struct WindowDim {
     pub pad_high: i64,
     pub base_dilation: u64,
     pub window_dilation: u64,
-    /// The window's elements are taken last to first.
+    /// True if the window's elements are taken from last to first.
     #[serde(default)]
     pub reversed: bool,
 }
 
-/// The part of a neighbour's block that is read, in elements, and the padding that is left to do on the device.
+/// The elements to read from neighbouring blocks, and the padding that is left to do on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Halo {
     pub low: u64,
@@ -30,11 +30,11 @@ pub struct Halo {
     pub pad_high: i64,
 }
 
-/// Larger attributes than this are an error of the file, and smaller ones cannot overflow.
+/// The limit of attributes. Larger values are an error of the file, and smaller ones cannot overflow.
 const LIMIT: u64 = 1 << 40;
 
 impl WindowDim {
-    /// A window of one element: the dimension passes through.
+    /// A window of one element, which passes the dimension through.
     pub fn one() -> WindowDim {
         WindowDim { stride: 1, size: 1, pad_low: 0, pad_high: 0, base_dilation: 1, window_dilation: 1, reversed: false }
     }
@@ -43,12 +43,12 @@ impl WindowDim {
         WindowDim { reversed: false, ..*self } == WindowDim::one()
     }
 
-    /// Elements from the first to the last that `n` elements at a distance of `dilation` span.
+    /// The distance from the first to the last of `n` elements that lie `dilation` apart, both included.
     fn span(n: u64, dilation: u64) -> i64 {
         if n == 0 { 0 } else { ((n - 1) * dilation) as i64 + 1 }
     }
 
-    /// Size of the result for an operand of size `n`.
+    /// The size of the result for an operand of size `n`.
     pub fn result_size(&self, n: u64) -> Result<u64, ShapeError> {
         let small = |x: u64| x > 0 && x < LIMIT;
         let near = |x: i64| x.unsigned_abs() < LIMIT;
@@ -70,7 +70,8 @@ impl WindowDim {
         Ok(if padded < window { 0 } else { (padded - window) as u64 / self.stride + 1 })
     }
 
-    /// The most window positions at which one result sees the operand, not the gaps of its dilation.
+    /// The largest number of window positions at which one result meets elements of the operand rather than gaps of its
+    /// dilation.
     pub fn positions_of_a_result(&self) -> u64 {
         // Positions that meet elements are as far apart as it takes for window steps to make up a whole dilation.
         let (mut a, mut b) = (self.base_dilation, self.window_dilation);
@@ -80,31 +81,31 @@ impl WindowDim {
         self.size.div_ceil(self.base_dilation / a.max(1))
     }
 
-    /// The operand's element that result position `o` sees at window position `k`, if it is none of the padding.
+    /// The operand's element at window position `k` of result position `o`. `None` for padding.
     pub fn source(&self, o: u64, k: u64, n: u64) -> Option<u64> {
         let k = if self.reversed { self.size - 1 - k } else { k };
         self.source_of_offset(o, k, n)
     }
 
-    /// [`WindowDim::source`] for the window position counted from the low end, reversed or not.
+    /// [`WindowDim::source`] for a window position counted from the low end, reversed or not.
     fn source_of_offset(&self, o: u64, k: u64, n: u64) -> Option<u64> {
         let at = (o * self.stride + k * self.window_dilation) as i64 - self.pad_low;
         let at = u64::try_from(at).ok()?;
         (at % self.base_dilation == 0 && at / self.base_dilation < n).then_some(at / self.base_dilation)
     }
 
-    /// Whether equal blocks of the result need the equal blocks of an operand of size `n`, and edges.
+    /// Returns true if equal blocks of the result need equal blocks of an operand of size `n`, plus edges.
     pub fn follows_result(&self, n: u64, result: u64) -> bool {
         result * self.stride == n * self.base_dilation
     }
 
-    /// Whether equal blocks of the window need the equal blocks of an operand of size `n`, and edges.
+    /// Returns true if equal blocks of the window need equal blocks of an operand of size `n`, plus edges.
     pub fn follows_window(&self, n: u64) -> bool {
         !self.reversed && self.size * self.window_dilation == n * self.base_dilation
     }
 
-    /// What a device with `result` positions, `self.size` window positions and `n` elements of the operand lacks,
-    /// where all three begin at the same place of the undilated, unpadded operand.
+    /// The edges that a device with `result` positions, `self.size` window positions and `n` elements of the operand
+    /// needs. All three must begin at the same place of the undilated, unpadded operand.
     pub fn halo(&self, n: u64, result: u64) -> Halo {
         let base = self.base_dilation as i64;
         let span = ((result - 1) * self.stride + (self.size - 1) * self.window_dilation) as i64 + 1;
@@ -116,8 +117,8 @@ impl WindowDim {
         Halo { low: low as u64, high: high as u64, pad_low, pad_high: span - extended - pad_low }
     }
 
-    /// The window that carries cotangents of the result (of size `result`) back to the operand (of size `n`), with
-    /// the window's elements in the opposite order.
+    /// The window that carries cotangents of the result (of size `result`) back to the operand (of size `n`). It takes
+    /// its elements in the opposite order.
     pub fn transposed(&self, n: u64, result: u64) -> WindowDim {
         let reach = ((self.size - 1) * self.window_dilation) as i64;
         let pad_low = reach - self.pad_low;
@@ -133,8 +134,8 @@ impl WindowDim {
         }
     }
 
-    /// The window whose elements are the cotangents of the result (of size `result`), and whose result are those of this
-    /// window's elements, over the same operand of size `n`.
+    /// The window with the roles of result and window exchanged, over the same operand of size `n`. Its elements are
+    /// the cotangents of the result (of size `result`), and its result has this window's elements.
     pub fn exchanged(&self, n: u64, result: u64) -> WindowDim {
         let span = ((self.size - 1) * self.window_dilation) as i64 + WindowDim::span(result, self.stride);
         WindowDim {
@@ -149,7 +150,7 @@ impl WindowDim {
     }
 }
 
-/// A factor of the operand's dimension `n` and one of the result's, which split together where the window allows it.
+/// Adds a factor for the operand's dimension `n` and one for the result's. They split together if the window allows it.
 pub(super) fn window_factors(rule: &mut ShardingRule, window: &WindowDim, n: u64, result: u64) -> (u8, u8) {
     if window.is_one() {
         let f = rule.factor(n, FactorKind::Parallel);
@@ -165,8 +166,8 @@ pub(super) fn window_factors(rule: &mut ShardingRule, window: &WindowDim, n: u64
 }
 
 impl Local<'_> {
-    /// Operand 0 with what the window along `dim` reads of the neighbours' blocks, and the window that is left.
-    /// `result` and `window.size` are local sizes; beyond the ends of the dimension there is the neutral element.
+    /// Operand 0 extended by the edges of neighbouring blocks that the window along `dim` reads, and the remaining
+    /// window. `result` and `window.size` are local sizes. Beyond the ends of the dimension lies the neutral element.
     pub(super) fn with_halo(
         &mut self,
         dim: usize,

@@ -1,8 +1,9 @@
-//! The sizes of a graph as products of atoms that must change together.
+//! The sizes of a graph as products of atoms, which must change together.
 //!
-//! Every dimension is a list of atoms, major first, whose sizes multiply to its own. Saying that two dimensions are equal
-//! makes their atoms the same, and takes an atom apart where the other side has several: 768 in one place and 12 heads of 64
-//! in another are two atoms in both. A size that is other sizes and a constant (what a slice or a padding leaves) is a sum.
+//! Every dimension is a list of atoms, major first, whose sizes multiply to its own. Equating two dimensions merges
+//! their atoms, and splits an atom if the other side has several. For example, 768 in one place and 12 heads of 64 in
+//! another are two atoms in both. A size that is a sum of other sizes and a constant (the result of a slice or padding)
+//! is a sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,15 +13,16 @@ pub struct Atom(u32);
 
 #[derive(Clone, Debug, PartialEq)]
 enum State {
-    /// Any size from `least` on will do. Somewhere it counts `weight` times: the others of a dimension are fixed.
+    /// The size can be anything from `least` on. `weight` is the product of the fixed atoms beside it in some
+    /// dimension.
     Free {
         least: u64,
         weight: u64,
     },
     Fixed,
-    /// The size of these together, major first.
+    /// The product of these atoms, major first.
     Parts(Vec<Atom>),
-    /// The sum of these products and of `rest`.
+    /// The sum of these products and `rest`.
     Sum {
         terms: Vec<Vec<Atom>>,
         rest: i64,
@@ -29,7 +31,7 @@ enum State {
 
 const FREE: State = State::Free { least: 1, weight: 1 };
 
-/// Sums of sums of sums: beyond this a size is left as it is.
+/// The largest depth of nested sums. A deeper size is left unchanged.
 const DEEPEST: usize = 256;
 
 /// All atoms of a graph.
@@ -40,7 +42,7 @@ pub struct Atoms {
 }
 
 impl Atoms {
-    /// The atoms of a dimension of which nothing is known yet.
+    /// The atoms of a new dimension without known relations.
     pub fn dimension(&mut self, size: u64) -> Vec<Atom> {
         match size {
             1 => Vec::new(),
@@ -67,7 +69,7 @@ impl Atoms {
         self.sizes[atom.0 as usize]
     }
 
-    /// The atoms that these are made of.
+    /// The leaf atoms that these consist of.
     pub fn leaves(&self, atoms: &[Atom]) -> Vec<Atom> {
         let mut leaves = Vec::new();
         let mut pending: Vec<Atom> = atoms.iter().rev().copied().collect();
@@ -80,7 +82,7 @@ impl Atoms {
         leaves
     }
 
-    /// Makes these keep their sizes. Returns whether they could have changed.
+    /// Fixes the sizes of these atoms. Returns true if they could have changed.
     pub fn fix(&mut self, atoms: &[Atom]) -> bool {
         let mut changed = false;
         let mut pending = self.leaves(atoms);
@@ -97,7 +99,7 @@ impl Atoms {
         changed
     }
 
-    /// Keeps a dimension from becoming smaller than this.
+    /// Sets a lower bound for the size of a dimension.
     pub fn at_least(&mut self, atoms: &[Atom], size: u64) {
         match self.leaves(atoms).as_slice() {
             [only] => match &mut self.states[only.0 as usize] {
@@ -112,14 +114,14 @@ impl Atoms {
         }
     }
 
-    /// Two dimensions of one size have one size.
+    /// Records that two dimensions have the same size.
     pub fn equate(&mut self, a: &[Atom], b: &[Atom]) {
         let (mut left, mut right) = (a.to_vec(), b.to_vec());
         left.reverse();
         right.reverse();
         loop {
             let (Some(x), Some(y)) = (self.next(&mut left), self.next(&mut right)) else {
-                // Sizes that do not multiply to the same number can only stay.
+                // Sizes that do not multiply to the same number cannot change.
                 self.fix(&left);
                 self.fix(&right);
                 return;
@@ -135,7 +137,7 @@ impl Atoms {
                 right.push(self.split(y, m));
                 self.equate(&[x], &[self.first(y)]);
             } else {
-                // No common refinement: everything up to where the products meet again stays as it is.
+                // There is no common refinement, so fix everything up to where the products meet again.
                 self.fix(&[x, y]);
                 let (mut m, mut n) = (u128::from(m), u128::from(n));
                 while m != n {
@@ -167,7 +169,7 @@ impl Atoms {
         }
     }
 
-    /// Takes an atom apart into a major part of this size and a minor part, which is returned.
+    /// Splits an atom into a major part of this size and a minor part. Returns the minor part.
     fn split(&mut self, atom: Atom, major: u64) -> Atom {
         if *self.state(atom) != FREE {
             self.fix(&[atom]);
@@ -179,14 +181,14 @@ impl Atoms {
         parts[1]
     }
 
-    /// Makes two leaves of one size one.
+    /// Merges two leaves of the same size.
     fn join(&mut self, x: Atom, y: Atom) {
         match (self.state(x).clone(), self.state(y).clone()) {
             (State::Fixed, _) | (_, State::Fixed) => {
                 self.fix(&[x, y]);
             }
             (State::Free { least, weight }, State::Free { least: other, .. }) => {
-                // The older one stays, or each op of a long model would lead to the next.
+                // Keep the older one, or each op of a long model would lead to the next.
                 let (x, y) = (x.min(y), x.max(y));
                 self.set(x, State::Free { least: least.max(other), weight });
                 self.set(y, State::Parts(vec![x]));
@@ -207,7 +209,7 @@ impl Atoms {
         }
     }
 
-    /// Whether the size of an atom follows from that of another.
+    /// Returns true if the size of an atom follows from that of another.
     fn depends(&self, atom: Atom, on: Atom) -> bool {
         let mut pending = vec![atom];
         let mut seen = BTreeSet::new();
@@ -224,7 +226,8 @@ impl Atoms {
         false
     }
 
-    /// The size of `whole` is the sum of the products `terms`, and of what it is greater or less by today.
+    /// Records that the size of `whole` is the sum of the products `terms` and of a constant, which is today's
+    /// difference.
     pub fn sum(&mut self, whole: &[Atom], terms: &[Vec<Atom>]) {
         let product = |atoms: &[Atom]| atoms.iter().map(|&a| self.size(a)).product::<u64>() as i64;
         let size = product(whole);
@@ -243,7 +246,7 @@ impl Atoms {
         }
     }
 
-    /// Notes how much the free atoms of a dimension count in it, once all is related.
+    /// Records the weights of a dimension's free atoms, after all relations are known.
     pub fn weigh(&mut self, atoms: &[Atom]) {
         let leaves = self.leaves(atoms);
         let is_fixed = |a: &&Atom| *self.state(**a) == State::Fixed;
@@ -255,7 +258,7 @@ impl Atoms {
         }
     }
 
-    /// The atoms that sums are made of: what becomes of the others' elements where these change, no index says.
+    /// The atoms that are part of sums. If these change, no index tells where the elements of other terms go.
     pub fn in_sums(&self) -> BTreeSet<Atom> {
         let terms = |state: &State| match state {
             State::Sum { terms, .. } => terms.concat(),
@@ -264,12 +267,12 @@ impl Atoms {
         self.states.iter().flat_map(|state| self.leaves(&terms(state))).collect()
     }
 
-    /// Whether an atom may have another size.
+    /// Returns true if an atom may have another size.
     pub fn is_free(&self, atom: Atom) -> bool {
         matches!(self.state(atom), State::Free { .. })
     }
 
-    /// All sizes where free atoms are as `goal` says.
+    /// All sizes if free atoms have the sizes of `goal`.
     pub fn resized<'a>(&'a self, goal: &'a Sizing) -> Resized<'a> {
         Resized { atoms: self, goal, sums: BTreeMap::new() }
     }
@@ -277,22 +280,22 @@ impl Atoms {
 
 /// The sizes that free atoms get.
 pub enum Sizing {
-    /// None, with its weight, is larger; of two or more elements two are left at least.
+    /// No free atom, times its weight, is larger. Atoms of two or more elements keep at least two.
     AtMost(u64),
-    /// These, and the others stay.
+    /// These atoms get these sizes, and the others keep theirs.
     Exactly(BTreeMap<Atom, u64>),
 }
 
-/// The sizes that atoms have once free ones have others.
+/// The sizes of atoms after free ones have changed.
 pub struct Resized<'a> {
     atoms: &'a Atoms,
     goal: &'a Sizing,
-    /// Sums that were asked for, each computed once.
+    /// The sums that were asked for, each computed once.
     sums: BTreeMap<Atom, Option<u64>>,
 }
 
 impl Resized<'_> {
-    /// The size of a dimension; `None` where a sum is left with nothing.
+    /// The size of a dimension. `None` if a sum becomes empty.
     pub fn size(&mut self, dimension: &[Atom]) -> Option<u64> {
         self.size_at(dimension, 0)
     }
@@ -349,11 +352,11 @@ mod tests {
         atoms.equate(&fused, &[three, whole.clone()].concat());
         atoms.equate(&whole, &[heads.clone(), head].concat());
         assert_eq!([&fused, &whole, &heads].map(|d| capped(&atoms, 8, d)), [Some(3 * 64), Some(64), Some(8)]);
-        // As a part of 2304 each counts three times.
+        // As a part of 2304, each has a weight of three.
         atoms.weigh(&fused);
         assert_eq!([&fused, &whole, &heads].map(|d| capped(&atoms, 24, d)), [Some(3 * 64), Some(64), Some(8)]);
         assert_eq!(capped(&atoms, 1000, &fused), Some(2304));
-        // What is fixed in one place is fixed in all.
+        // An atom that is fixed in one place is fixed in all.
         atoms.fix(&heads);
         assert_eq!(capped(&atoms, 2, &fused), Some(3 * 12 * 2));
     }

@@ -1,24 +1,24 @@
-//! Fewer layers: of a run of equal layers the first two stay, and what used the last one uses the second.
+//! Fewer layers. The first two of a run of equal layers stay, and users of the last one use the second.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::Op;
 use crate::repetition::{Repetition, longest, numbered};
 use std::collections::BTreeSet;
 
-/// Layers of each run that stay: one that begins it, and one that goes on.
+/// The number of layers of each run that stay: one that begins it, and one that continues it.
 const KEPT: usize = 2;
 
 /// A graph with fewer layers.
 pub struct FewerLayers {
     pub graph: Graph,
-    /// For each value of the graph before, the same one here or its counterpart in a layer that is left.
+    /// For each value of the original graph, the same value here or its counterpart in a remaining layer.
     pub map: Vec<Option<ValueId>>,
-    /// Layers of all runs that were shortened, now and before.
+    /// The layers of all shortened runs, after and before.
     pub layers: (usize, usize),
 }
 
 impl FewerLayers {
-    /// All layers of a graph.
+    /// All layers of a graph, unshortened.
     pub fn all(graph: &Graph) -> FewerLayers {
         FewerLayers { graph: graph.clone(), map: graph.values().map(Some).collect(), layers: (0, 0) }
     }
@@ -33,7 +33,8 @@ impl FewerLayers {
     }
 }
 
-/// The graph with its longest run of layers shortened, where its values are now, and how many layers the run had.
+/// The graph with its longest run of layers shortened, the new place of its values, and the number of layers of the
+/// run.
 fn shortened(graph: &Graph) -> Option<(Graph, Vec<Option<ValueId>>, usize)> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     let nodes: Vec<ValueId> = graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()).collect();
@@ -46,8 +47,8 @@ fn shortened(graph: &Graph) -> Option<(Graph, Vec<Option<ValueId>>, usize)> {
         let operands = layer.iter().flat_map(|&v| graph.node(v).operands.iter().copied());
         operands.filter(|&o| matches!(graph.node(o).op, Op::Parameter(_))).collect()
     };
-    // A layer contracts with weights of its own what the layer before gives. What repeats without weights is a polynomial or
-    // steps of a loop over time; what repeats side by side are queries, keys and values.
+    // A layer contracts the previous layer's result with its own weights. A repetition without weights is a polynomial,
+    // or the steps of a loop over time. Parallel repetitions are queries, keys and values.
     let is_layer = |run: Repetition| {
         let layer = |number: usize| &nodes[run.first + number * run.period..run.first + (number + 1) * run.period];
         let works = |&v: &ValueId| graph.node(v).op.is_contraction();
@@ -67,7 +68,7 @@ fn shortened(graph: &Graph) -> Option<(Graph, Vec<Option<ValueId>>, usize)> {
 
     let mut live = vec![false; graph.len()];
     let users = graph.users();
-    // Leaves that nothing used before stay as unused as they were.
+    // Leaves that were already unused stay.
     graph
         .values()
         .filter(|v| graph.node(*v).op.is_leaf() && users[v.index()].is_empty())

@@ -1,14 +1,14 @@
-//! Means stay means: where a sum over elements is divided by their number, fewer elements are divided by fewer.
+//! Preserves means: if a sum over elements is divided by their number, fewer elements are divided by a smaller number.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Real, Values};
 use crate::op::{Binary, Op, Reducer, Unary};
 
-/// How many elements were summed into each element of a value and not yet divided by, now and before.
+/// The number of elements that were summed into each element of a value and not yet divided by, after and before.
 type Count = Option<(u64, u64)>;
 
-/// `reduced`, which is `graph` node by node at other sizes, with the constants that count summed elements adapted; and where
-/// its values are now.
+/// `reduced`, which has the nodes of `graph` at other sizes, with adapted constants that count summed elements. Also
+/// returns the new place of its values.
 pub fn with_means(graph: &Graph, reduced: &Graph) -> (Graph, Vec<ValueId>) {
     let mut to = Graph { name: reduced.name.clone(), batch: reduced.batch, ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
@@ -33,7 +33,7 @@ pub fn with_means(graph: &Graph, reduced: &Graph) -> (Graph, Vec<ValueId>) {
     (to, map)
 }
 
-/// The count of a value; and where it divides by the count, the operand that does and by what to multiply it.
+/// The count of a value. If it divides by the count, also the operand with the count and the factor to multiply it by.
 fn summed(graph: &Graph, reduced: &Graph, v: ValueId, counts: &[Count]) -> (Count, Option<(usize, f64)>) {
     let node = graph.node(v);
     let of = |i: usize| counts[node.operands[i].index()];

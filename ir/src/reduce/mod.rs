@@ -1,9 +1,9 @@
-//! A small twin of a large model: fewer layers and smaller sizes, the same structure.
+//! Downscaling of a large model: fewer layers and smaller sizes, with the same structure.
 //!
-//! What a plan of the twin computes can be compared with one device on any machine, whatever the model's size. Of equal
-//! layers two stay. Sizes follow from the sharding rules: dimensions that one factor of an op indexes have one size, so each
-//! class of them is made smaller at once, and every op is rewritten with [`Operator::resized`](crate::op::Operator::resized),
-//! as for another batch.
+//! The results of a plan of the small twin can be compared with one device on any machine, whatever the model's size.
+//! Two of a run of equal layers stay. Sizes follow from the sharding rules. Dimensions that one factor of an op indexes
+//! have one size, so each class of them shrinks at once. Every op is rewritten with
+//! [`Operator::resized`](crate::op::Operator::resized), as for another batch.
 
 pub(crate) mod atoms;
 mod layers;
@@ -19,30 +19,30 @@ use layers::FewerLayers;
 use serde::{Deserialize, Serialize};
 use sizes::Sizes;
 
-/// How small a twin is to be.
+/// The limits of a twin.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Goal {
-    /// Elements of all parameters, at most.
+    /// The largest number of elements of all parameters.
     pub parameters: u64,
-    /// Floating-point operations of a forward pass, at most.
+    /// The largest number of floating-point operations of a forward pass.
     pub flop: u64,
-    /// Samples of the batch, at most.
+    /// The largest number of samples in the batch.
     pub batch: u64,
 }
 
-/// What a laptop trains in a second.
+/// A model that a laptop trains in about a second.
 impl Default for Goal {
     fn default() -> Goal {
         Goal { parameters: 4_000_000, flop: 1_000_000_000, batch: 8 }
     }
 }
 
-/// What became smaller.
+/// The difference in size between a twin and the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reduction {
-    /// Layers of all runs of equal layers of which some went, now and before.
+    /// The layers of all shortened runs of equal layers, after and before.
     pub layers: (usize, usize),
-    /// Elements of all parameters, now and before.
+    /// The elements of all parameters, after and before.
     pub parameters: (u64, u64),
 }
 
@@ -50,12 +50,14 @@ pub struct Reduction {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reduced {
     pub graph: Graph,
-    /// For each value of the model its value here, or that of its counterpart in another layer; `None` where it went.
+    /// For each value of the model, its value here or that of its counterpart in another layer. `None` if it was
+    /// removed.
     pub map: Vec<Option<ValueId>>,
     pub reduction: Reduction,
 }
 
-/// The twin of a graph whose batch was found; itself where it is small enough already. Where the goal is not in reach, the twin is as small as it gets.
+/// The twin of a graph with a known batch. It is the graph itself if that is small enough. If the goal is out of reach,
+/// the twin is as small as possible.
 pub fn reduce(graph: &Graph, goal: &Goal) -> Reduced {
     let mut fewer = FewerLayers::all(graph);
     if !fits(graph, goal) {

@@ -1,5 +1,5 @@
-//! Which sizes of a graph change together: the dimensions that a factor of an op indexes are of one size, and where ops
-//! cut, pad, join or slide windows, sizes are related in ways that rules of sharding do not say.
+//! The relations between the sizes of a graph. Dimensions that a factor of an op indexes have one size. Ops that cut,
+//! pad, join or slide windows relate sizes in further ways, which sharding rules do not describe.
 
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
@@ -11,11 +11,11 @@ use std::collections::BTreeSet;
 /// The sizes of all values, as far as they may change.
 pub struct Sizes {
     pub atoms: Atoms,
-    /// For each value and dimension its atoms, major first.
+    /// For each value and dimension, its atoms, major first.
     dims: Vec<Vec<Vec<Atom>>>,
 }
 
-/// The dimensions of a node that a relation of its own describes: the operand (`None`: the result) and the dimension.
+/// The dimensions of a node that a special relation describes: the operand (`None` for the result) and the dimension.
 type Described = BTreeSet<(Option<usize>, usize)>;
 
 impl Sizes {
@@ -80,8 +80,9 @@ impl Sizes {
         self.follow(&graph.rule(v), v, node, &described, table);
     }
 
-    /// Dimensions of one factor are of one size. What an op needs whole of one tensor alone is related to other sizes in
-    /// some way that its rule does not say, and stays; but rows of a `table` may go.
+    /// Equates dimensions of one factor. If an op needs a factor whole and only one tensor has it, the rule does not
+    /// describe its relation to other sizes, so it is fixed. An exception are the rows of a `table`, which may become
+    /// fewer.
     fn follow(
         &mut self,
         rule: &ShardingRule,
@@ -121,17 +122,18 @@ impl Sizes {
         self.atoms.equate(&self.dim(a), &self.dim(b));
     }
 
-    /// The atoms that a dimension is made of in the end, major first.
+    /// The leaf atoms of a dimension, major first.
     pub fn leaves(&self, (value, dim): (ValueId, usize)) -> Vec<Atom> {
         self.atoms.leaves(&self.dims[value.index()][dim])
     }
 
-    /// Makes a dimension keep its size.
+    /// Fixes the size of a dimension. Returns true if it could have changed.
     pub fn fix(&mut self, dim: (ValueId, usize)) -> bool {
         self.atoms.fix(&self.dim(dim))
     }
 
-    /// A part of a larger dimension is one of a few long blocks, or all but a few elements at its ends, or a few elements.
+    /// Relates a part to a larger dimension. It is one of a few long blocks, all but a few elements at the ends, or a
+    /// few elements.
     fn part(&mut self, part: (ValueId, usize), size: u64, whole: (ValueId, usize), total: u64, start: u64) {
         let blocks = total.checked_div(size).unwrap_or(0);
         if size == total {
@@ -184,7 +186,7 @@ impl Sizes {
         }
     }
 
-    /// Equal pieces are blocks; of others each keeps its size but those that make up most of the result.
+    /// Equal pieces are blocks. Of unequal pieces, each keeps its size except those that make up most of the result.
     fn concatenate(&mut self, graph: &Graph, v: ValueId, op: &Concatenate, described: &mut Described) {
         let operands = &graph.node(v).operands;
         let sizes: Vec<u64> = operands.iter().map(|&o| graph.shape(o)[op.dim]).collect();
@@ -197,8 +199,8 @@ impl Sizes {
         self.atoms.sum(&self.dim((v, op.dim)), &terms);
     }
 
-    /// Sizes before and after a window that are in proportion stay so, and a window that moves by single steps takes a
-    /// constant away.
+    /// Sizes before and after a window that are in proportion stay so. A window that moves by single steps subtracts a
+    /// constant.
     fn window(&mut self, graph: &Graph, from: (ValueId, usize), to: (ValueId, usize), window: &WindowDim) {
         let [n, m] = [from, to].map(|(v, d)| graph.shape(v)[d]);
         if window.follows_result(n, m) {
@@ -216,7 +218,7 @@ impl Sizes {
         }
     }
 
-    /// A table keeps at least the rows of a slice of it.
+    /// A table keeps at least the rows of one of its slices.
     fn table(&mut self, table: ValueId, dims: &GatherDims) {
         for (d, &slice) in dims.slice_sizes.iter().enumerate() {
             if dims.start_index_map.contains(&d) {
@@ -225,7 +227,7 @@ impl Sizes {
         }
     }
 
-    /// The graph in which no free size is larger than `most`. Where an op cannot be rewritten so, its sizes stay.
+    /// The graph in which no free size is larger than `most`. If an op cannot be rewritten for it, its sizes stay.
     pub fn capped(&mut self, graph: &Graph, most: u64) -> Graph {
         let goal = Sizing::AtMost(most);
         loop {
@@ -248,7 +250,7 @@ impl Sizes {
         }
     }
 
-    /// The graph with other sizes, node by node, or the nodes whose ops do not give these sizes.
+    /// The graph with other sizes, node by node, or the nodes whose ops do not produce these sizes.
     pub fn rebuilt(&self, graph: &Graph, goal: &Sizing) -> Result<Graph, Vec<ValueId>> {
         let mut to = Graph {
             name: graph.name.clone(),
@@ -287,7 +289,7 @@ impl Sizes {
         if failed.is_empty() { Ok(to) } else { Err(failed) }
     }
 
-    /// Row-major positions of a value's elements that are left: the first ones of every atom.
+    /// The row-major positions of the remaining elements of a value: the first ones of every atom.
     fn kept(&self, v: ValueId, resized: &mut Resized<'_>) -> Vec<usize> {
         let mut kept = vec![0];
         for atom in self.dims[v.index()].iter().flat_map(|dim| self.atoms.leaves(dim)) {

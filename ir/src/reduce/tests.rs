@@ -1,4 +1,4 @@
-//! Every op at smaller sizes, and what layers and constants become.
+//! Tests every op at smaller sizes, and the reduction of layers and constants.
 
 use super::*;
 use crate::graph::Graph;
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 
 const SMALLEST: Goal = Goal { parameters: 0, flop: 0, batch: 2 };
 
-/// An op on inputs.
+/// A graph with an op on inputs.
 fn alone(case: &Case) -> Graph {
     let mut graph = Graph::new("case");
     let operands: Vec<ValueId> = case
@@ -54,7 +54,7 @@ fn every_op_can_be_reduced() {
     assert_eq!(smaller, names, "each op has a case with a size that is free");
 }
 
-/// A model of `layers` layers on 4 samples of 12 tokens of 24 features in 3 heads of 8, as text.
+/// The text of a model with `layers` layers, on 4 samples of 12 tokens with 24 features in 3 heads of 8.
 fn model(layers: usize) -> String {
     let mut text = String::from("%0: f32[4b,12,24] = input \"x\"\n");
     let mut x = 0;
@@ -94,22 +94,22 @@ fn layers_sizes_and_means_shrink_together() {
     assert_eq!(reduced.reduction, Reduction { layers: (2, 7), parameters: (2 * 4 + 4 * 4, 7 * 576) });
     let names: Vec<&str> = reduced.graph.parameters().map(|(_, name)| name).collect();
     assert_eq!(names, ["w0", "w1"]);
-    // The features of the input are in no heads.
+    // The input's features belong to no heads.
     assert_eq!(reduced.graph.shape(ValueId(0)), [2, 2, 2]);
     assert_eq!(reduced.graph.batch, 2);
-    // The mean of what is left is a mean still.
+    // The mean of the remaining elements is still a mean.
     let divisor = reduced.graph.node(reduced.graph.outputs[0]).operands[1];
     assert!(matches!(&reduced.graph.node(divisor).op, Op::Constant(l) if l.as_splat() == Some(16.0)));
     assert!(rebatch(&reduced.graph, 6).is_ok());
-    // Values of layers that went are those of the last layer that is left.
+    // Values of removed layers map to those of the last remaining layer.
     assert_eq!(reduced.map[graph.outputs[0].index()], Some(reduced.graph.outputs[0]));
     assert_eq!(reduced.map[12], reduced.map[32]);
-    // What fits as it is stays as it is.
+    // A model that fits stays unchanged.
     let two = parsed(&model(2));
     assert_eq!(reduce(&two, &Goal::default()).graph, two);
 }
 
-/// A causal mask of 6 by 6 is one of 2 by 2.
+/// A causal mask of 6 by 6 becomes one of 2 by 2.
 #[test]
 fn tables_are_cut() {
     let mut graph = Graph::new("mask");

@@ -1,4 +1,4 @@
-//! The e-graph of a region: its terms, what is known of each class, and ways to look at classes and to add to them.
+//! The e-graph of a region: its terms, the facts about each class, and functions to inspect classes and to add to them.
 
 use super::facts::Fact;
 use crate::dtype::DType;
@@ -11,7 +11,7 @@ use egg::{Analysis, DidMerge, EGraph, Id, Language};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// An op, by its number in [`Terms`], on classes.
+/// An op, by its number in [`Terms`], applied to classes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Term {
     pub op: u32,
@@ -42,25 +42,25 @@ pub struct Leaf {
     pub fact: Option<Fact>,
 }
 
-/// What a term's number means.
+/// The meaning of a term's number.
 #[derive(Debug)]
 struct Meaning {
-    /// None for the leaf of this number.
+    /// The op, or the index of the leaf as `Err`.
     op: Result<Rc<Op>, usize>,
     data: Data,
 }
 
-/// What is known of all terms of a class.
+/// The properties of a class, which all its terms share.
 #[derive(Clone, Debug)]
 pub struct Data {
     pub ty: Rc<TensorType>,
     pub batch_dims: u32,
     pub fact: Option<Fact>,
-    /// The node of the region that it was.
+    /// The node of the region that the class comes from.
     pub name: Option<usize>,
 }
 
-/// Meanings of terms.
+/// The meanings of all term numbers.
 #[derive(Debug, Default)]
 pub struct Terms {
     meanings: Vec<Meaning>,
@@ -90,18 +90,18 @@ impl Analysis<Term> for Terms {
 /// An op of a class, and its operands.
 pub type Found = (Rc<Op>, Vec<Id>);
 
-/// Matmuls that are parts of one: worth it only where all of them, or most, are taken from that.
+/// Matmuls that can be slices of a single one. This only pays if all or most of them are taken from it.
 pub struct Stack {
     pub matmul: DotGeneral,
     pub x: Id,
-    /// The class of each matmul, and that of its slice of the whole.
+    /// The class of each matmul, and the class of its slice of the whole.
     pub parts: Vec<(Id, Id)>,
 }
 
 pub struct Builder {
     pub egraph: EGraph<Term, Terms>,
     pub stacks: Vec<Stack>,
-    /// What rules asked for before, which they do again each round.
+    /// The results of earlier additions. Rules ask for the same ones again in each round.
     added: HashMap<(String, Vec<Id>), Option<Id>>,
 }
 
@@ -120,7 +120,7 @@ impl Builder {
         self.egraph.add(Term { op, children: Vec::new() })
     }
 
-    /// A node of the region, or a constant outside it.
+    /// Adds a node of the region, or a constant outside it.
     pub fn original(&mut self, node: &Node, children: &[Id], name: Option<usize>, fact: Option<&Fact>) -> Id {
         let ty = Rc::new(node.ty.clone());
         let id = self.term(&node.op, Data { ty, batch_dims: node.batch_dims, fact: None, name: None }, children);
@@ -147,7 +147,7 @@ impl Builder {
         self.egraph.add(Term { op: number, children: children.to_vec() })
     }
 
-    /// Adds an op; None where it does not take these operands.
+    /// Adds an op. Returns `None` if it does not accept these operands.
     pub fn add(&mut self, op: impl Into<Op>, children: &[Id]) -> Option<Id> {
         let op = op.into();
         let children: Vec<Id> = children.iter().map(|&c| self.egraph.find(c)).collect();
@@ -169,7 +169,7 @@ impl Builder {
         Some(self.term(&op, Data { ty: Rc::new(ty), batch_dims, fact: None, name: None }, children))
     }
 
-    /// Says that two classes are equal. Values of different types are not, whatever a rule says.
+    /// Records that two classes are equal. Values of different types are never equal, whatever a rule claims.
     pub fn union(&mut self, a: Id, b: Id) -> bool {
         self.ty(a) == self.ty(b) && self.egraph.union(a, b)
     }
@@ -190,12 +190,12 @@ impl Builder {
         self.egraph.find(a) == self.egraph.find(b)
     }
 
-    /// The op of a term, or the number of the leaf that it is.
+    /// The op of a term, or the index of its leaf as `Err`.
     pub fn meaning(&self, term: &Term) -> Result<Rc<Op>, usize> {
         self.egraph.analysis.meanings[term.op as usize].op.clone()
     }
 
-    /// All ops of a class, the oldest first.
+    /// All ops of a class, oldest first.
     pub fn ops(&self, id: Id) -> Vec<Found> {
         let class = &self.egraph[self.egraph.find(id)];
         let mut terms: Vec<&Term> = class.nodes.iter().collect();
@@ -212,7 +212,7 @@ impl Builder {
         users
     }
 
-    /// What a class is found to be, by a function of its ops.
+    /// The results of `f` for all ops of a class that it matches.
     pub fn find<T>(&self, id: Id, f: impl Fn(&Op, &[Id]) -> Option<T>) -> Vec<T> {
         self.ops(id).iter().filter_map(|(op, children)| f(op, children)).collect()
     }
@@ -230,7 +230,7 @@ impl Builder {
         self.binary(id, wanted).into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect()
     }
 
-    /// The number that all elements of a class are, where it does not depend on the batch.
+    /// The number that all elements of a class have, if it does not depend on the batch.
     pub fn number(&self, id: Id) -> Option<f64> {
         match &self.data(id).fact {
             Some(Fact::Number { value, batch_power: 0 }) => Some(*value),
@@ -238,7 +238,7 @@ impl Builder {
         }
     }
 
-    /// The class itself and what it is converted from and to between floats: equal but for rounding.
+    /// The class and those that it is converted from, between float types. They are equal except for rounding.
     pub fn unrounded(&self, id: Id) -> Vec<Id> {
         let mut all = vec![self.egraph.find(id)];
         let mut at = 0;
@@ -256,14 +256,14 @@ impl Builder {
         all
     }
 
-    /// `(x, c)` where the class is `c x`.
+    /// `(x, c)` if the class is `c x`.
     pub fn scaled(&self, id: Id) -> Vec<(Id, f64)> {
         let product = self.commuted(id, Binary::Multiply).into_iter().map(|(x, c)| (x, self.number(c)));
         let quotient = self.binary(id, Binary::Divide).into_iter().map(|(x, c)| (x, self.number(c).map(f64::recip)));
         product.chain(quotient).filter_map(|(x, c)| c.map(|c| (x, c))).collect()
     }
 
-    /// `(x, dims)` where the class is reduced from `x`.
+    /// `(x, dims)` if the class is a reduction of `x` over `dims`.
     pub fn reduced(&self, id: Id, reducer: Reducer) -> Vec<(Id, Vec<usize>)> {
         self.find(id, |op, c| match op {
             Op::Reduce(r) if r.reducer == reducer => Some((c[0], r.dims.clone())),
@@ -271,15 +271,14 @@ impl Builder {
         })
     }
 
-    /// The class and what it is reshaped from, where only dimensions of one element come and go.
+    /// The class and those that it is reshaped from, if only dimensions of size 1 are added or removed.
     pub fn unsqueezed(&self, id: Id) -> Vec<Id> {
         let bare = |id: Id| self.shape(id).into_iter().filter(|&s| s != 1).collect::<Vec<u64>>();
         let from = self.find(id, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]));
         std::iter::once(id).chain(from.into_iter().filter(|&x| bare(x) == bare(id))).collect()
     }
 
-    /// Values of which the class repeats each element along just `dims`: in their shape without `dims`, or with one element
-    /// there.
+    /// The values that the class repeats along exactly `dims`. Their shape lacks `dims`, or has size 1 there.
     pub fn statistics(&self, id: Id, dims: &[usize]) -> Vec<Id> {
         let shape = self.shape(id);
         let wanted: Vec<usize> = (0..shape.len()).filter(|d| !dims.contains(d) && shape[*d] != 1).collect();
@@ -298,7 +297,7 @@ impl Builder {
         all
     }
 
-    /// Whether the class is one number along `dims`, for each place in the other dimensions.
+    /// Returns true if the class is one number along `dims`, for each place in the other dimensions.
     pub fn is_statistic(&self, id: Id, dims: &[usize]) -> bool {
         self.number(id).is_some() || !self.statistics(id, dims).is_empty()
     }
@@ -317,7 +316,7 @@ impl Builder {
         self.add(Op::Transpose(Transpose { permutation: permutation.to_vec() }), &[x])
     }
 
-    /// `x` repeated to the shape of another value, with the batch dimensions of that.
+    /// `x` repeated to the shape of another value, with the batch dimensions of that value.
     pub fn broadcast(&mut self, x: Id, like: Id, dims: &[usize]) -> Option<Id> {
         let Data { ty, batch_dims, .. } = self.data(like).clone();
         if self.shape(x) == ty.shape && dims.is_sorted() {
@@ -353,7 +352,7 @@ impl Builder {
     }
 }
 
-/// The batch dimensions of a result, from those of the operands: a dimension scales if its major factor does.
+/// The batch dimensions of a result, derived from those of the operands. A dimension scales if its major factor does.
 fn carried(rule: &ShardingRule, marks: &[u32]) -> u32 {
     let major = |dim: &Vec<u8>| dim.iter().copied().find(|&f| rule.factors[f as usize].size != 1);
     let mut scales = vec![false; rule.factors.len()];

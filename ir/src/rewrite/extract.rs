@@ -1,4 +1,4 @@
-//! Takes the cheapest way to compute a region's results out of its e-graph.
+//! Extraction of the cheapest way to compute a region's results from its e-graph.
 
 use super::egraph::{Builder, Term};
 use super::region::{Child, New, Rewritten};
@@ -7,13 +7,13 @@ use crate::types::TensorType;
 use egg::Id;
 use std::collections::{BTreeMap, HashMap};
 
-/// Work that a device does in the time in which it moves a byte, about: 10^14 FLOP/s at 10^12 bytes/s.
+/// The approximate work of a device per byte that it moves: 10^14 FLOP/s at 10^12 bytes/s.
 const FLOP_PER_BYTE: f64 = 100.0;
 
-/// What every op costs beside its work, in bytes.
+/// The fixed cost of every op beside its work, in bytes.
 const OVERHEAD: f64 = 4096.0;
 
-/// Estimated cost of an op, in bytes moved. Ops that move nothing cost a little, so that fewer of them are better.
+/// The estimated cost of an op, in bytes moved. Ops that move nothing cost a little, so that fewer of them are better.
 fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
     let bytes = operands.iter().map(|t| t.bytes()).sum::<u64>() as f64 + result.bytes() as f64;
     match op {
@@ -23,8 +23,8 @@ fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
         Op::DotGeneral(_) | Op::Convolution(_) | Op::GroupedDot(_) | Op::GroupedOuter(_) => {
             bytes + op.flop(operands, result) as f64 / FLOP_PER_BYTE + OVERHEAD
         }
-        // A composite reads its operands and writes its result; what is inside stays near the device's units. Of its work
-        // that of matmuls counts, as it does where they are written out.
+        // A composite reads its operands and writes its result, and values inside stay on the chip. Only the work of
+        // its matmuls counts, as it does in the decomposition.
         Op::Composite(composite) => {
             let work = composite.body(operands).map_or(0, |body| {
                 let products = body.graph.values().filter(|v| body.graph.node(*v).op.is_contraction());
@@ -36,16 +36,16 @@ fn cost(op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
     }
 }
 
-/// What is taken for a class: a term, its cost with all that it needs, and those classes with the costs of their own terms.
+/// The choice for a class: a term, its total cost, and all classes that it needs with the costs of their own terms.
 struct Best {
     total: f64,
     term: Term,
     needs: Vec<(Id, f64)>,
 }
 
-/// The cheapest term of each class by rounds, until none gets cheaper. What is needed twice is paid once, so costs are sums over
-/// sets of classes (a greedy choice: the cheapest set of all is hard to find). A term that needs its own class is no way to
-/// compute it. A class of `from` is computed from the other class that it names there.
+/// Finds the cheapest term of each class in rounds, until none gets cheaper. A class that is needed twice is paid once,
+/// so costs are sums over sets of classes. The choice is greedy, because the cheapest set of all is hard to find. A
+/// term that needs its own class cannot compute it. The classes in `from` are computed from the class that they map to.
 fn cheapest(builder: &Builder, from: &BTreeMap<Id, Id>) -> HashMap<Id, Best> {
     let egraph = &builder.egraph;
     let mut ids: Vec<Id> = egraph.classes().map(|c| c.id).collect();
@@ -72,7 +72,7 @@ fn cheapest(builder: &Builder, from: &BTreeMap<Id, Id>) -> HashMap<Id, Best> {
                 for child in &children {
                     needs = union(&needs, &best[child].needs);
                 }
-                // A class that is needed for itself would be there with another term's cost.
+                // A class that needs itself would appear there with another term's cost.
                 if children.iter().any(|c| best[c].needs.binary_search_by_key(&id, |n| n.0).is_ok()) {
                     continue;
                 }
@@ -94,10 +94,10 @@ fn cheapest(builder: &Builder, from: &BTreeMap<Id, Id>) -> HashMap<Id, Best> {
     best
 }
 
-/// Rounds of choosing, at most: what was chosen so far can always be taken.
+/// The largest number of rounds of choosing. The choice so far is always valid.
 const MAX_ROUNDS: usize = 40;
 
-/// Both sets, which are in order.
+/// The union of both sets, which are sorted.
 fn union(a: &[(Id, f64)], b: &[(Id, f64)]) -> Vec<(Id, f64)> {
     let mut all = Vec::with_capacity(a.len() + b.len());
     let (mut i, mut j) = (0, 0);
@@ -119,7 +119,7 @@ fn union(a: &[(Id, f64)], b: &[(Id, f64)]) -> Vec<(Id, f64)> {
     all
 }
 
-/// What all of `outputs` cost together; None where they cannot be computed.
+/// The total cost of all `outputs`, or `None` if they cannot be computed.
 fn total(builder: &Builder, best: &HashMap<Id, Best>, outputs: &[Id]) -> Option<f64> {
     let mut needs = Vec::new();
     for output in outputs {
@@ -128,8 +128,8 @@ fn total(builder: &Builder, best: &HashMap<Id, Best>, outputs: &[Id]) -> Option<
     Some(needs.iter().map(|n| n.1).sum())
 }
 
-/// The cheapest terms for these outputs. What pays only where several classes share it is never the cheapest for one of them,
-/// so parallel matmuls are tried as one, stack by stack.
+/// The cheapest terms for these outputs. A term that pays only if several classes share it is never the cheapest for
+/// one of them. So parallel matmuls are tried as a single one, stack by stack.
 fn chosen(builder: &Builder, outputs: &[Id]) -> HashMap<Id, Best> {
     let mut from = BTreeMap::new();
     let mut best = cheapest(builder, &from);
@@ -158,7 +158,7 @@ pub fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
     rewritten
 }
 
-/// Writes a class after its children. The stack is explicit: chains may be long.
+/// Writes a class after its children. The stack is explicit, because chains may be long.
 fn visit(
     builder: &Builder,
     best: &HashMap<Id, Best>,

@@ -1,4 +1,4 @@
-//! What is known of values that depend on no input: numbers, and masks that hide what comes later.
+//! Facts about values that depend on no input: numbers, and masks that hide later positions.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -7,20 +7,20 @@ use crate::op::{Binary, Direction, Op};
 use crate::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// The most elements of a mask that are computed to look at them.
+/// The largest number of elements of a mask that is computed to inspect it.
 const MAX_ELEMENTS: u64 = 1 << 22;
 
-/// A number that is added to hide a score makes its exponential nothing.
+/// A number added to a score, at or below which the exponential vanishes.
 const HIDDEN: f64 = -1e4;
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fact {
-    /// All elements are this number.
+    /// All elements are this number, which is proportional to `batch_power` powers of the batch.
     Number { value: f64, batch_power: i8 },
-    /// Alike along all but two dimensions: true (or 0) where the position in `row` is at least that in `column`, false (or so
-    /// little that nothing is left of it) elsewhere.
+    /// A causal mask, repeated along all but two dimensions. It is true (or 0) where the position in `row` is at least
+    /// that in `column`. Elsewhere it is false (or hides the score).
     Causal { row: usize, column: usize },
-    /// Nothing is hidden: true or 0 everywhere.
+    /// A mask that hides nothing: true or 0 everywhere.
     Open,
     /// Each element is its own position in a dimension.
     Count { dim: usize },
@@ -54,7 +54,7 @@ impl Facts {
         facts
     }
 
-    /// Whether a value depends on no leaf.
+    /// Returns true if a value depends on no leaf.
     pub fn is_constant(&self, v: ValueId) -> bool {
         self.constant[v.index()]
     }
@@ -85,7 +85,7 @@ impl Masks<'_> {
             let dim = counted.next().filter(|&d| affine.steps[d] == 1.0 && counted.next().is_none())?;
             return Some(Fact::Count { dim });
         }
-        // Dimensions that repeat the rest say nothing.
+        // Repeated dimensions do not change the fact.
         match &graph.node(v).op {
             Op::BroadcastInDim(b) => match self.fact(graph.node(v).operands[0])? {
                 Fact::Causal { row, column } => Some(Fact::Causal { row: b.dims[row], column: b.dims[column] }),
@@ -124,7 +124,7 @@ impl Masks<'_> {
         }
     }
 
-    /// A comparison of two indices.
+    /// A mask by comparison of two indices.
     fn compared(&mut self, v: ValueId) -> Option<Fact> {
         let node = self.graph.node(v);
         let Op::Compare(compare) = &node.op else { return None };
@@ -144,7 +144,7 @@ impl Masks<'_> {
         let (row, column) = (only(1.0)?, only(-1.0)?);
         let others = (0..steps.len()).all(|d| d == row || d == column || steps[d] == 0.0);
         let start = a.start - b.start - strict;
-        // Whole steps: row - column + start >= 0 with -1 < start <= 0.
+        // Positions are integers, so the mask is causal if row - column + start >= 0 with -1 < start <= 0.
         (others && start <= 0.0 && start > -1.0).then_some(Fact::Causal { row, column })
     }
 
@@ -207,7 +207,7 @@ impl Masks<'_> {
         }
     }
 
-    /// The mask itself, element by element.
+    /// A mask recognised from its computed elements.
     fn computed(&self, v: ValueId) -> Option<Fact> {
         let shape = self.graph.shape(v);
         if shape.len() < 2 {
@@ -234,7 +234,7 @@ impl Masks<'_> {
         }
     }
 
-    /// The value of a constant, where neither it nor anything that it is made of is large.
+    /// The value of a constant, if neither it nor any value that it is computed from is large.
     fn value(&self, v: ValueId) -> Option<Tensor> {
         let mut needed = vec![false; self.graph.len()];
         needed[v.index()] = true;

@@ -1,10 +1,12 @@
-//! Rewriting: one way of writing for what frameworks write in ten.
+//! Rewriting to normal forms: frameworks write the same computation in many ways.
 //!
-//! A region of the graph (about a block of a layer) becomes an e-graph: classes of expressions that are known to be equal
-//! (Willsey et al. 2021, the crate `egg`). Each of [`RULES`] looks at a class and adds what equals it: a transpose
-//! cancelled, a softmax recognised. What is taken out at the end is the cheapest way to compute the region's results.
-//! Regions that are alike, as those of repeated layers are, are rewritten once. Rules, classes and ties are taken in a fixed
-//! order and their number is bounded, so the same graph gives the same result in bounded time.
+//! A region of the graph (about a block of a layer) becomes an e-graph, i.e. classes of expressions that are known to
+//! be equal (Willsey et al. 2021, the crate `egg`). Each of [`RULES`] inspects a class and adds equal expressions: a
+//! cancelled transpose, a recognised softmax. At the end, the cheapest way to compute the region's results is
+//! extracted.
+//!
+//! Equal regions, such as those of repeated layers, are rewritten once. Rules, classes and ties are taken in a fixed
+//! order, and their number is bounded. So the same graph gives the same result in bounded time.
 
 mod egraph;
 mod extract;
@@ -27,10 +29,10 @@ use std::collections::BTreeMap;
 
 pub use rules::{RULES, Rule};
 
-/// The graph in the fewest and cheapest ops that the rules find. Pinned values and those of `keep` stay as they are.
+/// The graph in the fewest and cheapest ops that the rules find. Pinned values and those in `keep` stay unchanged.
 pub fn rewrite(graph: &Graph, keep: &[ValueId]) -> Graph {
     if graph.batch == 1 {
-        // A batch of one sample could not be told from other dimensions of one.
+        // A batch of one sample is indistinguishable from other dimensions of size 1.
         let two = rebatch(graph, 2).map(|two| rewrite(&two, keep));
         return two.and_then(|two| rebatch(&two, 1)).unwrap_or_else(|_| graph.clone());
     }
@@ -56,7 +58,7 @@ pub fn rewrite(graph: &Graph, keep: &[ValueId]) -> Graph {
     to.outputs = graph.outputs.iter().filter_map(|o| map[o.index()]).collect();
     to.take_pins(graph, |v| map[v.index()]);
     let to = simplify(&without_dead_nodes(&to));
-    // What no longer scales with the batch as before is not taken.
+    // Reject a result that no longer scales with the batch.
     let scales = graph.batch == 0 || rebatch(&to, 2 * graph.batch).is_ok();
     if scales && to.verify().is_empty() { to } else { graph.clone() }
 }

@@ -1,5 +1,5 @@
-//! Regions: runs of nodes between two places where one value alone crosses, and passes a matmul by: the residual stream
-//! between the blocks of a transformer.
+//! Regions: runs of nodes between two places that only one value crosses, which also bypasses a matmul. This is the
+//! residual stream between the blocks of a transformer.
 
 use super::egraph::{Builder, Leaf};
 use super::extract::extract;
@@ -11,25 +11,25 @@ use crate::types::TensorType;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// The most nodes of a region; longer runs are cut where little crosses.
+/// The largest number of nodes in a region. Longer runs are cut where few values cross.
 const MAX_NODES: usize = 800;
 
-/// Matmuls that a value outlives when it serves more than a block.
+/// The number of matmuls beyond which a live value serves more than a block.
 const LONG_SPAN: usize = 16;
 
 /// Nodes that are rewritten together, and their surroundings.
 pub struct Region {
-    /// In order; each computes something from a leaf of the graph.
+    /// The nodes in order. Each depends on a leaf of the graph.
     pub nodes: Vec<ValueId>,
-    /// Values from outside, and values inside that stay as they are, which their users see as if they came from outside.
+    /// Values from outside, and kept values inside, which their users treat as if they came from outside.
     pub leaves: Vec<ValueId>,
-    /// Values that are used outside.
+    /// Values with uses outside the region.
     pub outputs: Vec<ValueId>,
-    /// Values inside that stay as they are.
+    /// Values inside that stay unchanged.
     kept: Vec<ValueId>,
 }
 
-/// What a region became. Nodes come after their children.
+/// A rewritten region. Nodes come after their children.
 pub struct Rewritten {
     pub nodes: Vec<New>,
     pub outputs: Vec<Child>,
@@ -41,7 +41,7 @@ pub struct New {
     pub children: Vec<Child>,
     pub ty: TensorType,
     pub batch_dims: u32,
-    /// The node of the region that it is named after.
+    /// The node of the region that this node takes its name from.
     pub name: Option<usize>,
 }
 
@@ -63,8 +63,8 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
             Some(*before)
         })
         .collect();
-    // A value that is made here and used after place `i` crosses it. What serves the whole model (a mask, positions, an
-    // encoder's results) crosses everywhere and says nothing of where a block ends.
+    // A value that is made before place `i` and used after it crosses that place. Values for the whole model (a mask,
+    // positions, an encoder's results) cross everywhere, so they say nothing about where a block ends.
     let mut crossing = vec![0i64; work.len() + 1];
     for (i, &v) in work.iter().enumerate() {
         let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i);
@@ -80,7 +80,7 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
         now += *c;
         *c = now;
     }
-    // A value that passes a matmul by is no part of what is made of it: a residual stream, say.
+    // A value that bypasses a matmul is not part of that matmul's chain. The residual stream is an example.
     let mut cuts = vec![0];
     for (i, v) in work.iter().enumerate() {
         let last = users[v.index()].iter().map(|&u| place(u)).max().unwrap_or(i).min(work.len() - 1);
@@ -91,7 +91,7 @@ pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> 
     }
     cuts.push(work.len());
     cuts.dedup();
-    // What is too long is cut where least crosses in its second half.
+    // Cut a region that is too long where the fewest values cross in its second half.
     let mut at = 0;
     while at + 1 < cuts.len() {
         let (from, to) = (cuts[at], cuts[at + 1]);
@@ -117,7 +117,7 @@ impl Region {
                 leaves.push(source);
             }
         }
-        // What is used outside, and what that repeats or reshapes: see [`source`].
+        // Values used outside, and the values that they repeat or reshape: see [`source`].
         let mut used: BTreeSet<ValueId> = BTreeSet::new();
         for &v in nodes.iter().rev() {
             let outside = |u: &ValueId| !inside.contains(u) || used.contains(u) && is_view(graph, *u);
@@ -133,7 +133,7 @@ impl Region {
         self.nodes[self.nodes.len() - 1]
     }
 
-    /// All that rewriting depends on.
+    /// Everything that the rewriting depends on.
     pub fn fingerprint(&self, graph: &Graph, facts: &Facts) -> String {
         let mut text = String::new();
         for &v in &self.leaves {
@@ -162,7 +162,7 @@ impl Region {
         };
     }
 
-    /// The class of an operand, which is a leaf, a node before, or something outside that is made of leaves and numbers.
+    /// The class of an operand: a leaf, an earlier node, or a value outside that is computed from leaves and numbers.
     fn operand(
         &self,
         graph: &Graph,
@@ -201,13 +201,13 @@ impl Region {
         saturate(&mut builder, self.nodes.len());
         let outputs: Vec<egg::Id> =
             self.outputs.iter().filter_map(|v| self.nodes.binary_search(v).ok()).map(|i| ids[i]).collect();
-        // A value that stays is computed by its own node, not looked up as the leaf that its users see.
+        // A kept value is computed by its own node. Only its users see it as a leaf.
         debug_assert!(self.kept.iter().all(|v| self.outputs.contains(v)));
         extract(&builder, &outputs)
     }
 }
 
-/// What a value from outside repeats or reshapes: rules may want it as it was.
+/// The value that an outside value repeats or reshapes. Rules may need its original form.
 fn source(graph: &Graph, mut v: ValueId) -> ValueId {
     while is_view(graph, v) {
         v = graph.node(v).operands[0];
@@ -219,7 +219,7 @@ fn is_view(graph: &Graph, v: ValueId) -> bool {
     matches!(graph.node(v).op, Op::BroadcastInDim(_) | Op::Reshape(_))
 }
 
-/// A constant of one number is written anew wherever it is used.
+/// Returns true for a splat constant, which is written anew at every use.
 fn is_number(graph: &Graph, v: ValueId) -> bool {
     matches!(&graph.node(v).op, Op::Constant(literal) if literal.as_splat().is_some())
 }

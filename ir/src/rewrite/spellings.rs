@@ -1,11 +1,11 @@
-//! Functions as frameworks print them: each is the composite that it is, whatever stands around it.
+//! Functions as frameworks print them. Each must become its composite, whatever surrounds it.
 
 use super::rewrite;
 use crate::graph::Graph;
 use crate::import::stablehlo;
 use crate::simplify::simplify;
 
-/// The names of the ops that a function of this body becomes, leaves, constants and moved elements left out.
+/// Checks the names of the ops that this function body is rewritten to, without leaves, constants and data movement.
 fn check(arguments: &str, results: &str, body: &str, expected: &[&str]) {
     let text = format!("func.func @main({arguments}) -> ({results}) {{\n{body}\n}}");
     let graph = match stablehlo::import(&text) {
@@ -24,7 +24,7 @@ fn work(graph: &Graph) -> Vec<&'static str> {
     nodes.filter(|name| !moving.contains(name)).collect()
 }
 
-/// Flax: the variance is a difference of means, the factor of each feature is made first, and running statistics are moved.
+/// Flax: the variance is a difference of means, each feature's factor comes first, and running statistics are updated.
 const FLAX: &str = "
     %zero = stablehlo.constant dense<0.0> : tensor<f32>
     %n = stablehlo.constant dense<36.0> : tensor<8xf32>
@@ -71,7 +71,7 @@ fn batch_norms_of_flax() {
     check(&format!("{arguments}, %run: tensor<8xf32>"), results, &moved, &expected);
 }
 
-/// PyTorch, features second: with statistics that are given, and with the batch's.
+/// PyTorch, with features second: with given statistics, and with those of the batch.
 #[test]
 fn batch_norms_of_torch() {
     let rest = "
@@ -105,7 +105,7 @@ fn batch_norms_of_torch() {
     check(arguments, "tensor<4x8x3x3xf32>", &own, &["batch_norm"]);
 }
 
-/// A router in JAX: the greatest of a softmax over their sum, and where they stand.
+/// A router in JAX: the greatest values of a softmax divided by their sum, and their positions.
 #[test]
 fn gates_of_jax() {
     let body = "

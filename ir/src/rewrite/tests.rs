@@ -1,4 +1,4 @@
-//! Each rule against the reference interpreter: whatever a rule says is equal is computed on random sizes and values.
+//! Checks each rule against the reference interpreter. Every claimed equality is computed on random sizes and values.
 
 use super::egraph::{Builder, Leaf};
 use super::extract::extract;
@@ -17,7 +17,7 @@ use crate::types::TensorType;
 use egg::Id;
 use std::collections::BTreeMap;
 
-/// Writes something that a rule changes, with sizes of its own.
+/// Writes an expression that a rule changes, with random sizes.
 type Example = fn(&mut Writer) -> Built;
 
 /// Appends leaves and ops of an example.
@@ -27,7 +27,8 @@ struct Writer {
 }
 
 impl Writer {
-    /// A norm over `dims` of three whose variance is a difference of means and whose factor is folded beforehand.
+    /// A norm over `dims` of three dimensions. Its variance is a difference of means, and its factor is folded
+    /// beforehand.
     fn norm_by_moments(&mut self, dims: &[usize]) -> Built {
         let shape = [self.size() + 1, self.size() + 1, self.size() + 1];
         let (x, weight) = (self.leaf(&shape), self.leaf(&shape[2..]));
@@ -71,7 +72,7 @@ impl Writer {
     }
 }
 
-/// Ways in which models write what the rules look for. The array functions' own ways are added below.
+/// Forms in which models write the patterns of the rules. The forms of the array functions are added below.
 const EXAMPLES: &[Example] = &[
     // Transposes, reshapes and broadcasts of each other.
     |w| {
@@ -98,7 +99,7 @@ const EXAMPLES: &[Example] = &[
         let more = w.g.broadcast(wide, &[a, b, c], &[1, 2]);
         w.unary(Unary::Sine, more)
     },
-    // Heads that are folded into the batch and transposed there, and a transpose of what is repeated.
+    // Heads that are folded into the batch and transposed there, and a transpose of a repeated value.
     |w| {
         let (b, h, g, s, d) = (w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1, w.size() + 1);
         let x = w.leaf(&[b, h, s, d]);
@@ -124,14 +125,14 @@ const EXAMPLES: &[Example] = &[
         let product = array::matmul(&mut w.g, rows, y)?;
         array::reshape(&mut w.g, product, &[a, b, n])
     },
-    // Rows looked up in their order.
+    // Rows looked up in order.
     |w| {
         let (a, n, more, e) = (w.size() + 1, w.size() + 1, w.size() - 1, w.size() + 1);
         let table = w.leaf(&[n + more, e]);
         let positions = array::iota(&mut w.g, &[a, n], 1, DType::I32)?;
         array::embedding(&mut w.g, table, positions)
     },
-    // A guard against what a softmax is not.
+    // A guard against NaNs from a softmax.
     |w| {
         let (m, n) = (w.size() + 1, w.size() + 1);
         let x = w.leaf(&[m, n]);
@@ -148,7 +149,7 @@ const EXAMPLES: &[Example] = &[
         let back = w.g.convert(wide, DType::BF16);
         w.unary(Unary::Negate, back)
     },
-    // Matmuls of what was transposed and scaled.
+    // Matmuls of transposed and scaled operands.
     |w| {
         let (m, n, k) = (w.size() + 1, w.size() + 1, w.size() + 1);
         let (x, y) = (w.leaf(&[m, k]), w.leaf(&[n, k]));
@@ -157,7 +158,7 @@ const EXAMPLES: &[Example] = &[
         let turned = array::permute(&mut w.g, y, &[1, 0])?;
         array::matmul(&mut w.g, again, turned)
     },
-    // One value times several weights, which are small beside it or not.
+    // One value times several weights, which may be small compared to it or not.
     |w| {
         let (b, k, n) = (w.size() + 1, w.size() + 1, w.size() + 1);
         let x = w.leaf(&[b, 2, k]);
@@ -186,7 +187,7 @@ const EXAMPLES: &[Example] = &[
         let inverse = w.binary(Binary::Divide, one, safe)?;
         w.binary(Binary::Multiply, scaled, inverse)
     },
-    // Activations as frameworks spell them out.
+    // Activations as frameworks write them out.
     |w| {
         let size = w.size();
         let x = w.leaf(&[size]);
@@ -216,9 +217,9 @@ const EXAMPLES: &[Example] = &[
         let product = w.binary(Binary::Multiply, x, erfc)?;
         array::with_number(&mut w.g, Binary::Multiply, product, 0.5)
     },
-    // Means, and norms with the variance as a difference of means.
+    // Means, and norms whose variance is a difference of means.
     |w| w.norm_by_moments(&[2]),
-    // Batch norms: the factor of each feature folded beforehand, with the batch's statistics or given ones, and without bias.
+    // Batch norms: with the factor folded beforehand, with the batch's or given statistics, and without bias.
     |w| w.norm_by_moments(&[0, 1]),
     |w| {
         let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
@@ -231,7 +232,7 @@ const EXAMPLES: &[Example] = &[
         let scaled = w.binary(Binary::Multiply, quotient, weight)?;
         w.binary(Binary::Add, scaled, bias)
     },
-    // Experts' weights by the softmax, and where they stand.
+    // Experts' weights from the softmax, and their positions.
     |w| {
         let (n, experts) = (w.size() + 1, w.size() + 2);
         let x = w.leaf(&[n, experts]);
@@ -250,14 +251,14 @@ const EXAMPLES: &[Example] = &[
         let total = array::sum(&mut w.g, kept, &[1], true)?;
         w.binary(Binary::Divide, kept, total)
     },
-    // A mean that keeps what it is over as dimensions of one element.
+    // A mean whose reduced dimensions remain with size 1.
     |w| {
         let shape = [w.size() + 1, w.size() + 1, w.size() + 1];
         let x = w.leaf(&shape);
         let sum = array::sum(&mut w.g, x, &[0, 2], true)?;
         array::with_number(&mut w.g, Binary::Divide, sum, (shape[0] * shape[2]) as f64)
     },
-    // A loss by the logarithm of a sum, and the sign outside the mean.
+    // A loss from a log-sum-exp, and a sign outside the mean.
     |w| {
         let (n, classes) = (w.size() + 1, w.size() + 2);
         let (x, labels) = (w.leaf(&[n, classes]), w.leaf_of(DType::I32, &[n]));
@@ -278,7 +279,7 @@ const EXAMPLES: &[Example] = &[
         let loss = array::mean(&mut w.g, negative, &[0, 1], false)?;
         w.unary(Unary::Negate, loss)
     },
-    // Attention with heads first, repeated keys, a mask that is added, and one that hides.
+    // Attention with heads first, repeated keys, an added mask, and a mask that hides scores.
     |w| {
         let (b, h, s, t, d) = (w.size(), w.even(), w.size() + 1, w.size() + 1, w.size() + 1);
         let (q, k, v) = (w.leaf(&[b, h, s, d]), w.leaf(&[b, h / 2, t, d]), w.leaf(&[b, h / 2, t, d]));
@@ -303,7 +304,7 @@ const EXAMPLES: &[Example] = &[
         let weights = array::softmax(&mut w.g, scores, 2)?;
         array::matmul(&mut w.g, weights, v)
     },
-    // Rotary positions, by halves that are turned, and by halves alone.
+    // Rotary positions, with rotated halves, and with separate halves.
     |w| {
         let (b, s, h, d) = (w.size(), w.size() + 1, w.size() + 1, 2 * w.even());
         let (x, cosine, sine) = (w.leaf(&[b, s, h, d]), w.leaf(&[s, d]), w.leaf(&[s, d]));
@@ -323,10 +324,10 @@ const EXAMPLES: &[Example] = &[
     },
 ];
 
-/// The decomposition of every composite: what is written by it must be found by it.
+/// The decomposition of every composite, which rewriting must recognise.
 fn decompositions() -> Vec<(Function, Vec<TensorType>)> {
     let composites = crate::op::tests::cases().into_iter().filter_map(|case| match case.op {
-        // Models have attention and losses whole; plans cut them into blocks and chunks.
+        // Models have undivided attention and losses. Only plans divide them into blocks and chunks.
         Op::Composite(composite) if matches!(composite.function, Function::Attention { blocks: 2.., .. }) => None,
         Op::Composite(composite) if composite.function.recomputes_inside() => None,
         Op::Composite(composite) => Some((composite.function, case.operands)),
@@ -356,7 +357,7 @@ fn examples() -> Vec<Graph> {
     graphs
 }
 
-/// Random values of a graph's leaves, by name; integers are small enough to be indices.
+/// Random values for a graph's leaves, by name. Integers are small enough to be indices.
 fn leaves(graph: &Graph, seed: u64) -> BTreeMap<String, Tensor> {
     let mut rng = Rng::new(seed);
     let value = |(v, name): (ValueId, &str)| {
@@ -377,12 +378,12 @@ fn computed(graph: &Graph, leaves: &BTreeMap<String, Tensor>) -> Tensor {
 fn assert_close(a: &Tensor, b: &Tensor, what: &str) {
     assert_eq!(a.ty, b.ty, "{what}");
     for (i, (x, y)) in a.data.iter().zip(&b.data).enumerate() {
-        // Constants such as those of gelu are written to single precision.
+        // Constants, such as those of gelu, are written in single precision.
         assert!((x - y).abs() <= 2e-6 * (1.0 + y.abs()), "{what}: element {i} is {x} and {y}");
     }
 }
 
-/// An e-graph of a whole graph, whose leaves are the inputs and the constants that are no numbers.
+/// The e-graph of a whole graph. Its leaves are the inputs and the constants that are not splats.
 fn builder_of(graph: &Graph) -> (Builder, Vec<ValueId>) {
     let facts = Facts::new(graph);
     let mut builder = Builder::new();
@@ -404,7 +405,7 @@ fn builder_of(graph: &Graph) -> (Builder, Vec<ValueId>) {
     (builder, outside)
 }
 
-/// What a class is, as a graph after the original one's leaves and constants.
+/// The extracted expression of a class, as a graph that extends the original's leaves and constants.
 fn graph_of(original: &Graph, outside: &[ValueId], rewritten: &Rewritten) -> Graph {
     let mut graph = Graph { outputs: Vec::new(), ..original.clone() };
     let mut values: Vec<ValueId> = Vec::new();
@@ -453,7 +454,7 @@ fn rewritten_graphs_compute_the_same() {
     }
 }
 
-/// However a composite is written by the functions that importers use, it is one op again.
+/// Each composite, as written by the functions that importers use, becomes one op again.
 #[test]
 fn every_composite_is_found_in_its_decomposition() {
     for (function, operands) in decompositions() {
@@ -468,7 +469,7 @@ fn every_composite_is_found_in_its_decomposition() {
     }
 }
 
-/// A function through whose argument no gradient flows is another function.
+/// A function of an argument without gradient flow is a different function.
 #[test]
 fn stopped_gradients_stay_stopped() {
     let mut w = Writer { g: Graph::new("stopped"), sizes: Rng::new(5) };
@@ -481,7 +482,7 @@ fn stopped_gradients_stay_stopped() {
     assert!(rewritten.nodes.iter().any(|n| n.op == Op::Unary(Unary::StopGradient)), "{rewritten}");
 }
 
-/// What the user names, and what a model pins, is not swallowed.
+/// Values that the user names or that a model pins are preserved.
 #[test]
 fn kept_values_stay() {
     let mut w = Writer { g: Graph::new("kept"), sizes: Rng::new(5) };
@@ -496,8 +497,8 @@ fn kept_values_stay() {
     assert!(free.nodes.iter().any(|n| n.op.name() == "softmax") && free.len() == 2, "{free}");
 }
 
-/// Narrow weights of one long value are stacked, so that it is read once. Wide ones would cost more to copy, and their products
-/// more to take apart, than the value costs to read again. The weights themselves stay what they are.
+/// Narrow weights of one long value are stacked, so that it is read once. Wide weights stay apart: copying them and
+/// slicing their products would cost more than reading the value again. The weights themselves stay unchanged.
 #[test]
 fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
     for (width, matmuls) in [(2, 1), (256, 3)] {
@@ -510,7 +511,7 @@ fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
         assert_eq!(found, matmuls, "{rewritten}");
         assert_eq!(rewritten.inputs().count(), 4, "{rewritten}");
     }
-    // What is left of a product of a product is no weight of it.
+    // The second matmul's result is not a weight that can be stacked with the first.
     let mut w = Writer { g: Graph::new("chain"), sizes: Rng::new(5) };
     let (x, first) = (w.leaf(&[2, 2]), w.leaf(&[2, 2]));
     let second = array::matmul(&mut w.g, x, first).unwrap();
@@ -520,7 +521,7 @@ fn matmuls_are_stacked_where_that_moves_fewer_bytes() {
     assert_eq!(rewritten.nodes.iter().filter(|n| n.op.name() == "dot_general").count(), 2, "{rewritten}");
 }
 
-/// A batch of one sample is a batch: what moves it past other dimensions is not a reshape, which no other size could take.
+/// A batch of one sample is moved like any batch. A reshape instead would not work for other batch sizes.
 #[test]
 fn one_sample_is_moved_like_many() {
     let mut w = Writer { g: Graph::new("experts"), sizes: Rng::new(5) };

@@ -1,4 +1,4 @@
-//! The optimizer that computes updates: its settings are read off at chosen points, and then confirmed at others.
+//! Identifies the optimizer of updates. Its settings are derived from chosen points and then confirmed at others.
 
 use super::lanes::{Lanes, Value, evaluate, value_of};
 use super::{Fitted, TrainedParameter};
@@ -9,21 +9,21 @@ use crate::optimizer::{Given, Optimizer, leaf, update};
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 
-/// Counts of steps at which an update is tried out.
+/// The step counts at which an update is tried out.
 const STEPS: [f64; 5] = [0.0, 1.0, 9.0, 99.0, 999.0];
-/// Points of each step at which an update is compared.
+/// The number of points per step at which an update is compared.
 const POINTS: u32 = 7;
 const TOLERANCE: f64 = 1e-5;
 
-/// What all parameters are updated by.
+/// The optimizer of all parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Found {
     pub fitted: Fitted,
-    /// Parameters that weight decay leaves out.
+    /// The parameters that weight decay excludes.
     pub no_decay: Vec<ValueId>,
 }
 
-/// The optimizer that all of these updates are of; none where it is none that this crate knows, or not the same for all.
+/// The optimizer of all these updates. `None` if this crate does not have it, or if it is not the same for all.
 pub fn fit(graph: &Graph, parameters: &[TrainedParameter], counts: &[ValueId]) -> Option<Found> {
     let clip_norm = match parameters.iter().any(|p| p.gradient != p.applied) {
         true => Some(clip_norm(graph, parameters)?),
@@ -40,7 +40,8 @@ pub fn fit(graph: &Graph, parameters: &[TrainedParameter], counts: &[ValueId]) -
         }
         trials.push(trial);
     }
-    // Averages without correction of their bias are a schedule of those with it, so these are preferred where there is one.
+    // Averages without bias correction look like corrected ones on a schedule. So where a schedule is allowed, candidates
+    // are tried in reverse, corrected ones first.
     let in_turn = candidates.iter().map(|c| (c, false)).chain(candidates.iter().rev().map(|c| (c, true)));
     for (candidate, may_follow_schedule) in in_turn {
         let mut no_decay = Vec::new();
@@ -64,7 +65,7 @@ pub fn fit(graph: &Graph, parameters: &[TrainedParameter], counts: &[ValueId]) -
         });
         if fits {
             let Candidate { mut optimizer, learning_rate, .. } = *candidate;
-            // Without decay they are the same.
+            // Without decay, Adam and AdamW are the same.
             if let Optimizer::Adamw { beta1, beta2, epsilon, weight_decay: 0.0, bias_correction } = optimizer {
                 optimizer = Optimizer::Adam { beta1, beta2, epsilon, weight_decay: 0.0, bias_correction };
             }
@@ -114,12 +115,12 @@ fn clip_norm(graph: &Graph, parameters: &[TrainedParameter]) -> Option<f64> {
     (most > 0.0 && most.is_finite()).then_some(most)
 }
 
-/// An optimizer that an update may be.
+/// An optimizer that an update may have.
 #[derive(Clone, Debug, PartialEq)]
 struct Candidate {
     optimizer: Optimizer,
     learning_rate: f64,
-    /// How many times the optimizer's own each state is.
+    /// The factor of each state relative to the optimizer's own.
     scales: Vec<f64>,
     /// The order of the states in the update.
     order: Vec<usize>,
@@ -138,14 +139,14 @@ impl Candidate {
 struct Trial<'a> {
     graph: &'a Graph,
     p: &'a TrainedParameter,
-    /// What else the update may read: gradients of others.
+    /// Other values that the update may read: gradients of other parameters.
     others: BTreeMap<ValueId, Value>,
     counts: &'a [ValueId],
     /// The first of [`STEPS`] in which the weight moves.
     base: f64,
 }
 
-/// Where an update is tried out.
+/// The inputs at which an update is tried out.
 #[derive(Clone, Debug)]
 struct Point {
     weight: Lanes,
@@ -180,7 +181,7 @@ impl<'a> Trial<'a> {
         self.graph.ty(self.p.parameter).rank()
     }
 
-    /// The new weight, then the new states, after so many steps.
+    /// The new weight, then the new states, after `steps` steps.
     fn at(&self, steps: f64, point: &Point) -> Option<Vec<Lanes>> {
         let mut given = self.others.clone();
         let mut give = |v: ValueId, lanes: Lanes| given.insert(v, value_of(self.graph, v, lanes));
@@ -192,28 +193,29 @@ impl<'a> Trial<'a> {
         evaluate(self.graph, &wanted, &given)
     }
 
-    /// One of many points.
+    /// Point number `i`.
     fn point(&self, i: u32) -> Point {
         let lanes = |k: u32| [number(i, k), number(i + 5, k + 3)];
         let mut states: Vec<Lanes> =
             (0..self.p.states.len() as u32).map(|k| lanes(k + 2).map(|x| x.abs() + 0.01)).collect();
         match i {
             0 => {}
-            // As small as what is added to roots, which says where it is added.
+            // Values as small as epsilon, which show whether it is added within a root or outside.
             1 => {
                 let states = states.into_iter().map(|state| state.map(|x| x * 1e-14)).collect();
                 return Point { weight: lanes(0), states, gradient: lanes(1).map(|x| x * 1e-7) };
             }
             _ => return Point { weight: lanes(0), states, gradient: lanes(1) },
         }
-        // Without a gradient it is decay alone that moves the weight, however small it is beside other steps.
+        // Without a gradient only decay moves the weight, however small it is beside other steps.
         if let Some(first) = states.first_mut() {
             *first = [0.0; 2];
         }
         Point { weight: lanes(0), states, gradient: [0.0; 2] }
     }
 
-    /// Of each of [`STEPS`] how much farther than the candidate the update goes, the same at all points; none where it goes elsewhere.
+    /// For each of [`STEPS`], how much farther the update moves than the candidate, equal at all points. `None` if the
+    /// directions differ.
     fn rates(&self, candidate: &Candidate) -> Option<Vec<f64>> {
         let states = candidate.optimizer.slots(DType::F32).len();
         if states != self.p.states.len() || candidate.order.len() != states {
@@ -222,7 +224,7 @@ impl<'a> Trial<'a> {
         let reference = Reference::new(&candidate.optimizer, self.rank());
         let mut rates = Vec::new();
         for steps in [self.base].into_iter().chain(STEPS.into_iter().filter(|s| *s != self.base)) {
-            // At each point by how much the weight moves, and by how much the candidate moves it.
+            // At each point, the movement of the weight by the update and by the candidate.
             let mut moves: Vec<[Lanes; 2]> = Vec::new();
             for i in 0..POINTS {
                 let point = self.point(i);
@@ -249,7 +251,7 @@ impl<'a> Trial<'a> {
             let [found, expected] = moves.iter().max_by(|a, b| size(a[1]).total_cmp(&size(b[1])))?;
             let rate =
                 if expected[0].abs() >= expected[1].abs() { found[0] / expected[0] } else { found[1] / expected[1] };
-            // Decay and gradient may cancel in one lane, where constants of single precision then show.
+            // Decay and gradient may cancel in one lane, where single-precision constants then show.
             let agrees = |[found, expected]: &[Lanes; 2]| {
                 let allowed = 2.0 * TOLERANCE * size(*found) + 1e-15;
                 (0..2).all(|l| near(found[l], rate * expected[l], allowed))
@@ -259,11 +261,11 @@ impl<'a> Trial<'a> {
             }
             rates.push(rate);
         }
-        // The first is that of the step in which the candidate was found.
+        // The first rate is that of the step in which the candidate was found.
         near(rates[0], 1.0, 1e-4).then_some(rates)
     }
 
-    /// Optimizers whose settings are as a few points of the update say.
+    /// Optimizers with settings derived from a few points of the update.
     fn candidates(&self) -> Vec<Candidate> {
         let mut all = Vec::new();
         match self.p.states.len() {
@@ -295,7 +297,7 @@ impl<'a> Trial<'a> {
         all
     }
 
-    /// The first lane of the new weight and of the new states in the step of candidates.
+    /// The first lane of the new weight and of the new states, in the step in which candidates are found.
     fn first(&self, weight: f64, states: &[f64], gradient: f64) -> Option<Vec<f64>> {
         let states = states.iter().map(|&s| [s, s]).collect();
         let point = Point { weight: [weight; 2], states, gradient: [gradient; 2] };
@@ -324,12 +326,12 @@ impl<'a> Trial<'a> {
         let Some((_, kept)) = first(0.0, 1.0, 0.0) else { return };
         let (Some((step, added)), Some((_, decayed))) = (first(0.0, 0.0, 1.0), first(1.0, 0.0, 0.0)) else { return };
         let (momentum, step) = (kept, -step);
-        // The state may be a sum of steps rather than of gradients, and of either sign.
+        // The state may be a sum of steps rather than of gradients, with either sign.
         let weight_decay = decayed / added;
         add(Optimizer::Sgd { momentum, weight_decay }, step, added);
         add(Optimizer::Nesterov { momentum, weight_decay }, step / (1.0 + momentum), added);
         if let Some((_, with_ratio)) = first(1.0, 0.0, 1.0) {
-            // Where a norm is zero there is no ratio.
+            // If a norm is zero, there is no ratio.
             let trust = with_ratio / added;
             for ratio_of_all in [false, true] {
                 add(Optimizer::Lars { momentum, weight_decay, trust, ratio_of_all }, step, added / step);
@@ -350,7 +352,8 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// `order`: where the first and the second state of the optimizer are among those of the update.
+    /// Adds candidates with two states. `order` gives the positions of the optimizer's states among those of the
+    /// update.
     fn of_two_states(&self, all: &mut Vec<Candidate>, order: [usize; 2]) {
         let arranged = |[a, b]: [f64; 2]| if order == [0, 1] { [a, b] } else { [b, a] };
         let first = |weight: f64, states: [f64; 2], gradient: f64| -> Option<[f64; 3]> {
@@ -378,7 +381,7 @@ impl<'a> Trial<'a> {
                 add(Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction }, learning_rate, [1.0; 2]);
                 add(adam(coupled), learning_rate, [1.0; 2]);
                 if bias_correction && self.rank() > 0 {
-                    // A ratio scales both lanes alike, of which one has a direction beside the decay.
+                    // A ratio scales both lanes alike. Only one lane has a direction beside the decay.
                     let states = arranged([0.0, 1.0]).map(|s| if s == 0.0 { [1.0, 0.0] } else { [1.0, 1.0] }).to_vec();
                     let point = Point { weight: [1.0, 1.0], states, gradient: [0.0; 2] };
                     let moved = self.at(self.base, &point)?[0].map(|x| 1.0 - x);
@@ -398,7 +401,7 @@ impl<'a> Trial<'a> {
             let decay = decimal(decay);
             let root = (1.0 - decay).sqrt();
             let weight_decay = first(1.0, [0.0; 2], 0.0)?[1].sqrt() / root;
-            // Averages of squares and momentum of steps, which may have the learning rate in it.
+            // An average of squares and a momentum of steps, which may include the learning rate.
             let momentum = first(0.0, [0.0, 1.0], 0.0)?[2];
             let [large, _, velocity] = first(0.0, [0.0; 2], 1e9)?;
             let learning_rate = -large * root;
@@ -417,8 +420,8 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// What is added below the line, within the root or beside it, where a gradient of `1e-9` whose square has this share in an average
-/// makes a step of `little`.
+/// The possible epsilons, added within the root or outside. A gradient of `1e-9`, whose square has this share in an
+/// average, makes a step of `little`.
 fn epsilons(share: f64, learning_rate: f64, little: f64) -> [(bool, f64); 2] {
     let below = learning_rate * 1e-9 / little;
     let square = share * 1e-18;
@@ -426,7 +429,7 @@ fn epsilons(share: f64, learning_rate: f64, little: f64) -> [(bool, f64); 2] {
     [(false, cleaned(below - square.sqrt())), (true, cleaned(below * below - square))]
 }
 
-/// An optimizer's update of a parameter in lanes.
+/// An optimizer's update of a parameter, in lanes.
 struct Reference {
     graph: Graph,
     leaves: Vec<ValueId>,
@@ -472,7 +475,7 @@ impl Reference {
     }
 }
 
-/// Scalar arguments that count steps: whole numbers, and numbers that are one more afterwards.
+/// The scalar arguments that count steps: integers, and floats that grow by one in a step.
 pub fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> Vec<ValueId> {
     let counts = |v: ValueId| {
         let after = |x: f64| {
@@ -486,13 +489,13 @@ pub fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> V
     scalars.filter(|&v| !matches!(graph.node(v).op, Op::Parameter(_)) && counts(v)).collect()
 }
 
-/// True if a value is a leaf as it is.
+/// Returns true if a value equals the unchanged leaf.
 pub fn is_same(graph: &Graph, updated: ValueId, leaf: ValueId) -> bool {
     let value = value_of(graph, leaf, [0.3, -0.7]);
     evaluate(graph, &[updated], &BTreeMap::from([(leaf, value)])).is_some_and(|found| found[0] == value.lanes())
 }
 
-/// Settings that are constants of the text in single precision are meant in decimal.
+/// The decimal number that a setting stands for, if it is a single-precision constant of the text.
 fn decimal(x: f64) -> f64 {
     let rounded = |digits: usize| format!("{x:.digits$e}").parse::<f64>().ok();
     let near = |d: &f64| (d - x).abs() <= 2e-6 * x.abs();

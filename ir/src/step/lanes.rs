@@ -1,8 +1,8 @@
-//! Updates tried out on numbers: every tensor of an update stands for one of two elements, its lanes, and what is the same for all
-//! elements is one number.
+//! Evaluation of updates on numbers. Every tensor of an update stands for two of its elements, the lanes. A value that
+//! is the same for all elements is one number.
 //!
-//! Elementwise ops work lane by lane, and a reduction of a whole tensor adds the lanes up. So norms of tensors are told from
-//! functions of single elements, while an update of billions of elements is tried out on two of them.
+//! Elementwise ops work lane by lane, and a reduction of a whole tensor adds up the lanes. This distinguishes norms of
+//! tensors from functions of single elements, and tries out an update of billions of elements on two of them.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -11,13 +11,13 @@ use crate::tensor::Tensor;
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 
-/// The values of the two lanes; both are the same for what is one number.
+/// The values of the two lanes. They are equal for a value that is one number.
 pub type Lanes = [f64; 2];
 
-/// A value that was computed.
+/// A computed value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value {
-    /// Of all elements, or of a scalar.
+    /// The number of all elements, or of a scalar.
     One(f64),
     Two(Lanes),
 }
@@ -31,13 +31,13 @@ impl Value {
     }
 }
 
-/// What a value of a graph is in lanes.
+/// The lanes of a value of a graph.
 pub fn value_of(graph: &Graph, v: ValueId, lanes: Lanes) -> Value {
     if graph.ty(v).rank() == 0 { Value::One(lanes[0]) } else { Value::Two(lanes) }
 }
 
-/// Values of `wanted`, where those of `given` are known. None where one of them is made of anything else, or by ops that lanes do not
-/// follow.
+/// The values of `wanted`, computed from `given`. `None` if one of them depends on anything else, or on ops that lanes
+/// do not support.
 pub fn evaluate(graph: &Graph, wanted: &[ValueId], given: &BTreeMap<ValueId, Value>) -> Option<Vec<Lanes>> {
     let mut known = given.clone();
     let mut stack: Vec<ValueId> = wanted.to_vec();
@@ -62,17 +62,18 @@ fn node_value(graph: &Graph, v: ValueId, known: &BTreeMap<ValueId, Value>) -> Op
     let operands: Vec<Value> = node.operands.iter().map(|o| known[o]).collect();
     let elements = |v: ValueId| graph.ty(v).elements();
     match &node.op {
-        // As framework and optimizer have it, to whose last bits one minus a number near one is sensitive.
+        // Round like the framework and the optimizer, because one minus a number near one is sensitive to the last
+        // bits.
         Op::Constant(literal) => {
             let rounded = |x: f64| if node.ty.dtype == DType::F32 { f64::from(x as f32) } else { x };
             literal.as_splat().map(|x| Value::One(rounded(x)))
         }
         Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) => match operands[0] {
-            // One of several elements may be spread, but not each of them.
+            // A single element may be repeated, but not each of several.
             Value::Two(_) if elements(node.operands[0]) != elements(v) => None,
             value => Some(value),
         },
-        // What is kept in fewer bits is meant to be the same number.
+        // Narrower formats are meant to hold the same number.
         Op::Convert(_) if graph.ty(node.operands[0]).dtype.is_float() && node.ty.dtype.is_float() => Some(operands[0]),
         Op::ReducePrecision(_) => Some(operands[0]),
         Op::Reduce(op) => match (operands[0], op.reducer, elements(v)) {

@@ -1,8 +1,8 @@
-//! Turns a body into steps: views cost nothing, elementwise ops are fused into chains, and every stored value is
-//! released after its last use or handed on to the result that replaces it.
+//! Compiles a body into steps. Views cost nothing, and elementwise ops are fused into chains. Every stored value is
+//! released after its last use, or its storage is taken over by the result that replaces it.
 //!
-//! A group of elementwise nodes stays open until something outside of it needs one of its values; whatever joins
-//! before that is computed in the same pass. Groups therefore never depend on each other in a circle.
+//! A group of elementwise nodes stays open until a node outside needs one of its values. Nodes that join before that
+//! are computed in the same pass. So groups never depend on each other in a cycle.
 
 use super::liveness;
 use super::view::{View, row_major, sizes};
@@ -16,10 +16,11 @@ use crate::reshard::Collective;
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// Nodes after which a group is closed although more could join, so that its operands do not live on for long.
+/// The number of nodes after which a group is closed although more could join. It limits how long the group's operands
+/// live.
 const WINDOW: u32 = 64;
 
-/// Members of a group, at most.
+/// The largest number of members in a group.
 const MAX_MEMBERS: usize = 128;
 
 /// A group that more nodes may join.
@@ -27,7 +28,7 @@ const MAX_MEMBERS: usize = 128;
 struct Open {
     group: Group,
     last_joined: u32,
-    /// The last node that might still join.
+    /// The last node that may still join.
     joinable_until: u32,
     open: bool,
 }
@@ -37,19 +38,19 @@ struct Compiler<'g> {
     needed: Vec<bool>,
     written: Vec<bool>,
     users: Vec<Vec<ValueId>>,
-    /// The last elementwise op or reduction that reads a value in order; 0 where none does.
+    /// The last elementwise op or reduction that reads a value in order, or 0 if none does.
     last_fusible_user: Vec<u32>,
     places: Vec<Option<Place>>,
-    /// Elements of each stored value.
+    /// The number of elements of each stored value.
     stored_elements: Vec<usize>,
     groups: Vec<Open>,
     group_of: Vec<Option<usize>>,
-    /// Leaves whose storage the body may overwrite.
+    /// For each leaf, true if the body may overwrite its storage.
     owned: Vec<bool>,
     steps: Vec<Step<Work>>,
 }
 
-/// The steps in which the CPU runtime runs a body whose graph has passed `verify`.
+/// The steps in which the CPU runtime runs a body, whose graph must have passed `verify`.
 pub fn compile(body: &Body) -> Steps<Work> {
     let graph = &body.graph;
     let mut written = vec![false; graph.len()];
@@ -115,20 +116,20 @@ pub fn compile(body: &Body) -> Steps<Work> {
     steps
 }
 
-/// Whether a node can be part of a chain: also a cast of bits that keeps the number of elements.
+/// Returns true if a node can be part of a chain. This includes bit casts that keep the number of elements.
 fn is_elementwise(graph: &Graph, v: ValueId) -> bool {
     let node = graph.node(v);
     let same_width = || graph.ty(node.operands[0]).dtype.width() == node.ty.dtype.width();
     node.op.is_elementwise() || matches!(node.op, Op::BitcastConvert(_)) && same_width()
 }
 
-/// A value of the reference semantics rounded to how it is stored.
+/// Rounds a value of the reference semantics to its storage format.
 fn round(value: f64, dtype: DType) -> f64 {
     if dtype == DType::F64 { f64::from(value as f32) } else { dtype.round(value) }
 }
 
 impl Compiler<'_> {
-    /// The place of a node that was compiled before.
+    /// The place of a node that has been compiled.
     fn place(&self, v: ValueId) -> &Place {
         match &self.places[v.index()] {
             Some(place) => place,
@@ -140,7 +141,7 @@ impl Compiler<'_> {
         Class::of(self.graph.ty(v).dtype)
     }
 
-    /// Whether a member's value is read by anything that is not in its group.
+    /// Returns true if a node outside the group reads the member's value.
     fn is_needed_outside(&self, v: ValueId, group: &Group) -> bool {
         let inside = |u: &ValueId| group.members.contains(u) || group.reductions.iter().any(|r| r.0 == *u);
         self.written[v.index()]
@@ -151,7 +152,7 @@ impl Compiler<'_> {
             })
     }
 
-    /// A new stored value that stands for no node.
+    /// A new stored value that belongs to no node.
     fn fresh(&mut self, elements: usize) -> ValueId {
         self.places.push(None);
         self.stored_elements.push(elements);
@@ -181,12 +182,12 @@ impl Compiler<'_> {
         self.steps.push(Step { node, members, kernel, inputs, outputs, workspace_bytes, replaceable, in_place, dies });
     }
 
-    /// Makes a step whose result is all of `v` in row-major order.
+    /// Adds a step whose result is all of `v` in row-major order.
     fn whole_step(&mut self, v: ValueId, kernel: Work, inputs: Vec<ValueId>) {
         self.replacing_step(v, kernel, inputs, None);
     }
 
-    /// [`Self::whole_step`], whose result may take over the storage of an input.
+    /// [`Self::whole_step`] with a result that may take over the storage of an input.
     fn replacing_step(&mut self, v: ValueId, kernel: Work, inputs: Vec<ValueId>, replaceable: Option<ValueId>) {
         let mut output = Output::new(v, self.graph.ty(v).dtype, self.stored_elements[v.index()]);
         if self.graph.node(v).op.stores_in_host() {
@@ -197,8 +198,8 @@ impl Compiler<'_> {
         self.places[v.index()] = Some(Place::View(View::whole(v, sizes(self.graph.shape(v)))));
     }
 
-    /// Single-precision copies of what is stored in fewer bits, tiles of convolutions, and the part of an all-reduce that
-    /// a device computes.
+    /// The workspace of a step: single-precision copies of narrower values, tiles of convolutions, and the part of an
+    /// all-reduce that a device computes.
     fn workspace_bytes(&self, v: ValueId, kernel: &Work) -> u64 {
         let node = self.graph.node(v);
         let class = self.class(v);
@@ -219,7 +220,7 @@ impl Compiler<'_> {
                 let types = self.graph.operand_types(v);
                 let of = |rows: &TensorType| rows.elements() as usize;
                 match &node.op {
-                    // The rows of one group, what they make, and in single precision its matrix.
+                    // The rows of one group, their results, and the group's matrix in single precision.
                     Op::GroupedDot(_) => {
                         let matrix = types[1].shape[1..].iter().product::<u64>() as usize;
                         of(types[0]) + elements + if widened { matrix } else { 0 }
@@ -246,7 +247,7 @@ impl Compiler<'_> {
                 Values::Dense(_) => self.whole_step(v, Work::Node, Vec::new()),
             },
             Op::Iota(op) => {
-                // One row is stored, all others are views of it.
+                // Only one row is stored, and all others are views of it.
                 let mut strides = vec![0; shape.len()];
                 strides[op.dim] = 1;
                 self.stored_elements[v.index()] = shape[op.dim];
@@ -289,7 +290,7 @@ impl Compiler<'_> {
             }
             // The runtime refuses programs with composites.
             Op::Composite(_) => {}
-            // Steps run in order, so that there is nothing to wait for.
+            // Steps run in order, so there is nothing to wait for.
             Op::HostCopy(_) => {
                 let input = self.stored(node.operands[0]);
                 self.whole_step(v, Work::Node, vec![input]);
@@ -309,7 +310,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// A node that only names elements of its operand `o` anew.
+    /// Compiles a node that only renames elements of its operand `o`.
     fn view(&mut self, v: ValueId, o: ValueId) {
         let node = self.graph.node(v);
         let place = match (self.place(o), &node.op) {
@@ -328,7 +329,7 @@ impl Compiler<'_> {
         self.places[v.index()] = Some(place);
     }
 
-    /// The stored tensor that is exactly the value `v`, row major; made now where there is none.
+    /// The stored tensor that is exactly the value `v`, in row-major order. It is made now if there is none.
     fn stored(&mut self, v: ValueId) -> ValueId {
         let (dtype, shape) = (self.graph.ty(v).dtype, sizes(self.graph.shape(v)));
         let elements: usize = shape.iter().product();
@@ -350,7 +351,7 @@ impl Compiler<'_> {
         root
     }
 
-    /// A row-major copy of a view of elements of `v`.
+    /// Adds a row-major copy of a view of elements of `v`.
     fn copied(&mut self, v: ValueId, view: &View) -> ValueId {
         let elements = view.elements();
         let root = self.fresh(elements);
@@ -359,14 +360,14 @@ impl Compiler<'_> {
         root
     }
 
-    /// The value of `v` stored with dimension `dim` as the last one.
+    /// The value of `v`, stored with dimension `dim` last.
     fn stored_in_rows(&mut self, v: ValueId, dim: usize) -> ValueId {
         let view = self.view_of(v);
         let view = view.transpose(&last(dim, view.shape.len()));
         if view.is_all_of(self.stored_elements[view.root.index()]) { view.root } else { self.copied(v, &view) }
     }
 
-    /// Makes a step whose result is `v` stored with dimension `dim` as the last one.
+    /// Adds a step whose result is `v`, stored with dimension `dim` last.
     fn step_in_rows(&mut self, v: ValueId, dim: usize, inputs: Vec<ValueId>) {
         self.whole_step(v, Work::Node, inputs);
         let shape = sizes(self.graph.shape(v));
@@ -379,7 +380,7 @@ impl Compiler<'_> {
         self.places[v.index()] = Some(Place::View(View { root: v, offset: 0, shape, strides }));
     }
 
-    /// A view of the value of `v`, whose root is computed by now.
+    /// A view of the value of `v`, after computing its root.
     fn view_of(&mut self, v: ValueId) -> View {
         match self.place(v).clone() {
             Place::View(view) => {
@@ -387,7 +388,7 @@ impl Compiler<'_> {
                 view
             }
             Place::Splat(value) => {
-                // A single element, repeated by strides of zero.
+                // A single element, repeated by zero strides.
                 let root = self.fresh(1);
                 let dtype = self.graph.ty(v).dtype;
                 self.step(v, Work::Fill(value), Vec::new(), Output::new(root, dtype, 1));
@@ -417,7 +418,7 @@ impl Compiler<'_> {
                 self.prepare_load(o);
             }
         }
-        // What was prepared may have closed groups, so membership is asked again.
+        // Preparation may have closed groups, so look up the memberships again.
         let mut joined: Option<usize> = None;
         for &o in &node.operands {
             let Some(g) = self.member_group(o) else { continue };
@@ -450,7 +451,7 @@ impl Compiler<'_> {
         open.joinable_until = open.joinable_until.max(reach);
     }
 
-    /// The open group that computes `o`, where its elements are read there in order.
+    /// The open group that computes `o`, if it reads the elements of `o` in order.
     fn member_group(&self, o: ValueId) -> Option<usize> {
         let Place::View(view) = self.place(o) else { return None };
         let g = self.group_of[view.root.index()]?;
@@ -458,7 +459,7 @@ impl Compiler<'_> {
         (self.groups[g].open && member && view.is_all_of(self.stored_elements[view.root.index()])).then_some(g)
     }
 
-    /// Sees to it that `o` can be read by a chain: computed, and not element by element across a large tensor.
+    /// Prepares `o` for a chain: computes it, and copies it if the chain would read it with a large stride.
     fn prepare_load(&mut self, o: ValueId) {
         let Place::View(view) = self.place(o).clone() else { return };
         self.close_group_of(view.root);
@@ -481,7 +482,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// Moves all of group `b` into `a`.
+    /// Moves all members of group `b` into `a`.
     fn merge(&mut self, a: usize, b: usize) {
         let from = std::mem::take(&mut self.groups[b]);
         from.group.members.iter().for_each(|m| self.group_of[m.index()] = Some(a));
@@ -559,8 +560,8 @@ impl Compiler<'_> {
         self.places[v.index()] = Some(Place::View(View { root: v, offset: 0, shape, strides }));
     }
 
-    /// A product that is only added to a leaf whose buffer the body replaces (a gradient accumulator): the sum, and
-    /// the leaf. The product then adds to the leaf's storage and needs none of its own.
+    /// If a product is only added to a leaf whose buffer the body replaces (a gradient accumulator), the sum and the
+    /// leaf. The product then accumulates into the leaf's storage and needs none of its own.
     fn accumulation(&self, product: ValueId) -> Option<(ValueId, ValueId)> {
         let mut v = product;
         loop {
@@ -568,7 +569,7 @@ impl Compiler<'_> {
             let node = self.graph.node(user);
             match &node.op {
                 _ if self.written[v.index()] => return None,
-                // Written transposed; after a reshape it could not be.
+                // The product can be written transposed, but not after a reshape.
                 Op::Transpose(_) if v == product => {}
                 Op::Reshape(_) => {}
                 Op::Binary(Binary::Add) => {
@@ -582,7 +583,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// Computes the group of a stored value now, since something reads it.
+    /// Computes the group of a stored value now, because a node reads it.
     fn close_group_of(&mut self, root: ValueId) {
         if let Some(g) = self.group_of[root.index()] {
             self.close(g);
@@ -632,8 +633,8 @@ impl Compiler<'_> {
         }
     }
 
-    /// Inputs that a chain reads in the format and at the positions of what it stores, so that block by block the one may
-    /// overwrite the other.
+    /// The inputs that a chain reads in the format and at the positions of its outputs. An output may overwrite such an
+    /// input block by block.
     fn replaceable(&self, group: &Group, inputs: &[ValueId], stores: &[Output]) -> Vec<(usize, ValueId)> {
         let in_order = |view: &View| {
             let runs = view.runs();
@@ -655,13 +656,13 @@ impl Compiler<'_> {
     }
 }
 
-/// Elements of the matrices that a convolution works on.
+/// The elements of the matrices that a convolution works on.
 fn tiles(op: &Convolution, kernel: &[usize], result: &[u64]) -> [u64; 3] {
     let kernel: Vec<u64> = kernel.iter().map(|&n| n as u64).collect();
     op.workspace(&kernel, result)
 }
 
-/// All dimensions in order, but `dim` last.
+/// All dimensions in order, with `dim` moved to the end.
 fn last(dim: usize, rank: usize) -> Vec<usize> {
     (0..rank).filter(|&d| d != dim).chain([dim]).collect()
 }

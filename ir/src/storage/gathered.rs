@@ -1,72 +1,75 @@
-//! Convolutions as products of matrices, which is how GPUs compute them here: what each result sees is a row of a matrix, and the
-//! convolution's kernel is the other one.
+//! Convolutions as matrix products, which is how GPUs compute them here. The elements that each result reads are a row
+//! of one matrix, and the convolution's kernel is the other.
 //!
-//! Where windows are single elements that matrix is the operand as it lies. Else it is gathered tile by tile, so that scratch stays
-//! bounded, however many samples there are (Chellapilla et al. 2006; Chetlur et al. 2014, section 3). Tiles, and with them the scratch, are
-//! decided here, for the planner's memory and for the devices that run them.
+//! If windows are single elements, the operand itself is the first matrix. Otherwise it is gathered tile by tile, so
+//! that scratch memory stays bounded for any number of samples (Chellapilla et al. 2006; Chetlur et al. 2014, section
+//! 3). The tiles, and thus the scratch, are decided here, both for the planner's memory prediction and for the devices
+//! that run them.
 
 use crate::dtype::DType;
 use crate::op::Convolution;
 use crate::types::strides;
 
-/// Bytes of a tile at most: it is multiplied right after it is written, while it still lies in a second-level cache (40 MiB on A100,
-/// 50 MiB on H100 and H200, by NVIDIA's architecture papers).
+/// The largest size of a tile in bytes. A tile is multiplied right after it is written, while it is still in the
+/// second-level cache (40 MiB on A100, 50 MiB on H100 and H200, by NVIDIA's architecture papers).
 pub const TILE_BYTES: u64 = 32 << 20;
 
-/// Outputs of a group from which on products of matrices are worth gathering for; tensor cores take eight at least.
+/// The smallest number of outputs per group for which gathering pays. Tensor cores take at least eight.
 const FEWEST_OUTPUTS: u64 = 8;
 
-/// A dimension of results, or of what each of them sees.
+/// A dimension of the results, or of the elements that each of them reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Along {
     Batch,
     Input,
-    /// A spatial dimension, by its number: of positions of the result, or of the window.
+    /// A spatial dimension by its index: positions of the result, or of the window.
     Spatial(usize),
 }
 
-/// Elements between neighbours in the directions of a matrix, of which there is one for each group.
+/// The strides of matrices in elements, with one matrix for each group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Steps {
     pub from: u64,
-    /// Between the matrices of groups.
+    /// The stride between the matrices of groups.
     pub group: u64,
-    /// Between those that results before the features are in, where some lie after the features.
+    /// The stride between positions before the features, if other positions lie after the features.
     pub batch: u64,
-    /// Between results, or outputs of the kernel.
+    /// The stride between results, or between outputs of the kernel.
     pub across: u64,
-    /// Between terms of a sum.
+    /// The stride between terms of a sum.
     pub along: u64,
 }
 
-/// Results and terms of one product: `from..to` of each.
+/// The results and terms of one product, as `from..to` of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
     pub results: (u64, u64),
     pub terms: (u64, u64),
 }
 
-/// A convolution as products.
+/// A convolution as matrix products.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Products {
     pub groups: u64,
-    /// Of each group.
+    /// The number of outputs in each group.
     pub outputs: u64,
-    /// Dimensions of the results with their sizes, as they lie in memory: those before the features, and those after.
+    /// The dimensions of the results with their sizes, in memory order: those before the features, and those after.
     pub before: Vec<(Along, u64)>,
     pub after: Vec<(Along, u64)>,
-    /// What is summed, in the order in which the kernel has it.
+    /// The contracted dimensions, in the kernel's order.
     pub terms: Vec<(Along, u64)>,
-    /// Of the operand, where it is the matrix already.
+    /// The strides of the operand, if it is the matrix already.
     pub in_place: Option<Steps>,
-    /// Of the kernel, or of its copy.
+    /// The strides of the kernel, or of its copy.
     pub kernel: Steps,
-    /// The kernel's dimensions in the order of its copy, where no strides make a matrix of it; output features first.
+    /// The order of the kernel's dimensions in its copy, output features first. Present if no strides make the kernel a
+    /// matrix.
     pub kernel_copy: Option<Vec<usize>>,
-    /// A gathered tile has the terms of a result one after the other, else the results of a term.
+    /// True if a gathered tile stores the terms of a result contiguously, false if it stores the results of a term
+    /// contiguously.
     pub terms_last: bool,
     pub tiles: Vec<Tile>,
-    /// Sums over several tiles are kept in single precision, and rounded at the end.
+    /// True if sums over several tiles are kept in single precision and rounded at the end.
     pub sums_apart: bool,
 }
 
@@ -74,7 +77,8 @@ fn product(dims: &[(Along, u64)]) -> u64 {
     dims.iter().map(|d| d.1).product()
 }
 
-/// Dimensions as one, of a size and with a stride, if that is what they are; of one element the stride does not matter.
+/// Merges dimensions into one with a size and a stride, if possible. The stride is `None` for a single element, where
+/// it does not matter.
 fn joined(dims: impl IntoIterator<Item = (u64, u64)>) -> Option<(u64, Option<u64>)> {
     let mut all: Option<(u64, u64)> = None;
     for (size, stride) in dims.into_iter().filter(|d| d.0 != 1) {
@@ -87,8 +91,8 @@ fn joined(dims: impl IntoIterator<Item = (u64, u64)>) -> Option<(u64, Option<u64
     Some(all.map_or((1, None), |(size, stride)| (size, Some(stride))))
 }
 
-/// Strides by which a library takes a matrix, where it does: neighbours in one direction are neighbours in memory, and lines do not
-/// overlap.
+/// The strides with which a library accepts a matrix, if it does. Neighbours in one direction must be contiguous, and
+/// lines must not overlap.
 fn as_matrix((rows, row): (u64, Option<u64>), (columns, column): (u64, Option<u64>)) -> Option<(u64, u64)> {
     let (by_row, by_column) = (row.unwrap_or(columns), column.unwrap_or(rows));
     match (row, column) {
@@ -99,8 +103,8 @@ fn as_matrix((rows, row): (u64, Option<u64>), (columns, column): (u64, Option<u6
 }
 
 impl Products {
-    /// A convolution of tensors of these shapes, with tiles of at most so many bytes; none where every result is better computed by
-    /// itself: of integers, and of groups with few outputs.
+    /// A convolution of tensors of these shapes, with tiles of at most `tile_bytes`. `None` if it is better to compute
+    /// every result separately: for integers, and for groups with few outputs.
     pub fn of(op: &Convolution, shapes: [&[u64]; 3], dtype: DType, tile_bytes: u64) -> Option<Products> {
         let [lhs, rhs, result] = shapes;
         let groups = op.feature_groups.max(op.batch_groups).max(1);
@@ -153,7 +157,8 @@ impl Products {
         product(&self.terms)
     }
 
-    /// Scratch in elements: the kernel's copy, the largest tile, and sums in single precision. Zero where there is none.
+    /// The scratch in elements: the kernel's copy, the largest tile, and sums in single precision. Each is zero if not
+    /// needed.
     pub fn scratch(&self) -> [u64; 3] {
         let size = |t: &Tile| (t.results.1 - t.results.0) * (t.terms.1 - t.terms.0) * self.groups;
         let kernel = self.kernel_copy.as_ref().map_or(0, |_| self.groups * self.outputs * self.num_terms());
@@ -162,7 +167,7 @@ impl Products {
         [kernel, tile, if self.sums_apart { results } else { 0 }]
     }
 
-    /// Where the matrices of a gathered tile lie.
+    /// The strides of the matrices in a gathered tile.
     pub fn gathered(&self, tile: &Tile) -> Steps {
         let (results, terms) = (tile.results.1 - tile.results.0, tile.terms.1 - tile.terms.0);
         let (across, along) = if self.terms_last { (terms, 1) } else { (1, results) };
@@ -170,7 +175,7 @@ impl Products {
         Steps { from: 0, group: results * terms, batch, across, along }
     }
 
-    /// Where results lie.
+    /// The strides of the results.
     pub fn results(&self, tile: &Tile) -> Steps {
         let features = self.groups * self.outputs;
         if self.after.is_empty() {
@@ -182,7 +187,8 @@ impl Products {
         Steps { from, group: self.outputs * after, batch: features * after, across: 1, along: after }
     }
 
-    /// The operand as the matrix that is multiplied, if windows read no padding and strides say where they read.
+    /// The strides that make the operand the first matrix, if windows read no padding and strides describe their
+    /// positions.
     fn in_place(&self, op: &Convolution, lhs: &[u64], result: &[u64]) -> Option<Steps> {
         let stride = strides(lhs);
         let mut from = 0;
@@ -239,7 +245,7 @@ impl Products {
         let of = |results| Tile { results, terms: (0, terms) };
         match self.after.is_empty() {
             true => ranges(0, results, aligned(most)).map(of).collect(),
-            // What lies after the features is whole, or else of one product.
+            // A tile has all positions after the features, or part of those of one product.
             false if most >= after => ranges(0, results, most / after * after).map(of).collect(),
             false => {
                 let each = (0..self.num_before()).map(|i| (i * after, (i + 1) * after));
@@ -249,7 +255,7 @@ impl Products {
     }
 }
 
-/// The kernel as a matrix of each group, and the order of its copy where it has to be copied for that.
+/// The kernel as one matrix per group, and the order of its copy if a copy is necessary.
 fn kernel(op: &Convolution, rhs: &[u64], outputs: u64) -> (Steps, Option<Vec<usize>>) {
     let stride = strides(rhs);
     let output = stride[op.rhs.output];
@@ -266,8 +272,8 @@ fn kernel(op: &Convolution, rhs: &[u64], outputs: u64) -> (Steps, Option<Vec<usi
     }
 }
 
-/// Whether neighbours in the operand's memory are rather terms of one result than results: threads that follow each other then read
-/// what lies together.
+/// Returns true if neighbours in the operand's memory are terms of one result rather than results. Consecutive threads
+/// then read contiguous memory.
 fn terms_last(op: &Convolution, lhs: &[u64], result: &[u64]) -> bool {
     let innermost = (0..lhs.len()).rev().find(|&d| lhs[d] > 1).unwrap_or(op.lhs.feature);
     match op.lhs.spatial.iter().position(|&d| d == innermost) {

@@ -1,4 +1,4 @@
-//! What an NVIDIA GPU stores of a body: what its kernels read and leave in memory.
+//! The memory of an NVIDIA GPU that runs a body: the values that its kernels read and write.
 
 use super::gathered::{Products, TILE_BYTES};
 use super::{Leaf, Output, Step, Steps, assign};
@@ -13,11 +13,13 @@ use std::collections::{BTreeMap, BTreeSet};
 /// (c10/cuda/CUDACachingAllocator.h, `kMinBlockSize`), and the CUDA driver aligns to at least 256.
 pub const BLOCK_BYTES: u64 = 512;
 
-/// Kernels as steps. What several kernels fuse is in no memory between them, and an elementwise kernel may write over what it
-/// reads for the last time. Buffers that last are allocated once: what replaces their value is written into them, and needs
-/// memory of its own only while the old value is still to be read: an output of no bytes is written into its buffer.
+/// Converts kernels to steps. Values inside a fused kernel are not in memory, and an elementwise kernel may overwrite
+/// an input that it reads for the last time.
 ///
-/// A step is a kernel by its position in `kernels`, or where it is none, a value that is known beforehand.
+/// Persistent buffers are allocated once, and their new value is written into them. It needs memory of its own only
+/// while the old value is still to be read. An output of zero bytes is written into its buffer.
+///
+/// A step is a kernel, by its position in `kernels`. Without one, it is a value known beforehand.
 pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Option<usize>> {
     let graph = &body.graph;
     let step = |kernel, node, inputs, outputs, workspace_bytes, replaceable| Step {
@@ -32,13 +34,13 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
         dies: Vec::new(),
     };
     let lasts = |b: BufferId| !program.buffer(b).kind.is_of_step();
-    // The kernel that reads a value last.
+    // The last kernel that reads each value.
     let mut last_read: BTreeMap<ValueId, usize> = BTreeMap::new();
     for (i, kernel) in kernels.iter().enumerate() {
         last_read.extend(kernel.reads.iter().map(|r| (r.0, i)));
     }
     let leaves: BTreeMap<BufferId, ValueId> = body.reads.iter().map(|&(v, b)| (b, v)).collect();
-    // Values that are written into buffers that last and nowhere else, and the kernel from which on that may be.
+    // The values that are written only into persistent buffers, each with the kernel from which on this is allowed.
     let mut into_buffer: BTreeMap<ValueId, usize> = BTreeMap::new();
     for &(b, v) in body.writes.iter().filter(|w| lasts(w.0)) {
         let from = leaves.get(&b).and_then(|leaf| last_read.get(leaf)).copied().unwrap_or(0);
@@ -57,7 +59,7 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
     };
     let made: BTreeSet<ValueId> = kernels.iter().flat_map(|k| k.writes.iter().copied()).collect();
     let mut steps = Vec::with_capacity(kernels.len() + 1);
-    // What is known beforehand is written where it is wanted in memory.
+    // Values known beforehand are written to memory if the body writes them.
     let known = |v: &ValueId| !made.contains(v) && !graph.node(*v).op.is_leaf();
     let constants: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).filter(known).collect();
     steps.extend(constants.into_iter().map(|v| step(None, v, Vec::new(), vec![output(0, v)], 0, Vec::new())));
@@ -98,13 +100,13 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
     steps
 }
 
-/// Bytes of the blocks that a tensor of so many bytes takes.
+/// The bytes of the blocks that a tensor of this size takes.
 pub fn block_bytes(bytes: u64) -> u64 {
     bytes.next_multiple_of(BLOCK_BYTES)
 }
 
-/// What an op needs while it runs, beyond its operands and its result: a convolution the matrices that it multiplies, a collective
-/// what it sends and gets in the order in which libraries take it.
+/// The workspace of an op while it runs, beyond its operands and its result. A convolution needs the matrices that it
+/// multiplies. A collective needs the data that it sends and receives, in the order that libraries require.
 fn workspace_bytes(graph: &Graph, v: ValueId) -> u64 {
     let node = graph.node(v);
     match &node.op {

@@ -1,4 +1,5 @@
-//! When stored values die, which results take over the storage of a dying operand, and the bytes that follow from it.
+//! The liveness of stored values: when they die, which results take over the storage of a dying operand, and the
+//! resulting bytes.
 
 use super::{Step, Steps};
 use crate::graph::ValueId;
@@ -19,7 +20,7 @@ pub fn assign<K>(body: &mut Steps<K>) {
             body.steps[*i].dies.push(ValueId(v as u32));
         }
     }
-    // What the body may overwrite: its own results, and buffers that it replaces or frees.
+    // The body may overwrite its own results, and buffers that it replaces or frees.
     let mut owned = vec![true; body.num_values];
     let mut bytes = vec![0u64; body.num_values];
     for leaf in &body.leaves {
@@ -27,7 +28,7 @@ pub fn assign<K>(body: &mut Steps<K>) {
         bytes[leaf.value.index()] = leaf.bytes;
     }
     let (mut held, mut peak) = (0i64, 0i64);
-    // What dies at a step and may be overwritten there.
+    // True for values that die at a step and may be overwritten there.
     let mut dying = vec![false; body.num_values];
     for step in &mut body.steps {
         for output in &step.outputs {
@@ -50,7 +51,8 @@ pub fn assign<K>(body: &mut Steps<K>) {
     body.transient_bytes = peak.max(0) as u64;
 }
 
-/// Pairs outputs with dying inputs of the same size, which then no longer count as dying. Says of each output whether it has one.
+/// Pairs outputs with dying inputs of the same size, which then no longer count as dying. Returns for each output
+/// whether it has one.
 fn choose_in_place<K>(step: &mut Step<K>, dying: &mut [bool], bytes: &[u64]) -> Vec<bool> {
     let mut placed = vec![false; step.outputs.len()];
     for &(output, v) in &step.replaceable {

@@ -1,9 +1,9 @@
-//! What a device keeps in memory while it runs a body: which values are stored at all, in which order they are made, when
-//! they die, and which results take over the storage of an operand that dies.
+//! The memory of a device that runs a body: which values are stored, in which order they are made, when they die, and
+//! which results take over the storage of a dying operand.
 //!
-//! The CPU runtime executes the steps that [`compile`] finds, and the planner predicts memory from the same steps, so that
-//! what is predicted and what is held have one source. GPUs store other values; theirs are the steps that [`launched`] makes
-//! of kernels, which go through the same [`liveness`].
+//! The CPU runtime executes the steps that [`compile`] produces, and the planner predicts memory from the same steps.
+//! So predicted and actual memory have one source. GPUs store other values. For them, [`launched`] makes steps from
+//! kernels, which go through the same [`liveness`].
 
 pub mod compile;
 pub mod gathered;
@@ -22,9 +22,9 @@ use crate::program::BufferId;
 use std::collections::BTreeMap;
 use view::View;
 
-/// How the CPU runtime stores elements. The types of the IR share six formats: `f64` is kept as `f32` (the runtime trains in
-/// at most single precision), eight-bit floats as `bf16`, which holds each of their numbers exactly, narrow integers as
-/// `i32`, wide and unsigned ones as `i64`.
+/// The storage formats of the CPU runtime, which the types of the IR share. `f64` is stored as `f32`, since the runtime
+/// trains in at most single precision. Eight-bit floats are stored as `bf16`, which represents them exactly. Narrow
+/// integers are stored as `i32`, and wide and unsigned ones as `i64`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
     F32,
@@ -47,7 +47,7 @@ impl Class {
         }
     }
 
-    /// Bytes of one stored element.
+    /// The bytes of one stored element.
     pub fn bytes(self) -> usize {
         match self {
             Class::I64 => 8,
@@ -78,10 +78,10 @@ impl Class {
     }
 }
 
-/// Where the elements of a node's value are.
+/// The location of the elements of a node's value.
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// One value for all of them, known beforehand.
+    /// One number for all elements, known beforehand.
     Splat(f64),
     View(View),
 }
@@ -91,22 +91,22 @@ pub enum Place {
 pub struct Group {
     pub elements: usize,
     pub members: Vec<ValueId>,
-    /// Reduction nodes with the length of a row.
+    /// The reduction nodes, each with the length of a row.
     pub reductions: Vec<(ValueId, usize)>,
-    /// Where the operands of members and reductions are when the group is computed.
+    /// The places of the operands of members and reductions when the group is computed.
     pub places: BTreeMap<ValueId, Place>,
 }
 
-/// What a step of the CPU runtime does.
+/// The work of a step of the CPU runtime.
 #[derive(Clone, Debug)]
 pub enum Work {
     Chain(Group),
     /// A row-major copy.
     Copy(View),
-    /// One value for all elements.
+    /// One number for all elements.
     Fill(f64),
-    /// A product whose result is written with these strides; `accumulate`: it is added to the third input, whose storage the
-    /// result takes over.
+    /// A product whose result is written with these strides. With `accumulate`, it is added to the third input, whose
+    /// storage the result takes over.
     Dot {
         lhs: View,
         rhs: View,
@@ -118,11 +118,11 @@ pub enum Work {
         rhs: View,
     },
     Reduce(View),
-    /// Each operand's part of the result.
+    /// A concatenation of these operands.
     Concatenate(Vec<View>),
-    /// The second operand everywhere, then the first where it belongs.
+    /// The second operand everywhere, overwritten by the first at its positions.
     Pad(View),
-    /// What the node's op says, on operands that are stored whole and in order.
+    /// The node's op, on operands that are stored whole and in order.
     Node,
 }
 
@@ -132,14 +132,14 @@ pub struct Output {
     pub value: ValueId,
     pub dtype: DType,
     pub elements: usize,
-    /// Of the device's memory.
+    /// The bytes in device memory.
     pub bytes: u64,
-    /// It is in the memory of the host.
+    /// True if the result is in host memory.
     pub host: bool,
 }
 
 impl Output {
-    /// As the CPU runtime stores it.
+    /// An output in the format of the CPU runtime.
     pub fn new(value: ValueId, dtype: DType, elements: usize) -> Output {
         Output { value, dtype, elements, bytes: (elements * Class::of(dtype).bytes()) as u64, host: false }
     }
@@ -149,20 +149,20 @@ impl Output {
     }
 }
 
-/// One call of a kernel, of which `kernel` says what it is.
+/// One call of a kernel, which `kernel` describes.
 #[derive(Clone, Debug)]
 pub struct Step<K> {
-    /// The node it stands for (the last one of a chain), for messages.
+    /// The node that the step computes, for messages. For a chain, it is the last one.
     pub node: ValueId,
     /// All nodes of a chain, in order.
     pub members: Vec<ValueId>,
     pub kernel: K,
-    /// Stored values that it reads.
+    /// The stored values that the step reads.
     pub inputs: Vec<ValueId>,
     pub outputs: Vec<Output>,
-    /// Bytes that it needs while it runs, beyond its inputs and outputs.
+    /// The bytes that the step needs while it runs, beyond its inputs and outputs.
     pub workspace_bytes: u64,
-    /// Outputs and inputs whose storage they could take over, the preferred first.
+    /// Outputs with inputs whose storage they could take over, in order of preference.
     pub replaceable: Vec<(usize, ValueId)>,
     /// Outputs that take over the storage of an input that dies here.
     pub in_place: Vec<(usize, ValueId)>,
@@ -170,8 +170,8 @@ pub struct Step<K> {
     pub dies: Vec<ValueId>,
 }
 
-/// A leaf, its buffer, and whether the body may consume the buffer's storage because it replaces or frees it. Bytes are of the
-/// device's memory.
+/// A leaf and its buffer. `owned` is true if the body may take over the buffer's storage, because it replaces or frees
+/// the buffer. `bytes` are in device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Leaf {
     pub value: ValueId,
@@ -180,7 +180,8 @@ pub struct Leaf {
     pub bytes: u64,
 }
 
-/// Of each value of a graph whether it is in the memory of the host: leaves that are loaded from there, and what is stored there.
+/// For each value of a graph, true if it is in host memory. These are leaves that are loaded from there, and values
+/// that are stored there.
 pub fn in_host(graph: &Graph) -> Vec<bool> {
     let mut host = vec![false; graph.len()];
     for v in graph.values() {
@@ -201,9 +202,9 @@ pub struct Steps<K> {
     pub leaves: Vec<Leaf>,
     pub writes: Vec<(BufferId, ValueId)>,
     pub frees: Vec<BufferId>,
-    /// Stored values are numbered below this; those of nodes come first.
+    /// The stored values are numbered below this. Those of nodes come first.
     pub num_values: usize,
-    /// The most bytes held during the body beyond those held at its start.
+    /// The largest number of bytes held during the body beyond those held at its start.
     pub transient_bytes: u64,
 }
 

@@ -1,5 +1,5 @@
-//! Strided views: what broadcast, transpose, slice and most reshapes are, so that they cost nothing.
-//! A view names a stored tensor and says where in it the element at each index lies.
+//! Strided views. They make broadcasts, transposes, slices and most reshapes free. A view refers to a stored tensor and
+//! gives the position in it of the element at each index.
 
 use crate::graph::ValueId;
 use crate::op::Op;
@@ -13,7 +13,7 @@ pub struct View {
     pub strides: Vec<usize>,
 }
 
-/// Row-major strides of a shape.
+/// The row-major strides of a shape.
 pub fn row_major(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
     for i in (1..shape.len()).rev() {
@@ -22,13 +22,13 @@ pub fn row_major(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// Sizes as `usize`; graphs that passed `verify` fit.
+/// Sizes as `usize`. Those of a verified graph fit.
 pub fn sizes(shape: &[u64]) -> Vec<usize> {
     shape.iter().map(|&d| d as usize).collect()
 }
 
 impl View {
-    /// All of a stored tensor.
+    /// A view of a whole stored tensor.
     pub fn whole(root: ValueId, shape: Vec<usize>) -> View {
         let strides = row_major(&shape);
         View { root, offset: 0, shape, strides }
@@ -38,13 +38,13 @@ impl View {
         self.shape.iter().product()
     }
 
-    /// Whether elements lie one after another.
+    /// Returns true if the elements are contiguous in row-major order.
     pub fn is_contiguous(&self) -> bool {
         self.shape.contains(&0)
             || self.shape.iter().zip(row_major(&self.shape)).zip(&self.strides).all(|((&n, r), &s)| n == 1 || r == s)
     }
 
-    /// Whether the view is all of a stored tensor of `elements` elements, in order.
+    /// Returns true if the view is all of a stored tensor of `elements` elements, in order.
     pub fn is_all_of(&self, elements: usize) -> bool {
         self.offset == 0 && self.elements() == elements && self.is_contiguous()
     }
@@ -76,7 +76,7 @@ impl View {
         }
     }
 
-    /// What an op that moves nothing makes of the view, in the shape of its result; none where strides cannot say it.
+    /// The view after an op that moves no data, in the shape of its result. `None` if strides cannot express it.
     pub fn through(&self, op: &Op, shape: &[u64]) -> Option<View> {
         Some(match op {
             Op::BroadcastInDim(op) => self.broadcast(&op.shape, &op.dims),
@@ -87,14 +87,14 @@ impl View {
         })
     }
 
-    /// The same elements under another shape, where strides can say that.
+    /// The same elements in another shape, if strides can express it.
     pub fn reshape(&self, shape: &[u64]) -> Option<View> {
         let shape = sizes(shape);
         let mut strides = vec![0; shape.len()];
         if self.elements() == 0 {
             return Some(View { root: self.root, offset: self.offset, strides: row_major(&shape), shape });
         }
-        // Both shapes from the minor side: each run of the old one is cut into whole new dimensions.
+        // Walk both shapes from the minor side. Each run of the old shape is divided into whole new dimensions.
         let mut runs = self.runs();
         let (mut left, mut stride) = runs.pop().unwrap_or((1, 0));
         for d in (0..shape.len()).rev() {
@@ -114,7 +114,7 @@ impl View {
         Some(View { root: self.root, offset: self.offset, shape, strides })
     }
 
-    /// The fewest `(size, stride)` pairs, major first, that visit the same elements in the same order.
+    /// The shortest list of `(size, stride)` pairs, major first, that visits the same elements in the same order.
     pub fn runs(&self) -> Vec<(usize, usize)> {
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (&size, &stride) in self.shape.iter().zip(&self.strides) {
@@ -129,7 +129,7 @@ impl View {
         runs
     }
 
-    /// One past the last stored element that is visited.
+    /// The position after the last stored element of the view.
     pub fn end(&self) -> usize {
         if self.elements() == 0 {
             return self.offset;

@@ -1,7 +1,7 @@
-//! An op as a name and attributes, the form that the text form and the JSON form share.
+//! An op as a name and attributes, the form shared by the text form and the JSON form.
 //!
-//! What the operands and the result's type already say is left out: a reshape prints no shape. Every attribute
-//! is a number, a word or a list of these, so that both forms can be written by hand.
+//! Properties that follow from the operands and the result's type are omitted, so a reshape prints no shape. Every
+//! attribute is a number, a word or a list of these, so that both forms can be written by hand.
 
 use crate::array::RotaryHalves;
 use crate::dtype::DType;
@@ -18,7 +18,7 @@ use crate::reshard::Collective;
 use crate::types::TensorType;
 use serde_json::{Map, Value};
 
-/// Why an op cannot be made of a name and attributes. Keys are paths within the attributes, e.g. `dims[2]`.
+/// The reason why a name and attributes do not form an op. Keys are paths within the attributes, e.g. `dims[2]`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttributeError {
     #[error("there is no op '{name}'; the nearest is '{nearest}'")]
@@ -35,12 +35,12 @@ pub enum AttributeError {
     Expected { key: String, expected: &'static str },
 }
 
-/// The end of a message about an unknown word, where some known one is near.
+/// The end of a message about an unknown word, if a known one is close.
 pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
     nearest.map(|n| format!("; did you mean '{n}'?")).unwrap_or_default()
 }
 
-/// Names of all ops that are neither [`Unary`] nor [`Binary`].
+/// The names of all ops that are neither [`Unary`] nor [`Binary`].
 const OTHERS: [&str; 58] = [
     "host_load",
     "host_store",
@@ -113,19 +113,19 @@ pub(crate) fn op_names() -> Vec<&'static str> {
 
 /// The known word with the fewest edits from `word`.
 pub(crate) fn nearest(word: &str, known: &[&'static str]) -> Option<&'static str> {
-    // Long words are cut: beyond this they are near nothing.
+    // Truncate long words, which are close to no known one.
     let word: Vec<char> = word.chars().take(64).collect();
     known.iter().copied().min_by_key(|k| edits(&word, &k.chars().collect::<Vec<_>>()))
 }
 
-/// [`nearest`], where it is near enough to be what was meant.
+/// [`nearest`], if it is close enough to be what was meant.
 pub(crate) fn near(word: &str, known: &[&'static str]) -> Option<&'static str> {
     let best = nearest(word, known)?;
     let distance = edits(&word.chars().take(64).collect::<Vec<_>>(), &best.chars().collect::<Vec<_>>());
     (distance <= 1 + best.len() / 3).then_some(best)
 }
 
-/// Levenshtein's distance.
+/// The Levenshtein distance.
 fn edits(a: &[char], b: &[char]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.iter().enumerate() {
@@ -140,10 +140,10 @@ fn edits(a: &[char], b: &[char]) -> usize {
     row[b.len()]
 }
 
-/// An attribute's name and value.
+/// The name and value of an attribute.
 pub(crate) type Attribute = (&'static str, Value);
 
-/// The attributes of `op` in a node of type `ty`, in the order in which they print.
+/// The attributes of `op` in a node of type `ty`, in print order.
 pub(crate) fn attributes(op: &Op, ty: &TensorType) -> Vec<Attribute> {
     let shape_unless_typed =
         |shape: &Vec<u64>| (*shape != ty.shape).then(|| ("shape", list(shape))).into_iter().collect::<Vec<_>>();
@@ -250,7 +250,7 @@ fn list<T: Clone + Into<Value>>(items: &[T]) -> Value {
     Value::Array(items.iter().cloned().map(Into::into).collect())
 }
 
-/// The number of groups among which rows are spread, where it is given.
+/// The number of groups among which rows are spread, if given.
 fn spread(of: Option<u64>) -> Vec<(&'static str, Value)> {
     of.map(|of| ("of", of.into())).into_iter().collect()
 }
@@ -326,7 +326,7 @@ fn function(function: &Function) -> Vec<Attribute> {
     }
 }
 
-/// Only what differs from windows that slide by one over an operand as it is.
+/// Only the differences from windows that slide by one over an unmodified operand.
 fn window(window: &[WindowDim]) -> Vec<Attribute> {
     let sizes = |of: fn(&WindowDim) -> u64| window.iter().map(of).collect::<Vec<u64>>();
     let pads = |of: fn(&WindowDim) -> i64| window.iter().map(of).collect::<Vec<i64>>();
@@ -376,7 +376,7 @@ fn collective(collective: &Collective) -> Vec<Attribute> {
     all
 }
 
-/// The op of this name with these attributes; `ty` is the node's type, where it is written down.
+/// The op with this name and these attributes. `ty` is the node's type, if written.
 pub(crate) fn op_from(
     name: &str,
     attributes: &Map<String, Value>,
@@ -541,7 +541,7 @@ fn expected(key: impl Into<String>, expected: &'static str) -> AttributeError {
     AttributeError::Expected { key: key.into(), expected }
 }
 
-/// Reads attributes one by one and remembers which the op has.
+/// Reads attributes one by one and records the known ones.
 struct Fields<'a> {
     op: &'static str,
     map: &'a Map<String, Value>,
@@ -553,7 +553,7 @@ impl<'a> Fields<'a> {
         Fields { op, map, known: Vec::new() }
     }
 
-    /// The op, unless there are attributes that it does not have.
+    /// Returns the op, unless there are attributes that it does not have.
     fn end(self, op: Op) -> Result<Op, AttributeError> {
         match self.map.keys().find(|k| !self.known.contains(&k.as_str())) {
             None => Ok(op),
@@ -599,7 +599,7 @@ impl<'a> Fields<'a> {
         items.iter().enumerate().map(item).collect()
     }
 
-    /// `true` or `false`; false where it is not given.
+    /// `true` or `false`, which is the default.
     fn flag(&mut self, key: &'static str) -> Result<bool, AttributeError> {
         self.optional(key).map_or(Ok(false), |v| v.as_bool().ok_or_else(|| expected(key, "true or false")))
     }
@@ -677,7 +677,7 @@ impl<'a> Fields<'a> {
         self.map.contains_key(key).then(|| self.number(key)).transpose()
     }
 
-    /// Batch, feature and spatial dimensions.
+    /// The batch, feature and spatial dimensions.
     fn image_dims(&mut self, key: &'static str) -> Result<ImageDims, AttributeError> {
         match self.dims(key)?.as_slice() {
             [batch, feature, spatial @ ..] => {

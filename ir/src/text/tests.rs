@@ -1,4 +1,4 @@
-//! Printing and parsing: every op, random graphs, truncated texts, and what error messages say.
+//! Printing and parsing: every op, random graphs, truncated texts, and error messages.
 
 use super::*;
 use crate::graph::{Pin, PinnedDim};
@@ -106,7 +106,7 @@ proptest! {
         }
     }
 
-    /// Whatever is done to a text, the answer is a graph or an error with a place inside the text.
+    /// A damaged text gives a graph, or an error with a place inside the text.
     #[test]
     fn damaged_texts_are_refused_in_order(seed in any::<u64>()) {
         let rng = &mut Rng::new(seed);
@@ -155,7 +155,7 @@ fn the_form_is_the_documented_one() {
     assert_eq!(graph.to_string(), text);
     assert_eq!(graph.verify(), []);
     assert_eq!(graph.node(ValueId(0)).batch_dims, 1);
-    // Space is free, and an empty graph has an empty list of outputs.
+    // Whitespace is free, and an empty graph has an empty list of outputs.
     assert_eq!(parse(&text.replace('\n', " ")).map(|g| g.to_string()).unwrap_or_default(), text);
     assert_eq!(parse("graph\"\"{}->()").map(|g| g.to_string()).unwrap_or_default(), "graph \"\" {\n} -> ()\n");
 }

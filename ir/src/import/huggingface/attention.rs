@@ -1,5 +1,5 @@
-//! Self-attention of decoders and encoders: how queries, keys and values are projected, normed and turned, which keys a query
-//! sees, and what is done to the scores.
+//! Self-attention of decoders and encoders: projections, norms and rotation of queries, keys and values, visible keys,
+//! and the treatment of scores.
 
 use super::blocks::{Block, Builder, Matrix, Norm};
 use super::error::ConfigError;
@@ -11,7 +11,7 @@ use crate::literal::Literal;
 use crate::op::{Binary, Direction, Unary};
 use crate::types::TensorType;
 
-/// `[B, S, heads * width]` as `[B, heads, S, width]`.
+/// `[B, S, heads * width]` to `[B, heads, S, width]`.
 pub fn split_heads(g: &mut Graph, x: ValueId, heads: u64) -> array::Built {
     let [b, s, features] = g.shape(x)[..] else {
         return Err(array::ShapeError::Attribute("heads are taken from three dimensions"));
@@ -36,21 +36,21 @@ pub enum Span {
     All,
     /// Keys up to `distance` away on both sides.
     Near { distance: u64 },
-    /// Itself and the keys before it.
+    /// The query's own position and the keys before it.
     Causal,
-    /// Itself and the keys before it, `window` in all.
+    /// The query's own position and the keys before it, `window` in total.
     Window { window: u64 },
-    /// Itself and the keys before it in the same chunk.
+    /// The query's own position and the keys before it in the same chunk.
     Chunk { chunk: u64 },
 }
 
 impl Span {
-    /// A causal span with a window where there is one.
+    /// A causal span, with a window if there is one.
     pub fn causal(window: Option<u64>) -> Span {
         window.map_or(Span::Causal, |window| Span::Window { window })
     }
 
-    /// The options of an attention over so many tokens, and the mask of one that is neither full nor causal.
+    /// The causal option of an attention over `tokens` tokens. A span that is neither full nor causal also has a mask.
     fn over(self, g: &mut Graph, tokens: u64) -> Result<(bool, Option<ValueId>), array::ShapeError> {
         match self {
             Span::All => Ok((false, None)),
@@ -61,7 +61,7 @@ impl Span {
         }
     }
 
-    /// `[S, S]` booleans: whether a query sees a key.
+    /// `[S, S]` booleans, true if a query sees a key.
     fn mask(self, g: &mut Graph, tokens: u64) -> array::Built {
         let query = array::iota(g, &[tokens, tokens], 0, DType::I32)?;
         let key = array::iota(g, &[tokens, tokens], 1, DType::I32)?;
@@ -96,11 +96,11 @@ impl Span {
 /// The linear layers of queries, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projections {
-    /// One each.
+    /// One layer each.
     Apart([&'static str; 3]),
-    /// One whose outputs are all queries, then all keys, then all values.
+    /// One layer, whose outputs are all queries, then all keys, then all values.
     Blocks(&'static str),
-    /// One whose outputs are, for each head of the keys, its queries, its key and its value.
+    /// One layer, whose outputs are, for each head of the keys, its queries, its key and its value.
     Groups(&'static str),
 }
 
@@ -110,38 +110,39 @@ pub struct QkNorm {
     pub names: [&'static str; 2],
     pub norm: Norm,
     pub over: NormOver,
-    /// After the rotary positions, not before.
+    /// True if the norms come after the rotary positions, false if before.
     pub after_rotary: bool,
 }
 
-/// What a norm of queries or keys is taken over, and what its weights are.
+/// The dimensions that a norm of queries or keys covers, and its weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormOver {
-    /// A head, with weights that all heads share.
+    /// Each head, with weights that all heads share.
     Head,
-    /// A head, with weights `[heads, width]`.
+    /// Each head, with weights `[heads, width]`.
     EachHead,
-    /// A head, with weights `norms.N` of its own.
+    /// Each head, with weights `norms.N` of its own.
     Modules,
     /// All heads together.
     All,
 }
 
-/// Linear biases of the scores (Press et al. 2022): a slope for each head times the position of the key.
+/// Linear biases of the scores (Press et al. 2022): a slope for each head, times the key's position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alibi {
     pub slopes: Vec<f64>,
-    /// Precision in which the biases are computed; the scores' own where there is none.
+    /// The precision in which the biases are computed. If absent, that of the scores.
     pub dtype: Option<DType>,
-    /// The biases are scaled with the scores.
+    /// True if the biases are scaled with the scores.
     pub scaled: bool,
 }
 
-/// The most heads that have something of their own in the graph: a slope, or a norm.
+/// The largest number of heads with constants of their own in the graph, such as slopes or norms.
 pub const MAX_OWN: u64 = 1 << 14;
 
 impl Alibi {
-    /// The slopes of BLOOM: powers of two for a power of two of heads, and every other slope of twice as many for the rest.
+    /// The slopes of BLOOM: powers of two for a power of two of heads. The remaining heads use every other slope of
+    /// twice as many.
     pub fn slopes(heads: u64) -> Vec<f64> {
         let whole = 1u64 << heads.max(1).ilog2();
         let base = |of: u64| libm::exp2(-libm::exp2(3.0 - libm::log2(of as f64)));
@@ -150,7 +151,7 @@ impl Alibi {
         first.chain(rest).collect()
     }
 
-    /// The slopes of MPT, which takes every other one first where the number of heads is no power of two.
+    /// The slopes of MPT. If the number of heads is not a power of two, every other slope comes first.
     pub fn slopes_to(heads: u64, most: f64) -> Vec<f64> {
         let whole = heads.max(1).next_power_of_two();
         let slope = |i: u64| libm::exp2(-(i as f64) * most / whole as f64);
@@ -176,20 +177,20 @@ impl Alibi {
 /// Rotary positions of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
-    /// Which of the model's kinds of angles.
+    /// The index of the layer's kind of angles in the model.
     pub kind: usize,
-    /// How much of each head is turned, where it is not all.
+    /// The rotated width of each head, if it is not all.
     pub part: Option<u64>,
 }
 
-/// Queries that grow with the logarithm of their position, beyond every `floor` positions (Llama 4).
+/// Queries that grow with the logarithm of their position, in steps of `floor` positions (Llama 4).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Temperature {
     pub floor: f64,
     pub scale: f64,
 }
 
-/// Self-attention with four matrices, of which those of keys and values may have fewer heads.
+/// Self-attention with four matrices. Keys and values may have fewer heads than queries.
 #[derive(Clone, Debug)]
 pub struct SelfAttention {
     pub heads: u64,
@@ -197,22 +198,22 @@ pub struct SelfAttention {
     pub head_width: u64,
     pub projections: Projections,
     pub output: &'static str,
-    /// How the matrices of q, k and v are stored, and that of the output.
+    /// The storage of the matrices of q, k and v, and of the output's matrix.
     pub matrices: [Matrix; 2],
-    /// Keys have no bias, whatever q and v have.
+    /// True if keys have no bias even if q and v have one.
     pub unbiased_keys: bool,
     pub qk_norm: Option<QkNorm>,
     pub rotary: Option<Rotary>,
     pub temperature: Option<Temperature>,
     pub alibi: Option<Alibi>,
     pub span: Span,
-    /// Factor of the scores; default `1 / sqrt(head_width)`.
+    /// The factor of the scores, by default `1 / sqrt(head_width)`.
     pub scale: Option<f64>,
-    /// Scores are `cap tanh(scores / cap)`.
+    /// If present, scores are `cap tanh(scores / cap)`.
     pub cap: Option<f64>,
-    /// What the projections are clamped to.
+    /// The limit to which the projections are clamped.
     pub clip: Option<f64>,
-    /// A learnt score for each head that takes weight and gives nothing.
+    /// True if each head has a learnt score that takes weight and contributes nothing.
     pub sinks: bool,
 }
 
@@ -238,18 +239,18 @@ impl SelfAttention {
         }
     }
 
-    /// Biases of q, k and v, and of the output.
+    /// Sets whether q, k and v have biases, and whether the output has one.
     pub fn with_biases(mut self, inputs: bool, output: bool) -> Self {
         (self.matrices[0].bias, self.matrices[1].bias) = (inputs, output);
         self
     }
 
-    /// `x` is `[B, S, hidden]`.
+    /// Builds the attention of `x`, which is `[B, S, hidden]`.
     pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
         self.build_to(b, x, x, angles)
     }
 
-    /// The same where the keys and values are of `memory`, `[B, T, hidden]`, of which every query sees all.
+    /// The same with keys and values of `memory`, `[B, T, hidden]`, which every query sees in full.
     pub fn build_to(&self, b: &mut Builder, x: ValueId, memory: ValueId, angles: &[Angles]) -> Block {
         let (tokens, hidden) = (b.graph.shape(x)[1], b.graph.shape(x)[2]);
         let [mut q, mut k, v] = self.projected(b, x, memory)?;
@@ -268,7 +269,7 @@ impl SelfAttention {
         let scale = self.scale.unwrap_or(1.0 / (self.head_width as f64).sqrt());
         let (causal, mut mask) = self.span.over(&mut b.graph, tokens)?;
         if let Some(alibi) = &self.alibi {
-            // Biases by position are added under a causal mask, so that there is no other.
+            // Position biases are only used under a causal mask, so there is no other mask.
             mask = Some(alibi.biases(b, tokens, scale)?);
         }
         let mixed = match self.cap.is_some() || self.sinks {
@@ -279,7 +280,7 @@ impl SelfAttention {
         b.matrix(self.output, merged, hidden, self.matrices[1])
     }
 
-    /// Queries, keys and values: `[B, heads, S, width]`.
+    /// The queries, keys and values: `[B, heads, S, width]`.
     fn projected(&self, b: &mut Builder, x: ValueId, memory: ValueId) -> Result<[ValueId; 3], ConfigError> {
         let [batch, tokens, _] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("attention takes three dimensions").into());
@@ -330,7 +331,7 @@ impl SelfAttention {
         }
     }
 
-    /// `x` of `[B, heads, S, width]` under the norm of queries (0) or keys (1).
+    /// Applies the norm of queries (0) or keys (1) to `x` of `[B, heads, S, width]`.
     fn normed(&self, b: &mut Builder, which: usize, how: &QkNorm, x: ValueId) -> Block {
         let (heads, name) = (b.graph.shape(x)[1], how.names[which]);
         let weights = |b: &mut Builder| match how.over {
@@ -355,7 +356,7 @@ impl SelfAttention {
         }
     }
 
-    /// Turns `[B, heads, S, width]`, or the first part of each head.
+    /// Rotates `[B, heads, S, width]`, or the first part of each head.
     fn turned(&self, b: &mut Builder, x: ValueId, rotary: Rotary, angles: &[Angles]) -> Block {
         let angles = &angles[rotary.kind];
         let Some(part) = rotary.part else { return angles.turn(b, x) };
@@ -365,7 +366,7 @@ impl SelfAttention {
         Ok(array::concat(&mut b.graph, &[first, rest], 3)?)
     }
 
-    /// Attention whose scores are capped, or compete with sinks.
+    /// Attention with capped scores, or with scores that compete with sinks.
     fn written_out(
         &self,
         b: &mut Builder,
@@ -403,7 +404,7 @@ impl SelfAttention {
 }
 
 impl Temperature {
-    /// `[B, heads, S, width]`, each position times `1 + scale ln(1 + floor((position + 1) / floor))`.
+    /// `[B, heads, S, width]`, with each position scaled by `1 + scale ln(1 + floor((position + 1) / floor))`.
     fn scale(&self, b: &mut Builder, q: ValueId, tokens: u64) -> Block {
         let g = &mut b.graph;
         let position = array::iota(g, &[tokens, 1], 0, DType::F32)?;

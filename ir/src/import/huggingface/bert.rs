@@ -1,5 +1,6 @@
-//! BERT (Devlin et al. 2018) with its head for masked tokens. As in its pretraining a sample has a fixed number of masked
-//! positions, 15 in a hundred, which an input names: only they go through the head, and the loss is a mean over samples.
+//! BERT (Devlin et al. 2018) with its head for masked tokens. As in its pretraining, a sample has a fixed number of
+//! masked positions, 15 percent, which an input lists. Only these positions go through the head, and the loss is a mean
+//! over samples.
 
 use super::attention::{merge_heads, split_heads};
 use super::blocks::{Activation, Block, Builder};
@@ -72,7 +73,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     b.loss(logits)
 }
 
-/// Rows of `[B, S, hidden]` at `[B, masked]` places of the same sample.
+/// The rows of `[B, S, hidden]` at `[B, masked]` positions of the same sample.
 pub fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
     let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
     let dims = GatherDims {
@@ -88,7 +89,7 @@ pub fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
     Ok(b.graph.push(gather, &[x, places])?)
 }
 
-/// Inputs of a model of masked tokens: so many masked positions of a sample.
+/// The input with a sample's masked positions, for a model of masked tokens.
 pub fn masked_places(b: &mut Builder, tokens: u64) -> Block {
     let masked = ((tokens as f64 * 0.15).round() as u64).max(1);
     b.notes.push(Note::Masked { positions: masked, sequence: tokens });
@@ -106,7 +107,7 @@ fn attention(b: &mut Builder, x: ValueId, heads: u64) -> Block {
     Ok(merge_heads(&mut b.graph, mixed)?)
 }
 
-/// A matrix back to the model's width, what was before, and a norm of both.
+/// A matrix back to the model's width, the residual, and a norm of their sum.
 fn output(b: &mut Builder, x: ValueId, before: ValueId, hidden: u64, eps: f64) -> Block {
     let y = b.linear("dense", x, hidden, true)?;
     let sum = b.add(y, before)?;

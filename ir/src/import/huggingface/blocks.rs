@@ -1,4 +1,4 @@
-//! A graph under construction: weights by the path of the module that holds them, and the blocks that families share.
+//! A graph under construction, with weights named by the path of their module, and the blocks that families share.
 
 use super::config::Fields;
 use super::error::{ConfigError, Note};
@@ -9,18 +9,18 @@ use crate::graph::{Graph, ValueId};
 use crate::op::{Input, Op, Parameter, ShapeError};
 use crate::types::TensorType;
 
-/// What a block gives.
+/// The result of a block.
 pub type Block = Result<ValueId, ConfigError>;
 
-/// A graph, and the module that is being built.
+/// A graph, and the module under construction.
 pub struct Builder {
     pub graph: Graph,
-    /// Precision of the weights and of what is computed with them.
+    /// The precision of the weights and of computations with them.
     pub dtype: DType,
     pub batch: u64,
     pub options: ConfigOptions,
     pub notes: Vec<Note>,
-    /// Path of the module, such as `model.layers.0.mlp`.
+    /// The path of the module, such as `model.layers.0.mlp`.
     path: String,
 }
 
@@ -35,8 +35,8 @@ impl Builder {
         Imported { graph: self.graph, notes: self.notes }
     }
 
-    /// Builds the module `name` within this one; an empty name is this module. Its ops are named after it, and so is what does
-    /// not fit.
+    /// Builds the module `name` within this one. An empty name stands for this module. Ops and errors of the module are
+    /// named after it.
     pub fn within<T>(
         &mut self,
         name: &str,
@@ -84,19 +84,19 @@ impl Builder {
         self.leaf(Op::Parameter(Parameter::new(name.clone(), ty.clone())), name, ty, false)
     }
 
-    /// A buffer of this module: state that no gradient changes.
+    /// A buffer of this module, which is state that no gradient changes.
     pub fn buffer(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(dtype, shape));
         self.leaf(Op::Input(Input { name: name.clone(), ty: ty.clone() }), name, ty, false)
     }
 
-    /// A part of the batch; `shape` is that of one sample.
+    /// An input of the batch. `shape` is that of one sample.
     pub fn input(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
         let ty = TensorType::new(dtype, [&[self.batch], shape].concat());
         self.leaf(Op::Input(Input { name: name.to_string(), ty: ty.clone() }), name.to_string(), ty, true)
     }
 
-    /// Tokens of a sample: what is asked for, or what the model is made for.
+    /// The number of tokens in a sample: the requested number, or the one that the model is made for.
     pub fn sequence(&mut self, positions: u64) -> u64 {
         self.options.sequence.unwrap_or_else(|| {
             let tokens = positions.min(DEFAULT_SEQUENCE);
@@ -105,7 +105,7 @@ impl Builder {
         })
     }
 
-    /// The same where every position has a row in a table of `positions`.
+    /// The same for a model in which every position has a row in a table of `positions`.
     pub fn learned_sequence(&mut self, field: &'static str, positions: u64) -> Result<u64, ConfigError> {
         let sequence = self.sequence(positions);
         if sequence > positions {
@@ -114,7 +114,7 @@ impl Builder {
         Ok(sequence)
     }
 
-    /// Says of a config that asks for dropout that there is none.
+    /// Notes that the graph has no dropout if the config asks for it.
     pub fn without_dropout(&mut self, fields: &Fields<'_>, keys: &[&str]) -> Result<(), ConfigError> {
         let mut dropped = None;
         for key in keys {
@@ -130,7 +130,7 @@ impl Builder {
         self.matrix(name, x, out, Matrix { bias, transposed: false })
     }
 
-    /// The linear layer `name` on the last dimension of `x`.
+    /// The linear layer `name`, applied to the last dimension of `x`.
     pub fn matrix(&mut self, name: &str, x: ValueId, out: u64, how: Matrix) -> Block {
         self.within(name, |b| {
             let last = b.graph.shape(x).len().saturating_sub(1);
@@ -166,7 +166,7 @@ impl Builder {
         })
     }
 
-    /// A table of so many rows, without a lookup.
+    /// A table of `rows` rows, without a lookup.
     pub fn table(&mut self, name: &str, rows: u64, width: u64) -> Block {
         self.within(name, |b| b.weight("weight", &[rows, width]))
     }
@@ -179,7 +179,8 @@ impl Builder {
         Ok(array::binary(&mut self.graph, crate::op::Binary::Multiply, a, b)?)
     }
 
-    /// Logits of each token by the head `name`: by the table of embeddings where it is tied, else by a matrix of its own.
+    /// The logits of each token from the head `name`. A tied head uses the embedding table, and others their own
+    /// matrix.
     pub fn head(&mut self, name: &str, hidden: ValueId, tied: Option<ValueId>, vocabulary: u64, bias: bool) -> Block {
         let Some(table) = tied else { return self.linear(name, hidden, vocabulary, bias) };
         self.within(name, |b| {
@@ -188,8 +189,8 @@ impl Builder {
         })
     }
 
-    /// The mean cross-entropy of classes in the last dimension with an input `labels`, which becomes the graph's output;
-    /// or the logits themselves where no loss is asked for.
+    /// Makes the mean cross-entropy the graph's output, with classes in the last dimension and an input `labels`.
+    /// Without a requested loss, the output is the logits.
     pub fn loss(&mut self, logits: ValueId) -> Result<(), ConfigError> {
         if self.options.without_loss {
             self.graph.outputs = vec![logits];
@@ -206,21 +207,21 @@ impl Builder {
     }
 }
 
-/// How the weight of a linear layer is stored.
+/// The storage of a linear layer's weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Matrix {
     pub bias: bool,
-    /// The weight is `[in, out]`.
+    /// True if the weight is `[in, out]`.
     pub transposed: bool,
 }
 
 /// A norm over the last dimension.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Norm {
-    /// Subtracts the mean, as a layer norm does and an RMS norm does not.
+    /// True if the norm subtracts the mean (layer norm), false if not (RMS norm).
     pub centred: bool,
     pub weight: bool,
-    /// The stored weight is the factor less one.
+    /// True if the stored weight is the factor minus one.
     pub less_one: bool,
     pub bias: bool,
     pub eps: f64,
@@ -235,7 +236,7 @@ impl Norm {
         Norm { centred: false, bias: false, ..Norm::layer(eps) }
     }
 
-    /// The same with another weight and bias, or none.
+    /// The same norm with another weight and bias, or none.
     pub fn apply(&self, g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: Option<ValueId>) -> array::Built {
         match self.centred {
             true => array::layer_norm(g, x, 1, weight, bias, self.eps),
@@ -244,7 +245,7 @@ impl Norm {
     }
 }
 
-/// Functions between the matrices of a layer, as configs name them.
+/// The functions between the matrices of a layer, by their names in configs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     GeluErf,

@@ -1,5 +1,5 @@
-//! CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): an encoder of images and one of texts that are trained to give the
-//! two halves of a pair the same direction. Their losses compare all samples of a batch with each other.
+//! CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023): an image encoder and a text encoder. They are trained to
+//! map both halves of a pair to the same direction. Their losses compare all samples of a batch with each other.
 
 use super::attention::{SelfAttention, Span, merge_heads, split_heads};
 use super::blocks::{Activation, Block, Builder, Matrix, Norm};
@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::op::{Binary, Direction, Unary};
 
-/// Sizes of one of the two encoders.
+/// The sizes of one of the two encoders.
 struct Encoder {
     hidden: u64,
     heads: u64,
@@ -23,7 +23,7 @@ struct Encoder {
     activation: Activation,
 }
 
-/// What Transformers takes where an encoder's config is silent.
+/// The defaults of Transformers for an encoder's config.
 struct Defaults {
     hidden: u64,
     inner: u64,
@@ -65,7 +65,7 @@ impl Encoder {
     }
 }
 
-/// Ids of a text with learnt positions: `[B, S, hidden]`.
+/// The embeddings of a text's ids with learnt positions: `[B, S, hidden]`.
 fn text_embeddings(b: &mut Builder, ids: ValueId, vocabulary: u64, positions: u64, hidden: u64) -> Block {
     b.within("embeddings", |b| {
         let tokens = b.graph.shape(ids)[1] as i64;
@@ -77,7 +77,7 @@ fn text_embeddings(b: &mut Builder, ids: ValueId, vocabulary: u64, positions: u6
     })
 }
 
-/// Patches of an image as tokens, behind one of the class where there is one, with learnt positions.
+/// The patches of an image as tokens with learnt positions, after a class token if there is one.
 fn image_embeddings(b: &mut Builder, pixels: ValueId, hidden: u64, patch: u64, class: bool) -> Block {
     let [batch, channels, height, width] = b.graph.shape(pixels)[..] else {
         return Err(array::ShapeError::Attribute("images have four dimensions").into());
@@ -110,10 +110,10 @@ fn image_embeddings(b: &mut Builder, pixels: ValueId, hidden: u64, patch: u64, c
     })
 }
 
-/// Images, whose sizes `fields` state.
+/// The image input. `fields` give its sizes.
 fn image_input(fields: &Fields<'_>, b: &mut Builder, patch: u64) -> Result<(ValueId, u64), ConfigError> {
     let (image, patch) = (fields.size_or("image_size", 224)?, fields.size_or("patch_size", patch)?);
-    // Pixels beyond the last whole patch are left out.
+    // Pixels beyond the last whole patch are ignored.
     fields.at_most("patch_size", patch, "image_size", image)?;
     let channels = fields.size_or("num_channels", 3)?;
     let dtype = b.dtype;
@@ -130,7 +130,7 @@ fn direction(b: &mut Builder, x: ValueId) -> Block {
     Ok(array::binary(g, Binary::Divide, x, length)?)
 }
 
-/// How near each text (rows) is to each image (columns), times the learnt factor `logit_scale`.
+/// The similarity of each text (rows) to each image (columns), times the learnt factor `logit_scale`.
 fn similarities(b: &mut Builder, texts: ValueId, images: ValueId, scale_shape: &[u64]) -> Block {
     let (texts, images) = (direction(b, texts)?, direction(b, images)?);
     let scale = b.weight("logit_scale", scale_shape)?;
@@ -169,7 +169,8 @@ pub fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         let x = text_embeddings(b, ids, vocabulary, positions, encoder.hidden)?;
         let x = encoder.build(b, x)?;
         let x = b.norm("final_layer_norm", x, &encoder.norm)?;
-        // The end of the text, which in configs of the first checkpoints is the greatest id, whatever they say it is.
+        // The position of the end of text. In configs of the first checkpoints, it is the greatest id, whatever they
+        // state.
         let g = &mut b.graph;
         let is_end = match end {
             2 => ids,
@@ -185,7 +186,7 @@ pub fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     })?;
     let images = b.within("vision_model", |b| {
         let x = image_embeddings(b, pixels, image_encoder.hidden, patch, true)?;
-        // The name is misspelt in the checkpoints.
+        // The checkpoints misspell this name.
         let x = b.norm("pre_layrnorm", x, &image_encoder.norm)?;
         let x = image_encoder.build(b, x)?;
         let x = array::select_dim(&mut b.graph, x, 1, 0)?;
@@ -199,7 +200,7 @@ pub fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         return Ok(());
     }
     b.within("loss", |b| {
-        // Each text belongs to the image of its own sample, and each image to the text.
+        // Each text belongs to the image of its own sample, and vice versa.
         let g = &mut b.graph;
         let batch = g.shape(logits)[0];
         let labels = array::iota(g, &[batch], 0, DType::I32)?;
@@ -248,7 +249,7 @@ pub fn siglip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         return Ok(());
     }
     b.within("loss", |b| {
-        // Pairs of one sample should be near, all others far: -log sigmoid(logit) or -log sigmoid(-logit).
+        // Pairs of one sample should be similar and all others dissimilar: -log sigmoid(logit) or -log sigmoid(-logit).
         let g = &mut b.graph;
         let batch = g.shape(logits)[0];
         let row = array::iota(g, &[batch, batch], 0, DType::I32)?;
@@ -263,7 +264,7 @@ pub fn siglip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     })
 }
 
-/// What one learnt query sees of all tokens, and a perceptron: `[B, hidden]`.
+/// Attention of one learnt query over all tokens, followed by a perceptron: `[B, hidden]`.
 fn pooled(b: &mut Builder, x: ValueId, encoder: &Encoder) -> Block {
     let (batch, hidden) = (b.graph.shape(x)[0], encoder.hidden);
     let heads = encoder.heads;

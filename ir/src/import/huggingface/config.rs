@@ -1,4 +1,4 @@
-//! Fields of a config, read with errors that name them.
+//! The fields of a config, with errors that name them.
 
 use super::error::ConfigError;
 use serde::de::{MapAccess, Visitor};
@@ -9,30 +9,30 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::rc::Rc;
 
-/// The largest size that a config or an option may state, so that the product of two fits 64 bits.
+/// The largest size that a config or an option may state, so that a product of two fits 64 bits.
 pub const MAX_SIZE: u64 = 1 << 31;
 
 /// The longest sequence.
 pub const MAX_SEQUENCE: u64 = 1 << 24;
 
-/// The most layers: beyond that a file is wrong, not large.
+/// The largest number of layers. A file with more is wrong rather than large.
 pub const MAX_LAYERS: u64 = 4096;
 
-/// An object of the config. A field that is null is as one that is missing.
+/// An object of the config. A null field counts as missing.
 pub struct Fields<'a> {
     map: &'a Map<String, Value>,
-    /// What leads to the object, with a dot at the end; empty for the config itself.
+    /// The path of the object, with a dot at the end. Empty for the config itself.
     path: String,
-    /// Other names of fields, each behind the name that it stands for.
+    /// The aliases of fields, as pairs of a name and its alias.
     aliases: &'static [(&'static str, &'static str)],
-    /// Fields that were asked for, with what leads to them.
+    /// The fields that were read, with their paths.
     asked: Rc<RefCell<BTreeSet<String>>>,
-    /// Sizes that the config does not state, and what they were taken to be.
+    /// The sizes that the config does not state, with their defaults.
     assumed: Rc<RefCell<Vec<(String, u64)>>>,
 }
 
-/// Fields that say nothing about the graph of a training step: where a file comes from, what ids mean to a tokenizer, how weights
-/// were first drawn, how text is generated, what else a call returns; and caches.
+/// Fields that do not affect the graph of a training step. They concern the origin of a file, special ids of the
+/// tokenizer, weight initialisation, text generation, further outputs of a call, and caches.
 const ASIDE: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -99,7 +99,7 @@ const ASIDE: &[&str] = &[
     "use_cache",
 ];
 
-/// Parts of models that others are made of, which those read here do not have.
+/// Prefixes of fields about model parts that the models here do not have.
 const ASIDE_PREFIXES: &[&str] = &["pooler_", "summary_"];
 
 impl<'a> Fields<'a> {
@@ -107,12 +107,12 @@ impl<'a> Fields<'a> {
         Fields { map, path: String::new(), aliases, asked: Rc::default(), assumed: Rc::default() }
     }
 
-    /// The fields of a part of the config, to which `path` leads.
+    /// The fields of the part of the config at `path`.
     pub fn of_part(map: &'a Map<String, Value>, path: &str) -> Self {
         Fields { path: format!("{path}."), ..Fields::new(map, &[]) }
     }
 
-    /// The same fields, whose other names are these.
+    /// The same fields with these aliases.
     pub fn with_aliases(self, aliases: &'static [(&'static str, &'static str)]) -> Self {
         Fields { aliases, ..self }
     }
@@ -130,28 +130,28 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// The field is there and is null, which some defaults tell from one that is missing.
+    /// Returns true if the field is present and null, which some defaults distinguish from a missing one.
     pub fn is_null(&self, key: &str) -> bool {
         self.map.get(key).is_some_and(Value::is_null)
     }
 
-    /// The field is a word where a number may stand, such as `auto`.
+    /// Returns true if the field is a word where a number may be, such as `auto`.
     pub fn is_word(&self, key: &str) -> bool {
         self.get(key).is_some_and(Value::is_string)
     }
 
-    /// Sizes that the config does not state, in the order in which they were read.
+    /// The sizes that the config does not state, in reading order.
     pub fn assumed(&self) -> Vec<(String, u64)> {
         self.assumed.borrow().clone()
     }
 
-    /// Fields that follow from others, or say something about models of a family that are not built.
+    /// Marks fields as read that follow from others, or that concern variants of a family that are not built.
     pub fn ignore(&self, keys: &[&str]) {
         self.asked.borrow_mut().extend(keys.iter().map(|key| self.field(key)));
     }
 
-    /// Fields that nobody asked for and that may say something about the model: all that are not off or empty, and not about
-    /// something else.
+    /// The fields that nothing read and that may affect the model. Fields that are off, empty or known to be irrelevant
+    /// are excluded.
     pub fn unread(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let says = |value: &Value| match value {
@@ -179,13 +179,13 @@ impl<'a> Fields<'a> {
         value.ok_or_else(|| ConfigError::Missing { field: self.field(key) })
     }
 
-    /// A field that is not what it should be.
+    /// The error for a field with an unexpected value.
     pub fn expected(&self, key: &str, expected: impl Into<String>) -> ConfigError {
         let found = self.get(key).map_or("nothing".to_string(), short);
         ConfigError::Expected { field: self.field(key), expected: expected.into(), found }
     }
 
-    /// A word that is none of those supported.
+    /// The error for a word that is not supported.
     pub fn unsupported(&self, key: &str, supported: &[&'static str]) -> ConfigError {
         let found = self.get(key).map_or("nothing".to_string(), short);
         ConfigError::Unsupported { field: self.field(key), found, supported: supported.to_vec() }
@@ -208,7 +208,7 @@ impl<'a> Fields<'a> {
         Ok(self.whole(key, 1, MAX_SIZE)?.unwrap_or(default))
     }
 
-    /// A size of which there may be none.
+    /// An optional size.
     pub fn optional_size(&self, key: &str) -> Result<Option<u64>, ConfigError> {
         self.whole(key, 1, MAX_SIZE)
     }
@@ -218,7 +218,7 @@ impl<'a> Fields<'a> {
         Ok(self.whole(key, 0, MAX_SIZE)?.unwrap_or(default))
     }
 
-    /// One of the sizes that make a model what it is: where the config does not state it, it is the default and remembered.
+    /// A main size of the model. If the config does not state it, the default is used and recorded.
     pub fn main_size(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         self.main(key, default, MAX_SIZE)
     }
@@ -238,7 +238,7 @@ impl<'a> Fields<'a> {
         Ok(self.whole(key, 1, MAX_LAYERS)?.unwrap_or(default))
     }
 
-    /// An error unless `value`, which `key` states, is a multiple of what `by` states.
+    /// Returns an error unless `value`, which `key` states, is a multiple of the number that `by` states.
     pub fn divides(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
         match value.is_multiple_of(of) {
             true => Ok(()),
@@ -246,7 +246,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An error where `value`, which `key` states, is more than what `by` states.
+    /// Returns an error if `value`, which `key` states, is more than the number that `by` states.
     pub fn at_most(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
         match value <= of {
             true => Ok(()),
@@ -266,7 +266,7 @@ impl<'a> Fields<'a> {
         number.ok_or_else(|| self.expected(key, "a number above 0"))
     }
 
-    /// A number that may be zero or less.
+    /// Any finite number.
     pub fn number_or(&self, key: &str, default: f64) -> Result<f64, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_f64().filter(|n| n.is_finite()).ok_or_else(|| self.expected(key, "a number"))
@@ -301,7 +301,7 @@ impl<'a> Fields<'a> {
         numbers.map(Some).ok_or_else(|| self.expected(key, "a list of numbers"))
     }
 
-    /// A word for each of so many layers; `default` where the config lists none.
+    /// A word for each of the layers, or `default` if the config does not list any.
     pub fn of_layers(
         &self,
         key: &str,
@@ -326,13 +326,13 @@ impl<'a> Fields<'a> {
         Ok(Some(Fields { map, path, aliases: self.aliases, asked: self.asked.clone(), assumed: self.assumed.clone() }))
     }
 
-    /// How many entries an object has.
+    /// The number of entries of an object.
     pub fn entries(&self, key: &str) -> Result<Option<u64>, ConfigError> {
         Ok(self.object(key)?.map(|object| object.map.len() as u64))
     }
 }
 
-/// A config's fields, and the first of those that it has twice: which of two numbers is meant nobody knows.
+/// A config's fields, and the first one that occurs twice. A duplicate is an error, because it is ambiguous.
 pub struct Keys {
     pub map: Map<String, Value>,
     pub twice: Option<String>,
@@ -362,7 +362,7 @@ impl<'de> Deserialize<'de> for Keys {
     }
 }
 
-/// A value as it is written, cut where it is long.
+/// A value as JSON, truncated if long.
 fn short(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {

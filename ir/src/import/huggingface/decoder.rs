@@ -1,8 +1,8 @@
-//! Decoders of text: one description whose settings are what families differ in, and the graph that follows from it.
+//! Text decoders: a single description, whose settings are the differences between families, and its graph.
 //!
-//! A layer mixes tokens (attention, latent attention or a state space), passes each token through perceptrons or experts, and
-//! adds both to what it got, one after the other or side by side, with norms before, after or around each. The families in
-//! [`super::families`] only map a config onto this description.
+//! A layer mixes tokens (by attention, latent attention or a state space), and passes each token through perceptrons or
+//! experts. It adds both results to its input, sequentially or in parallel, with norms before, after or around each
+//! part. The families in [`super::families`] only map a config to this description.
 
 use super::attention::{Projections, Rotary, SelfAttention, Span};
 use super::blocks::{Activation, Block, Builder, Norm};
@@ -22,10 +22,10 @@ pub struct Decoder {
     pub names: Names,
     pub vocabulary: u64,
     pub hidden: u64,
-    /// Tokens that the model is made for.
+    /// The number of tokens that the model is made for.
     pub positions: u64,
     pub embedding: Embedding,
-    /// Kinds of rotary angles, which layers name by number.
+    /// The kinds of rotary angles. Layers refer to them by index.
     pub ropes: Vec<Rope>,
     pub halves: RotaryHalves,
     pub layers: Vec<Layer>,
@@ -33,7 +33,7 @@ pub struct Decoder {
     pub head: Head,
 }
 
-/// What modules are called.
+/// The names of modules.
 #[derive(Clone, Copy, Debug)]
 pub struct Names {
     /// The model without its head.
@@ -51,11 +51,11 @@ impl Names {
         Names { model: "transformer", embedding: "wte", layers: "h", final_norm: "ln_f", head: "lm_head" };
 }
 
-/// From ids of tokens to what the first layer gets.
+/// The path from token ids to the input of the first layer.
 #[derive(Clone, Debug, Default)]
 pub struct Embedding {
     pub scale: Option<f64>,
-    /// Width of the table where it is not that of the model; `project_in` and `project_out` lead from one to the other.
+    /// The width of the table if it differs from the model's. `project_in` and `project_out` convert between both.
     pub width: Option<u64>,
     pub norm: Option<(&'static str, Norm)>,
     pub positions: Option<Positions>,
@@ -65,35 +65,35 @@ pub struct Embedding {
 #[derive(Clone, Copy, Debug)]
 pub struct Positions {
     pub name: &'static str,
-    /// The field that says how many positions there are.
+    /// The field with the number of positions.
     pub field: &'static str,
-    /// Rows before that of the first position.
+    /// The number of rows before that of the first position.
     pub offset: u64,
 }
 
-/// From what the last layer gives to logits.
+/// The path from the last layer's result to logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
-    /// The weight is the table of embeddings.
+    /// True if the weight is the embedding table.
     pub tied: bool,
     pub bias: bool,
-    /// Factor of the logits.
+    /// The factor of the logits.
     pub scale: f64,
-    /// Logits are `cap tanh(logits / cap)`.
+    /// If present, logits are `cap tanh(logits / cap)`.
     pub cap: Option<f64>,
 }
 
 #[derive(Clone, Debug)]
 pub struct Layer {
-    /// What mixes tokens, with the name of its module.
+    /// The token mixer, with the name of its module.
     pub mixer: (&'static str, Mixer),
-    /// What each token goes through, with the names of the modules; their results are added.
+    /// The parts that each token goes through, with the names of their modules. Their results are added.
     pub feeds: Vec<(&'static str, Feed)>,
     pub order: Order,
     pub norm: Norm,
-    /// Factor of what is added to the residual stream.
+    /// The factor of results that are added to the residual stream.
     pub residual: f64,
-    /// The residual stream is f32 at least.
+    /// True if the residual stream is at least f32.
     pub wide: bool,
 }
 
@@ -110,14 +110,14 @@ impl Mixer {
     }
 }
 
-/// How the two parts of a layer follow each other, with the names of their norms.
+/// The order of the two parts of a layer, with the names of their norms.
 #[derive(Clone, Copy, Debug)]
 pub enum Order {
     Sequential {
         mixer: Around,
         feed: Around,
     },
-    /// Both parts get the same, under one norm, or under another of its own.
+    /// Both parts get the same input, under one norm or under one norm each.
     Parallel {
         mixer: &'static str,
         feed: Option<&'static str>,
@@ -127,11 +127,11 @@ pub enum Order {
 /// Names of the norms around one part.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Around {
-    /// Of what it gets.
+    /// The norm of the part's input.
     pub before: Option<&'static str>,
-    /// Of what it gives.
+    /// The norm of the part's result.
     pub after: Option<&'static str>,
-    /// Of the residual stream with what it gives.
+    /// The norm of the residual stream after the result is added.
     pub of_sum: Option<&'static str>,
 }
 
@@ -156,7 +156,7 @@ impl Order {
     }
 }
 
-/// What Transformers takes where a config of the Llama kind is silent.
+/// The defaults of Transformers for configs of the Llama kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Defaults {
     pub vocabulary: u64,
@@ -164,21 +164,21 @@ pub struct Defaults {
     pub inner: u64,
     pub layers: u64,
     pub heads: u64,
-    /// As many as there are heads where there is none.
+    /// By default, the number of heads.
     pub kv_heads: Option<u64>,
-    /// The model's width over its heads where there is none.
+    /// By default, the model's width divided by its heads.
     pub head_width: Option<u64>,
     pub positions: u64,
     pub activation: &'static str,
     pub eps: f64,
     pub theta: f64,
-    /// How much of a head is turned.
+    /// The fraction of a head that is rotated.
     pub partial: f64,
     pub tied: bool,
 }
 
 impl Defaults {
-    /// Those of Llama, which many families start from.
+    /// The defaults of Llama, which many families start from.
     pub const LLAMA: Defaults = Defaults {
         vocabulary: 32_000,
         hidden: 4096,
@@ -197,14 +197,14 @@ impl Defaults {
 }
 
 impl Decoder {
-    /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary positions,
-    /// and gated perceptrons.
+    /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary
+    /// positions, and gated perceptrons.
     pub fn llama(fields: &Fields<'_>, b: &mut Builder, d: &Defaults) -> Result<Decoder, ConfigError> {
         let norm = Norm::rms(fields.positive_or("rms_norm_eps", d.eps)?);
         Decoder::with_norm(fields, b, d, norm)
     }
 
-    /// The same with other norms.
+    /// The same with another norm.
     pub fn with_norm(fields: &Fields<'_>, b: &mut Builder, d: &Defaults, norm: Norm) -> Result<Decoder, ConfigError> {
         let hidden = fields.main_size("hidden_size", d.hidden)?;
         let mut attention = SelfAttention::read(fields, hidden, d)?;
@@ -235,7 +235,7 @@ impl Decoder {
         })
     }
 
-    /// Changes each layer, which is told its number.
+    /// Changes each layer. `change` gets its number.
     pub fn each(&mut self, mut change: impl FnMut(u64, &mut Layer)) {
         (0..).zip(&mut self.layers).for_each(|(i, layer)| change(i, layer));
     }
@@ -270,7 +270,7 @@ impl Decoder {
         self.each_gated(|gated| gated.first = GateUp::Joined("gate_up_proj"));
     }
 
-    /// Layers whose words are `sliding_attention` see `window` tokens.
+    /// Gives a window of `window` tokens to layers of the kind `sliding_attention`.
     pub fn slide(&mut self, kinds: &[&str], window: Option<u64>) {
         self.each_attention(|i, attention| {
             let slides = kinds.get(i as usize) == Some(&"sliding_attention");
@@ -278,8 +278,8 @@ impl Decoder {
         });
     }
 
-    /// Angles of layers that see all tokens, and others for layers with a window, which are stretched only where an object of
-    /// their own says so. `thetas` are what a silent config means.
+    /// Sets separate angles for layers that see all tokens and for layers with a window. The latter are stretched only
+    /// if an object of their own says so. `thetas` are the defaults.
     pub fn ropes_by_span(&mut self, fields: &Fields<'_>, slides: &[bool], thetas: [f64; 2]) -> Result<(), ConfigError> {
         let width = 2 * self.ropes.first().map_or(0, |rope| rope.frequencies.len() as u64);
         let new = fields.object("rope_parameters")?;
@@ -320,7 +320,7 @@ impl Decoder {
             }
             Ok((x, table))
         })?;
-        // A factor of the logits is one of what they are made of, which is smaller.
+        // Scale the input of the head instead of the logits, which are larger.
         let x = b.within(self.names.head, |b| times(b, x, self.head.scale))?;
         let mut logits =
             b.head(self.names.head, x, self.head.tied.then_some(table), self.vocabulary, self.head.bias)?;
@@ -330,7 +330,7 @@ impl Decoder {
         b.loss(logits)
     }
 
-    /// What the first layer gets, and the table of embeddings.
+    /// The input of the first layer, and the embedding table.
     fn embedded(&self, b: &mut Builder, ids: ValueId, tokens: u64) -> Result<(ValueId, ValueId), ConfigError> {
         let how = &self.embedding;
         let table = b.table(self.names.embedding, self.vocabulary, how.width.unwrap_or(self.hidden))?;
@@ -360,7 +360,7 @@ fn times(b: &mut Builder, x: ValueId, factor: f64) -> Block {
 }
 
 impl Layer {
-    /// `x` is `[B, S, hidden]`.
+    /// Builds the layer for `x`, which is `[B, S, hidden]`.
     pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
         match self.order {
             Order::Sequential { mixer, feed } => {
@@ -378,7 +378,7 @@ impl Layer {
         }
     }
 
-    /// The residual stream with one part, under its norms.
+    /// The residual stream after one part, with its norms.
     fn part(
         &self,
         b: &mut Builder,
@@ -419,7 +419,7 @@ impl Layer {
 }
 
 impl SelfAttention {
-    /// The sizes, which most families name alike, with the matrices that Llama has.
+    /// Reads the sizes, which most families name alike. The matrices are those of Llama.
     pub fn read(fields: &Fields<'_>, hidden: u64, d: &Defaults) -> Result<Self, ConfigError> {
         let heads = fields.main_size("num_attention_heads", d.heads)?;
         let kv_default = d.kv_heads.filter(|_| !fields.is_null("num_key_value_heads")).unwrap_or(heads);
@@ -436,7 +436,7 @@ impl SelfAttention {
         Ok(SelfAttention::new(heads, kv_heads, head_width))
     }
 
-    /// Reads the rotary positions and turns queries and keys by them.
+    /// Reads the rotary positions and applies them to queries and keys.
     pub fn read_rope(&mut self, fields: &Fields<'_>, d: &Defaults) -> Result<Rope, ConfigError> {
         let (rope, part) = Rope::read_part(fields, "head_dim", self.head_width, d.theta, d.partial)?;
         self.rotary = Some(Rotary { kind: 0, part });

@@ -1,9 +1,9 @@
-//! What can be wrong with a config, and what its reader should know.
+//! Errors in a config, and notes for its reader.
 
 use crate::op::ShapeError;
 use std::fmt;
 
-/// Why a config gives no graph. The caller puts the file name in front.
+/// The reason why a config gives no graph. The caller prefixes the file name.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("{0}")]
@@ -36,7 +36,7 @@ pub enum ConfigError {
 }
 
 impl From<ShapeError> for ConfigError {
-    /// The place is filled in where the block that it arose in ends.
+    /// The enclosing block fills in the place.
     fn from(error: ShapeError) -> Self {
         ConfigError::Shape { place: String::new(), error }
     }
@@ -46,24 +46,24 @@ fn at(place: &str) -> String {
     if place.is_empty() { String::new() } else { format!("{place}: ") }
 }
 
-/// What a config leaves open and how it was taken.
+/// An assumption about something that a config leaves open.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Note {
-    /// No sequence length was asked for.
+    /// No sequence length was given.
     Sequence { tokens: u64 },
-    /// The config asks for dropout, which the graph leaves out.
+    /// The config asks for dropout, which the graph omits.
     Dropout { field: String },
-    /// Of each sequence an expert computes this many tokens, and drops the others that chose it.
+    /// An expert processes this many tokens of each sequence, and drops the others that chose it.
     Capacity { tokens: u64, sequence: u64, factor: f64, all: f64 },
-    /// Masked positions of a sequence.
+    /// The number of masked positions in a sequence.
     Masked { positions: u64, sequence: u64 },
-    /// The config is of a model with another head than the one that its type gets here.
+    /// The config is of a model with another head than the one that is built for its type.
     Head { found: String, planned: &'static str },
-    /// Sizes that the config does not state, and what Transformers takes them to be.
+    /// Sizes that the config does not state, with the defaults of Transformers.
     Assumed { sizes: Vec<(String, u64)> },
-    /// Of a model of several parts, the decoder of text is planned.
+    /// The model has several parts, and only its text decoder is planned.
     Part { taken: String, family: &'static str, left_out: Vec<String> },
-    /// Fields that are not known here, and may change the model.
+    /// Unknown fields, which may affect the model.
     Unread { fields: Vec<String> },
 }
 

@@ -1,4 +1,5 @@
-//! What each token goes through after tokens were mixed: perceptrons with and without a gate, and mixtures of experts.
+//! The part of a layer that processes each token after the mixer: perceptrons with and without a gate, and mixtures of
+//! experts.
 
 use super::blocks::{Activation, Block, Builder, Matrix};
 use super::moe::Mixture;
@@ -22,7 +23,7 @@ pub struct Gated {
     pub bias: bool,
 }
 
-/// The matrices of gate and up: one each, or one whose outputs are both.
+/// The matrices of gate and up: one each, or one with both outputs.
 #[derive(Clone, Copy, Debug)]
 pub enum GateUp {
     Apart(&'static str, &'static str),
@@ -40,7 +41,7 @@ pub struct Plain {
 }
 
 impl Feed {
-    /// `x` is `[B, S, hidden]`.
+    /// Builds the part for `x`, which is `[B, S, hidden]`.
     pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         match self {
             Feed::Gated(gated) => gated.build(b, x),
@@ -51,7 +52,7 @@ impl Feed {
 }
 
 impl Gated {
-    /// One as Llama has it.
+    /// A gated perceptron like Llama's.
     pub fn new(width: u64, activation: Activation) -> Gated {
         Gated { first: GateUp::Apart("gate_proj", "up_proj"), down: "down_proj", width, activation, bias: false }
     }

@@ -1,5 +1,5 @@
-//! Latent attention (DeepSeek-AI 2024): keys and values of all heads come from one narrow vector a token, and a part of each
-//! query and key that has positions lies beside the rest.
+//! Latent attention (DeepSeek-AI 2024). The keys and values of all heads come from one narrow vector per token. Each
+//! query and key has a part with positions beside the rest.
 
 use super::attention::{merge_heads, split_heads};
 use super::blocks::{Block, Builder};
@@ -9,11 +9,11 @@ use super::rope::Angles;
 use crate::array::{self, Attention};
 use crate::graph::ValueId;
 
-/// Sizes of latent attention: queries and keys of a head have a part with positions and one without.
+/// The sizes of latent attention. The queries and keys of a head have a part with positions and one without.
 #[derive(Clone, Debug)]
 pub struct Latent {
     heads: u64,
-    /// Width of the latent queries, where there are any.
+    /// The width of the latent queries, if there are any.
     q_rank: Option<u64>,
     kv_rank: u64,
     plain: u64,
@@ -64,7 +64,7 @@ impl Latent {
         let kv = split_heads(&mut b.graph, kv, self.heads)?;
         let kv = array::split(&mut b.graph, kv, 3, &[self.plain, self.value])?;
 
-        // All heads share the part of the keys that has positions.
+        // All heads share the part of the keys with positions.
         let shared = array::unsqueeze(&mut b.graph, low[1], 1)?;
         let (q_turned, k_turned) = (angles.turn(b, q[1])?, angles.turn(b, shared)?);
         let g = &mut b.graph;

@@ -1,10 +1,10 @@
-//! Hugging Face configs: a `config.json` names an architecture and its sizes, and the training graph follows from the
+//! Hugging Face configs. A `config.json` gives an architecture and its sizes, and the training graph follows from the
 //! architecture's published definition.
 //!
-//! Weights have the names and shapes of the published checkpoints, so that files of them load; experts are stacked in one
-//! tensor, as Transformers stacks them when it loads such files. Decoders of text are one description, [`decoder`], which
-//! [`families`] map their configs onto; encoders have a file each. The blocks are in [`blocks`], [`attention`], [`feed`], [`moe`],
-//! [`latent`], [`state_space`] and [`rope`].
+//! Weights have the names and shapes of the published checkpoints, so that their files load. Experts are stacked in one
+//! tensor, as Transformers stacks them when it loads such files. Text decoders share one description, [`decoder`], to
+//! which [`families`] map their configs. Encoders have a file each. The blocks are in [`blocks`], [`attention`],
+//! [`feed`], [`moe`], [`latent`], [`state_space`] and [`rope`].
 
 mod attention;
 mod bert;
@@ -36,42 +36,43 @@ use families::{command, experts, gemma, glm, gpt, hybrid, llama};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// What a config does not say.
+/// Options that a config does not state.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct ConfigOptions {
-    /// Samples in the batch; 0 and 1 are one sample.
+    /// The number of samples in the batch. 0 and 1 are one sample.
     pub batch: u64,
-    /// Tokens in a sample; default: as many as the model has positions, but [`DEFAULT_SEQUENCE`] at most.
+    /// The number of tokens in a sample. By default, the model's number of positions, but at most [`DEFAULT_SEQUENCE`].
     pub sequence: Option<u64>,
-    /// How many times the tokens that each expert gets of a sequence where all get the same are computed: see [`moe`].
+    /// The number of tokens that each expert processes in a sequence, relative to an even spread: see [`moe`].
     pub capacity_factor: Option<f64>,
-    /// Precision of the weights; default: that of the checkpoint. Norms, the softmax and the loss are f32 at least.
+    /// The precision of the weights, by default that of the checkpoint. Norms, the softmax and the loss are at least
+    /// f32.
     pub dtype: Option<DType>,
-    /// The output is what the loss would be taken of: logits.
+    /// True if the output is the logits instead of the loss.
     pub without_loss: bool,
 }
 
-/// Longer sequences are asked for.
+/// The default limit of the sequence length. Longer sequences must be requested.
 pub const DEFAULT_SEQUENCE: u64 = 4096;
 
-/// The graph of a config, its loss being the output, and what the reader should know of it.
+/// The graph of a config, with its loss as output, and notes for the reader.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Imported {
     pub graph: Graph,
     pub notes: Vec<Note>,
 }
 
-/// A family: how its config is read and its graph built.
+/// A family: how to read its config and build its graph.
 struct Family {
     /// The config's `model_type`.
     name: &'static str,
-    /// Other names of fields, each behind the name that it stands for.
+    /// The aliases of fields, as pairs of a name and its alias.
     aliases: &'static [(&'static str, &'static str)],
     build: fn(&Fields<'_>, &mut Builder) -> Result<(), ConfigError>,
     loss: Loss,
 }
 
-/// What the models of a family are trained for.
+/// The training objective of a family's models.
 #[derive(Clone, Copy)]
 enum Loss {
     NextTokens,
@@ -92,14 +93,14 @@ impl Loss {
         }
     }
 
-    /// Ends of the names that Transformers gives models with this head.
+    /// The endings of Transformers' names of models with this head.
     fn heads(self) -> &'static [&'static str] {
         match self {
             Loss::NextTokens => &["ForCausalLM", "LMHeadModel"],
             Loss::MaskedTokens => &["ForMaskedLM"],
             Loss::TextToText => &["ForConditionalGeneration", "LMHeadModel"],
             Loss::Classes => &["ForImageClassification"],
-            // Transformers has no other name for it than the model's.
+            // Transformers uses only the model's name here.
             Loss::Pairs => &["Model"],
         }
     }
@@ -117,7 +118,7 @@ const fn decoder(name: &'static str, build: fn(&Fields<'_>, &mut Builder) -> Res
     family(name, build, Loss::NextTokens)
 }
 
-/// One whose fields have names that Transformers knows under others, too.
+/// A decoder whose fields have aliases in Transformers.
 const fn decoder_of(
     name: &'static str,
     aliases: &'static [(&'static str, &'static str)],
@@ -237,17 +238,18 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
         Some((path, part)) => Fields::of_part(part, path),
         None => Fields::new(&map, &[]),
     };
-    // Parts that the note names are not named again.
+    // Parts that the note names need no further note.
     if let Some(Note::Part { left_out, .. }) = &part_note {
         left_out.iter().for_each(|part| fields.ignore(&[part]));
     }
     let fields = fields.with_aliases(family.aliases);
-    // Newer versions of Transformers call it `dtype`.
+    // Newer versions of Transformers use the name `dtype`.
     let stated = if fields.has("dtype") || fields.has("torch_dtype") { dtype(&fields)? } else { dtype(&whole)? };
     let mut builder = Builder::new(family.name, options.dtype.unwrap_or(stated), options);
     builder.notes.extend(part_note);
     (family.build)(&fields, &mut builder)?;
-    // One without a head is taken to get it. What a model of several parts is called says nothing about the one that is planned.
+    // A model without a head gets this one. The class name of a model with several parts says nothing about the part
+    // that is planned.
     let stated = fields.words("architectures")?.unwrap_or_default();
     let no_head = |name: &str| name.ends_with("Model") && !name.contains("Head");
     let is_ours = |name: &&str| no_head(name) || family.loss.heads().iter().any(|head| name.ends_with(head));
@@ -265,8 +267,8 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
     Ok(builder.finish())
 }
 
-/// The same text with a number near the greatest in place of `Infinity`, which writers of Python give and JSON does not have. It
-/// has as many characters, so that places of errors stay what they are.
+/// Replaces `Infinity`, which Python writes and JSON lacks, by a number near the greatest. The replacement has the same
+/// length, so that error positions stay valid.
 pub fn finite_numbers(text: &str) -> Cow<'_, str> {
     const WORD: &str = "Infinity";
     if !text.contains(WORD) {
@@ -288,10 +290,11 @@ pub fn finite_numbers(text: &str) -> Cow<'_, str> {
     Cow::Owned(numbers)
 }
 
-/// Where models of several parts say what their decoder of text is.
+/// The places in configs of models with several parts that describe the text decoder.
 const TEXT_PARTS: &[&str] = &["text_config", "llm_config", "language_config", "thinker_config.text_config"];
 
-/// Families of text by the `model_type` of models of several parts that contain them, for those that do not name them in the part.
+/// The families of text decoders, by the `model_type` of models with several parts. They are for models that do not
+/// name the family in the part.
 const TEXT_OF: &[(&str, &str)] = &[
     ("aya_vision", "cohere2"),
     ("gemma3", "gemma3_text"),
@@ -310,7 +313,7 @@ const TEXT_OF: &[(&str, &str)] = &[
     ("smolvlm", "llama"),
 ];
 
-/// The part of a config that is about a decoder of text, and what leads to it.
+/// The part of a config about a text decoder, and its path.
 fn text_part(map: &Map<String, Value>) -> Result<Option<(String, Map<String, Value>)>, ConfigError> {
     for path in TEXT_PARTS {
         let mut found = Some(map);
@@ -324,7 +327,7 @@ fn text_part(map: &Map<String, Value>) -> Result<Option<(String, Map<String, Val
     Ok(None)
 }
 
-/// The family that is planned, and what to say where it is that of a part.
+/// The family that is planned, and a note if it is that of a part.
 fn planned(
     map: &Map<String, Value>,
     part: Option<&(String, Map<String, Value>)>,
@@ -353,7 +356,7 @@ fn planned(
             let note = Note::Part { taken: path.clone(), family: family.name, left_out: others(path) };
             Ok((family, Some(note)))
         }
-        // Older configs have the fields of their text beside those of the other parts.
+        // Older configs mix the fields of the text decoder with those of the other parts.
         None => match contained.as_deref().and_then(known) {
             Some(family) => {
                 let note = Note::Part { taken: "the config".into(), family: family.name, left_out: others("") };
@@ -364,15 +367,14 @@ fn planned(
     }
 }
 
-/// The families whose names are nearest to `found`, the nearest first.
+/// The families with the names closest to `found`, closest first.
 fn nearest(found: &str) -> Vec<&'static str> {
     let mut all: Vec<(usize, &str)> = FAMILIES.iter().map(|f| (distance(found, f.name), f.name)).collect();
     all.sort();
     all.into_iter().take(5).map(|(_, name)| name).collect()
 }
 
-/// How far two names are from each other: the changes of one character that lead from one to the other, where what they do not
-/// begin with alike counts double.
+/// The distance of two names: their edit distance, plus the length of the longer one after their common prefix.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().take(64).collect(), b.chars().collect());
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -388,7 +390,7 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()] + a.len().max(b.len()) - alike
 }
 
-/// Precision of the weights. Quantised checkpoints are trained in the type that this says, too.
+/// The precision of the weights. Quantised checkpoints are trained in this type too.
 fn dtype(fields: &Fields<'_>) -> Result<DType, ConfigError> {
     let key = if fields.has("dtype") { "dtype" } else { "torch_dtype" };
     match fields.word_or(key, "float32")?.as_str() {

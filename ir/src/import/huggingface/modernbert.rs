@@ -1,5 +1,5 @@
-//! ModernBERT (Warner et al. 2024): an encoder with rotary positions, gated perceptrons and windows in most layers, under the head
-//! for masked tokens that [`super::bert`] describes.
+//! ModernBERT (Warner et al. 2024): an encoder with rotary positions, gated perceptrons and windows in most layers. Its
+//! head for masked tokens is described in [`super::bert`].
 
 use super::attention::{Projections, Rotary, SelfAttention, Span};
 use super::bert::{at_places, masked_places};
@@ -37,7 +37,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let head_bias = fields.flag_or("classifier_bias", false)?;
     let head_activation = Activation::read(fields, "classifier_activation", "gelu")?;
     b.without_dropout(fields, &["attention_dropout", "embedding_dropout", "mlp_dropout"])?;
-    // Of classifiers, of how masked tokens are found, and of how weights are first drawn.
+    // Fields about classifiers, the search for masked tokens, and weight initialisation.
     fields.ignore(&["classifier_dropout", "classifier_pooling", "sparse_prediction", "sparse_pred_ignore_index"]);
     fields.ignore(&[
         "deterministic_flash_attn",
@@ -72,7 +72,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
             let rotary = Some(Rotary { kind: usize::from(near), part: None });
             let span = if near { Span::Near { distance: window } } else { Span::All };
             let attention = SelfAttention { rotary, span, ..attention.clone() };
-            // The embeddings of the first layer have a norm already.
+            // The embeddings before the first layer have a norm already.
             let before = Around { before: (index > 0).then_some("attn_norm"), ..Around::default() };
             let layer = Layer {
                 mixer: ("attn", Mixer::attention(attention)),

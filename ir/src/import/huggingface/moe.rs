@@ -1,10 +1,11 @@
 //! Mixtures of experts: each token goes to the few experts that a router scores highest for it (Shazeer et al. 2017).
 //!
-//! Every sequence is routed by itself, so that a batch can be cut into microbatches, and every expert takes at most
-//! `capacity` of its tokens, in their order (GShard, Lepikhin et al. 2020): what each would get were all chosen alike,
-//! times the capacity factor. An expert's tokens are looked up, and what it makes of them is added back where they came
-//! from, so no work goes into products with zeros. The weights of all experts are one tensor; splitting its first
-//! dimension is expert parallelism.
+//! Every sequence is routed by itself, so that a batch can be divided into microbatches. Every expert takes at most
+//! `capacity` tokens of a sequence, in order (GShard, Lepikhin et al. 2020). The capacity is an even share of the
+//! tokens, times the capacity factor.
+//!
+//! An expert's tokens are looked up, and its results are added back at their positions, so no work goes into products
+//! with zeros. The weights of all experts are one tensor. Splitting its first dimension is expert parallelism.
 
 use super::blocks::{Activation, Block, Builder};
 use super::error::{ConfigError, Note};
@@ -14,10 +15,10 @@ use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{ArgSort, Binary, DotGeneral, Gather, GatherDims, Op, OutOfBounds, ScatterAdd};
 
-/// Tokens for each expert beyond what an even spread gives, as Switch Transformers (Fedus et al. 2021) have it in training.
+/// The tokens per expert relative to an even spread, as in the training of Switch Transformers (Fedus et al. 2021).
 const CAPACITY_FACTOR: f64 = 1.25;
 
-/// A layer of experts: which of them each token goes to, what they are, and the perceptron beside them.
+/// A layer of experts: the router, the experts, and an optional shared perceptron.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mixture {
     pub router: Router,
@@ -25,19 +26,20 @@ pub struct Mixture {
     pub shared: Option<Shared>,
 }
 
-/// How experts are chosen and weighed.
+/// The selection and weighting of experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Router {
     pub name: &'static str,
     pub bias: bool,
     pub scores: Scores,
-    /// A buffer `e_score_correction_bias`, which balances the load, is added to what is compared.
+    /// True if a buffer `e_score_correction_bias`, which balances the load, is added to the scores for selection.
     pub balanced: bool,
-    /// Experts are chosen from the groups whose best two are best: how many groups there are, and how many are chosen.
+    /// Experts are chosen from the groups whose two best experts score highest: the number of groups, and of chosen
+    /// groups.
     pub groups: (u64, u64),
-    /// Gates are divided by their sum, and this number is added to it.
+    /// If present, gates are divided by their sum plus this number.
     pub normalise: Option<f64>,
-    /// Factor of the gates.
+    /// The factor of the gates.
     pub scale: f64,
 }
 
@@ -48,7 +50,7 @@ pub enum Scores {
 }
 
 impl Router {
-    /// The softmax over all experts, whose gates have a sum of one if `normalise` says so.
+    /// A softmax over all experts. The chosen gates sum to one if `normalise` is true.
     pub fn softmax(name: &'static str, normalise: bool) -> Router {
         Router {
             name,
@@ -62,41 +64,41 @@ impl Router {
     }
 }
 
-/// A perceptron that every token goes through beside its experts.
+/// A perceptron that every token goes through in addition to its experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shared {
     pub name: &'static str,
     pub width: u64,
-    /// A linear layer whose sigmoid is the factor of the perceptron.
+    /// A linear layer whose sigmoid scales the perceptron.
     pub gate: Option<&'static str>,
 }
 
-/// Sizes of the experts of a layer.
+/// The sizes of the experts of a layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Experts {
     pub count: u64,
-    /// How many each token goes to.
+    /// The number of experts that each token goes to.
     pub chosen: u64,
     pub width: u64,
     pub gating: Gating,
-    /// Weights are `[experts, in, out]`, not `[experts, out, in]`.
+    /// True if weights are `[experts, in, out]`, false if `[experts, out, in]`.
     pub transposed: bool,
     pub bias: bool,
-    /// The gate is a factor of what an expert gets, not of what it gives.
+    /// True if the gate scales an expert's input, false if it scales its output.
     pub weigh_inputs: bool,
 }
 
-/// How an expert's gate and up, which one matrix gives, become one.
+/// The combination of an expert's gate and up, which one matrix produces.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Gating {
-    /// `activation(gate) up`, of which the gate is the first half.
+    /// `activation(gate) up`, where the gate is the first half.
     Halves(Activation),
-    /// `gate sigmoid(alpha gate) (up + 1)`, both cut off at a limit; gate and up alternate.
+    /// `gate sigmoid(alpha gate) (up + 1)`, both clamped at a limit. Gate and up alternate.
     Clamped { alpha: f64, limit: f64 },
 }
 
 impl Mixture {
-    /// `x` is `[B, S, hidden]`.
+    /// Builds the layer for `x`, which is `[B, S, hidden]`.
     pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let (gates, chosen) = self.gates(b, x)?;
         let routed = self.experts.build(b, x, gates, chosen)?;
@@ -111,7 +113,7 @@ impl Mixture {
         b.add(routed, made)
     }
 
-    /// `[B, S, experts]`: the gate of each expert, zero where it is not chosen; and whether it is chosen.
+    /// The gate of each expert, zero if it is not chosen, and a boolean, true if it is: `[B, S, experts]` each.
     fn gates(&self, b: &mut Builder, x: ValueId) -> Result<(ValueId, ValueId), ConfigError> {
         let (router, experts) = (&self.router, &self.experts);
         let logits = router.logits(b, x, experts.count)?;
@@ -145,7 +147,7 @@ impl Mixture {
 }
 
 impl Router {
-    /// Scores of the experts for each token before they are made positive, in f32 at least: `[B, S, experts]`.
+    /// The raw scores of the experts for each token, at least in f32: `[B, S, experts]`.
     fn logits(&self, b: &mut Builder, x: ValueId, experts: u64) -> Block {
         b.within(self.name, |b| {
             let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
@@ -159,7 +161,7 @@ impl Router {
     }
 }
 
-/// The scores of experts whose group is among the best, and minus infinity for others.
+/// The scores of experts in the best groups, and minus infinity for others.
 fn in_best_groups(g: &mut Graph, scores: ValueId, (groups, kept): (u64, u64)) -> array::Built {
     let shape = g.shape(scores).to_vec();
     let [batch, tokens, count] = shape[..] else {
@@ -178,14 +180,15 @@ fn in_best_groups(g: &mut Graph, scores: ValueId, (groups, kept): (u64, u64)) ->
 }
 
 impl Experts {
-    /// Experts of one matrix for gate and up and one for down, as most families have them.
+    /// Experts with one matrix for gate and up and one for down, as in most families.
     pub fn new(count: u64, chosen: u64, width: u64, activation: Activation) -> Experts {
         let gating = Gating::Halves(activation);
         Experts { count, chosen, width, gating, transposed: false, bias: false, weigh_inputs: false }
     }
 
-    /// What the experts make of `x`, `[B, S, hidden]`: the sum over those chosen for each token, weighed by their gates. `gates`
-    /// is `[B, S, experts]` and zero for experts that are not chosen, which `chosen` says.
+    /// The experts' results for `x`, `[B, S, hidden]`: the sum over those chosen for each token, weighted by their
+    /// gates. `gates` is `[B, S, experts]` and zero for experts that are not chosen. `chosen` is true for those that
+    /// are.
     pub fn build(&self, b: &mut Builder, x: ValueId, gates: ValueId, chosen: ValueId) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("experts take three dimensions").into());
@@ -196,7 +199,7 @@ impl Experts {
             let (down, last_bias) = self.weights(b, "down_proj", self.width, hidden)?;
             let contracted = if self.transposed { 1 } else { 2 };
             let g = &mut b.graph;
-            // The positions of an expert's tokens before all others, both in their order.
+            // The positions of an expert's tokens come before all others, both in order.
             let passed_by = array::unary(g, crate::op::Unary::Not, chosen)?;
             let passed_by = array::permute(g, passed_by, &[0, 2, 1])?;
             let key = g.convert(passed_by, DType::I32);
@@ -239,7 +242,7 @@ impl Experts {
         Ok((matrices, bias))
     }
 
-    /// Tokens of a sequence that an expert takes.
+    /// The number of tokens of a sequence that an expert takes.
     fn capacity(&self, b: &mut Builder, tokens: u64) -> u64 {
         let factor = b.options.capacity_factor.unwrap_or(CAPACITY_FACTOR);
         let even = tokens as f64 * self.chosen as f64 / self.count as f64;
@@ -254,7 +257,7 @@ impl Experts {
 }
 
 impl Gating {
-    /// `both` is `[.., 2 width]`.
+    /// Combines `both`, which is `[.., 2 width]`.
     fn apply(self, g: &mut Graph, both: ValueId, width: u64) -> array::Built {
         let last = g.shape(both).len().saturating_sub(1);
         match self {
@@ -296,7 +299,7 @@ fn taken_gates(g: &mut Graph, gates: ValueId, slots: ValueId, dtype: DType) -> a
     Ok(g.convert(gates, dtype))
 }
 
-/// Rows of `[B, S, hidden]` at `[B, E, C]` positions of the same sample: `[B, E, C, hidden]`.
+/// The rows of `[B, S, hidden]` at `[B, E, C]` positions of the same sample: `[B, E, C, hidden]`.
 fn rows(hidden: u64) -> GatherDims {
     GatherDims {
         offset_dims: vec![3],
@@ -318,13 +321,13 @@ fn per_expert(batch: [usize; 2], contract: [usize; 2]) -> DotGeneral {
     }
 }
 
-/// `x` where `keep` holds and zero elsewhere.
+/// `x` where `keep` is true, and zero elsewhere.
 fn where_chosen(g: &mut Graph, keep: ValueId, x: ValueId) -> array::Built {
     let zero = array::full_like(g, x, 0.0)?;
     array::select(g, keep, x, zero)
 }
 
-/// Scores of `[.., experts]` over their sum.
+/// The scores of `[.., experts]` divided by their sum.
 fn normalised(g: &mut Graph, scores: ValueId, least: f64) -> array::Built {
     let last = g.shape(scores).len() - 1;
     let mut total = array::sum(g, scores, &[last], true)?;

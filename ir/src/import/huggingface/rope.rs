@@ -1,4 +1,4 @@
-//! Rotary positions (Su et al. 2021) and the ways in which configs stretch them to longer contexts.
+//! Rotary positions (Su et al. 2021), and their stretching to longer contexts in configs.
 
 use super::blocks::{Block, Builder};
 use super::config::Fields;
@@ -11,26 +11,26 @@ use crate::op::{Binary, Unary};
 use crate::types::TensorType;
 use std::f64::consts::TAU;
 
-/// The most frequencies, which are constants of the graph.
+/// The largest number of frequencies, which are constants of the graph.
 const MAX_FREQUENCIES: u64 = 1 << 15;
 
 const KINDS: &[&str] = &["default", "linear", "dynamic", "llama3", "longrope", "yarn"];
 
-/// Angles a position, and a factor of the cosines and sines.
+/// The angles per position, and a factor of the cosines and sines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Radians a position for each pair of a head.
+    /// The radians per position for each pair of a head.
     pub frequencies: Vec<f64>,
-    /// What the cosines and sines are scaled by.
+    /// The factor of the cosines and sines.
     pub attention_factor: f64,
     /// `factor` and `mscale_all_dim` of yarn, with which DeepSeek scales its scores too.
     pub stretch: Option<(f64, f64)>,
-    /// Beyond so many tokens the angles are these.
+    /// The frequencies for sequences of more than this many tokens.
     pub longer: Option<(u64, Vec<f64>)>,
 }
 
 impl Rope {
-    /// Angles that are the positions times powers of `theta`, for heads of `width`.
+    /// Frequencies that are powers of `theta`, for heads of `width`.
     pub fn plain(fields: &Fields<'_>, key: &str, width: u64, theta: f64) -> Result<Rope, ConfigError> {
         fields.divides(key, width, "a pair", 2)?;
         fields.at_most(key, width, "what rotary positions are made for", 2 * MAX_FREQUENCIES)?;
@@ -38,8 +38,8 @@ impl Rope {
         Ok(Rope { frequencies, attention_factor: 1.0, stretch: None, longer: None })
     }
 
-    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` as newer configs have them, for heads of `width`. `theta` and
-    /// `partial` are what a config that is silent means.
+    /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` of newer configs, for heads of `width`. `theta` and
+    /// `partial` are defaults.
     pub fn read_part(
         fields: &Fields<'_>,
         key: &str,
@@ -57,8 +57,8 @@ impl Rope {
         Rope::of(fields, scaling.as_ref(), key, width, theta, partial)
     }
 
-    /// The same where `scaling` is the object that says how angles are stretched; also says how much of a head is turned, where
-    /// it is not all.
+    /// The same with `scaling` as the object that describes the stretching. Also returns the rotated width of a head,
+    /// if it is not all.
     pub fn of(
         fields: &Fields<'_>,
         scaling: Option<&Fields<'_>>,
@@ -77,8 +77,8 @@ impl Rope {
         let Some(scaling) = scaling else { return Ok((plain, part)) };
         let kind_key = if scaling.has("rope_type") { "rope_type" } else { "type" };
         let rope = match scaling.word_or(kind_key, "default")?.as_str() {
-            // The dynamic kind changes frequencies only beyond the positions that the model is made for; the kind `mrope` tells
-            // positions in images apart, of which there are none.
+            // The dynamic kind changes frequencies only beyond the model's number of positions. The kind `mrope`
+            // concerns positions in images, of which there are none.
             "default" | "dynamic" | "mrope" => plain,
             "linear" => {
                 let factor = scaling.positive("factor")?;
@@ -92,7 +92,7 @@ impl Rope {
         Ok((rope, part))
     }
 
-    /// Cosines and sines of `[positions, width]` for pairs of halves, `[positions, width / 2]` for interleaved ones.
+    /// The cosines and sines: `[positions, width]` for pairs of halves, `[positions, width / 2]` for interleaved ones.
     pub fn angles(&self, b: &mut Builder, positions: u64, halves: RotaryHalves) -> Result<Angles, ConfigError> {
         b.within("rotary_emb", |b| {
             let (dtype, g) = (b.dtype, &mut b.graph);
@@ -120,7 +120,7 @@ impl Rope {
     }
 }
 
-/// What turns queries and keys.
+/// The cosines and sines that rotate queries and keys.
 #[derive(Clone, Copy, Debug)]
 pub struct Angles {
     cosine: ValueId,
@@ -129,13 +129,13 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// `x` of `[.., positions, width]` turned.
+    /// Rotates `x` of `[.., positions, width]`.
     pub fn turn(&self, b: &mut Builder, x: ValueId) -> Block {
         Ok(array::rotary(&mut b.graph, x, self.cosine, self.sine, self.halves)?)
     }
 }
 
-/// Long waves are stretched by the factor, short ones kept, those between blended (Llama 3.1, model card and code).
+/// Stretches long waves by the factor, keeps short ones, and blends those in between (Llama 3.1, model card and code).
 fn llama3(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
     let factor = scaling.positive("factor")?;
     let low = scaling.positive_or("low_freq_factor", 1.0)?;
@@ -155,8 +155,8 @@ fn llama3(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope
     Ok(Rope { frequencies: plain.frequencies.iter().map(|&f| stretched(f)).collect(), ..plain })
 }
 
-/// Peng et al. 2023: frequencies that turn often within the original context are kept, those that turn rarely are
-/// stretched, with a linear ramp over the pairs between, and the attention is sharpened by `0.1 ln(factor) + 1`.
+/// YaRN (Peng et al. 2023). Frequencies with many turns within the original context are kept, and those with few are
+/// stretched. Pairs in between follow a linear ramp. Attention is sharpened by `0.1 ln(factor) + 1`.
 fn yarn(plain: Rope, theta: f64, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
     let factor = scaling.positive("factor")?;
     let context = original_positions(fields, scaling)? as f64;
@@ -167,7 +167,7 @@ fn yarn(plain: Rope, theta: f64, fields: &Fields<'_>, scaling: &Fields<'_>) -> R
     let attention_factor = scaling.positive_or("attention_factor", usual)?;
     let pairs = plain.frequencies.len();
     let width = 2.0 * pairs as f64;
-    // The pair whose wave turns so many times within the context.
+    // The pair whose wave turns this many times within the context.
     let pair = |turns: f64| width * libm::log(context / (turns * TAU)) / (2.0 * libm::log(theta));
     let (mut first, mut last) = (pair(fast), pair(slow));
     if scaling.flag_or("truncate", true)? {
@@ -185,7 +185,7 @@ fn yarn(plain: Rope, theta: f64, fields: &Fields<'_>, scaling: &Fields<'_>) -> R
     Ok(Rope { frequencies, attention_factor, stretch: Some((factor, all)), longer: None })
 }
 
-/// LongRoPE (Ding et al. 2024): each frequency has a factor for contexts of the original length, and another beyond.
+/// LongRoPE (Ding et al. 2024). Each frequency has one factor for contexts of the original length, and another beyond.
 fn longrope(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Rope, ConfigError> {
     let context = original_positions(fields, scaling)?;
     let stretched = |key: &str| {
@@ -206,7 +206,7 @@ fn longrope(plain: Rope, fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<Ro
     Ok(Rope { frequencies: stretched("short_factor")?, attention_factor, stretch: None, longer })
 }
 
-/// How many positions a model had before its angles were stretched.
+/// The number of positions of a model before its angles were stretched.
 fn original_positions(fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<u64, ConfigError> {
     let key = "original_max_position_embeddings";
     match fields.optional_size(key)?.or(scaling.optional_size(key)?) {
@@ -215,7 +215,7 @@ fn original_positions(fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<u64, 
     }
 }
 
-/// How much sharper attention over a context that is `factor` times as long should be.
+/// The sharpening of attention for a context that is `factor` times as long.
 pub fn sharpness(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * libm::log(factor) + 1.0 }
 }

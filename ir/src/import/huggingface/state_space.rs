@@ -1,9 +1,9 @@
-//! State spaces of Mamba-2 (Dao and Gu 2024): each head keeps a state that decays by a factor of its own at each token, takes up the
-//! token's values, and is read by what its token asks for.
+//! State spaces of Mamba-2 (Dao and Gu 2024). Each head has a state that decays by its own factor at each token and
+//! takes up the token's values. Each token reads the state with its own query.
 //!
-//! As in the paper's algorithm a sequence is cut into chunks. Within a chunk tokens see each other as in attention, with decays for
-//! a mask; what a chunk leaves in the state is a product, and so is what the chunks before it left. So all work is in products
-//! of matrices, and no step waits for the one before.
+//! As in the paper's algorithm, a sequence is divided into chunks. Within a chunk, tokens see each other as in
+//! attention, with decays as the mask. A chunk's contribution to the state is a matrix product, and so is that of the
+//! earlier chunks. So all work is in matrix products, and no step waits for the previous one.
 
 use super::blocks::{Activation, Block, Builder, Norm};
 use crate::array::{self, Conv};
@@ -11,33 +11,33 @@ use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Direction, DotGeneral, Op, Reducer, Unary};
 
-/// Sizes of a state space.
+/// The sizes of a state space.
 #[derive(Clone, Debug)]
 pub struct StateSpace {
     pub heads: u64,
     pub head_width: u64,
-    /// Numbers that the state has for each number of a head.
+    /// The numbers of state per number of a head.
     pub state: u64,
-    /// Groups of heads that share what is taken up and what is asked for.
+    /// The number of groups of heads that share the projections that write and read the state.
     pub groups: u64,
-    /// Tokens that the convolution before it sees.
+    /// The number of tokens that the convolution before the state space sees.
     pub kernel: u64,
     pub chunk: u64,
     pub bias: bool,
     pub conv_bias: bool,
     pub activation: Activation,
     pub eps: f64,
-    /// What steps are clamped to.
+    /// The limits to which steps are clamped.
     pub step_limits: (f64, f64),
 }
 
 impl StateSpace {
-    /// Width of all heads.
+    /// The width of all heads.
     fn inner(&self) -> u64 {
         self.heads * self.head_width
     }
 
-    /// `x` is `[B, S, hidden]`.
+    /// Builds the state space for `x`, which is `[B, S, hidden]`.
     pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("state spaces take three dimensions").into());
@@ -92,8 +92,8 @@ impl StateSpace {
         Ok(array::permute(g, x, &[0, 2, 1])?)
     }
 
-    /// What each token reads of the state: `[B, S, heads, width]`. `[values, taken, asked]` are `[B, S, heads, width]` and twice
-    /// `[B, S, groups * state]`, `step` is `[B, S, heads]`, and `rate` `[heads]`.
+    /// The values that each token reads from the state: `[B, S, heads, width]`. `[values, taken, asked]` are `[B, S,
+    /// heads, width]` and twice `[B, S, groups * state]`, `step` is `[B, S, heads]`, and `rate` is `[heads]`.
     fn scanned(&self, g: &mut Graph, parts: [ValueId; 3], step: ValueId, rate: ValueId) -> array::Built {
         let [values, taken, asked] = parts;
         let [batch, tokens, heads, width] = g.shape(values)[..] else {
@@ -119,13 +119,13 @@ impl StateSpace {
         let moved = in_chunks(g, moved, &[groups[0], groups[1], width])?;
         let (taken, asked) =
             (in_chunks(g, taken, &[self.groups, self.state])?, in_chunks(g, asked, &[self.groups, self.state])?);
-        // Logarithms of decays, summed up within each chunk: [B, groups, heads of one, chunks, chunk].
+        // The logarithms of decays, summed within each chunk: [B, groups, heads of one, chunks, chunk].
         let decays = array::binary(g, Binary::Multiply, step, rate)?;
         let decays = in_chunks(g, decays, &groups)?;
         let decays = array::permute(g, decays, &[0, 3, 4, 1, 2])?;
         let sums = array::cumulative(g, decays, Reducer::Sum, 4, false)?;
 
-        // Tokens of one chunk.
+        // Interactions within a chunk.
         let scores = product(g, asked, taken, [&[0, 1, 3], &[0, 1, 3]], [4, 4])?;
         let scores = array::unsqueeze(g, scores, 3)?;
         let between = differences(g, sums, sums, Direction::Ge)?;
@@ -136,7 +136,7 @@ impl StateSpace {
         let mut read = product(g, weights, moved, [&[0, 1, 2, 3], &[0, 1, 3, 4]], [5, 2])?;
 
         if chunks > 1 {
-            // What each chunk leaves: [B, chunks, groups, heads, width, state].
+            // The contribution of each chunk: [B, chunks, groups, heads, width, state].
             let total = array::select_dim(g, sums, 4, -1)?;
             let last = array::unsqueeze(g, total, 4)?;
             let left = array::binary(g, Binary::Subtract, last, sums)?;
@@ -146,7 +146,7 @@ impl StateSpace {
             let left = array::convert(g, left, dtype)?;
             let kept = array::binary(g, Binary::Multiply, moved, left)?;
             let states = product(g, kept, taken, [&[0, 1, 3], &[0, 1, 3]], [2, 2])?;
-            // What those before each chunk left: [B, groups, heads, chunks, width, state].
+            // The state before each chunk: [B, groups, heads, chunks, width, state].
             let ends = array::cumulative(g, total, Reducer::Sum, 3, false)?;
             let starts = array::binary(g, Binary::Subtract, ends, total)?;
             let passed = differences(g, starts, ends, Direction::Gt)?;
@@ -181,13 +181,13 @@ impl StateSpace {
     }
 }
 
-/// Decays are computed in f32 at least.
+/// Converts to f32 at least, in which decays are computed.
 fn in_f32(g: &mut Graph, x: ValueId) -> ValueId {
     if g.ty(x).dtype.bytes() < DType::F32.bytes() { g.convert(x, DType::F32) } else { x }
 }
 
-/// `exp(a - b)` for each element of the last dimension of `a` with each of `b`'s where the places stand as `which` says, and
-/// zero elsewhere: `[.., A, B]`.
+/// `exp(a - b)` for each element of the last dimension of `a` with each of `b`'s, if their positions compare as
+/// `which`. Zero elsewhere: `[.., A, B]`.
 fn differences(g: &mut Graph, a: ValueId, b: ValueId, which: Direction) -> array::Built {
     let rank = g.shape(a).len();
     let (rows, columns) = (g.shape(a)[rank - 1], g.shape(b)[rank - 1]);

@@ -11,10 +11,10 @@ use crate::literal::Literal;
 use crate::op::Binary;
 use crate::types::TensorType;
 
-/// Distances whose bucket is listed in the graph.
+/// The largest distance whose bucket is listed in the graph.
 const MAX_DISTANCE: u64 = 1 << 15;
 
-/// Sizes that all blocks share.
+/// The sizes that all blocks share.
 struct Sizes {
     model: u64,
     heads: u64,
@@ -45,7 +45,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let memory = b.within("encoder", |b| sizes.stack(b, x, encoder_layers, None))?;
     let mut y = b.within("decoder", |b| sizes.stack(b, y, decoder_layers, Some(memory)))?;
     if tied && fields.flag_or("scale_decoder_outputs", true)? {
-        // Tied tables are of the size that embeddings need, which is too large for a head.
+        // Tied tables have the scale that embeddings need, which is too large for a head.
         let scale = 1.0 / (sizes.model as f64).sqrt();
         y = b.within("lm_head", |b| Ok(array::with_number(&mut b.graph, Binary::Multiply, y, scale)?))?;
     }
@@ -64,7 +64,7 @@ impl Sizes {
         };
         let buckets = fields.size_or("relative_attention_num_buckets", 32)?;
         let max_distance = fields.size_or("relative_attention_max_distance", 128)?;
-        // Half of the buckets of each direction are of one distance each.
+        // Half of the buckets of each direction cover a single distance each.
         fields.divides("relative_attention_num_buckets", buckets, "four", 4)?;
         fields.at_most("relative_attention_max_distance", max_distance, "what is listed", MAX_DISTANCE)?;
         fields.at_most("relative_attention_num_buckets", buckets, "relative_attention_max_distance", max_distance)?;
@@ -81,7 +81,7 @@ impl Sizes {
         })
     }
 
-    /// All blocks of the encoder, or with a memory to look at those of the decoder.
+    /// All blocks of the encoder, or with a memory, those of the decoder.
     fn stack(&self, b: &mut Builder, x: ValueId, layers: u64, memory: Option<ValueId>) -> Block {
         let tokens = b.graph.shape(x)[1];
         let bias = b.within("block.0.layer.0.SelfAttention", |b| self.position_bias(b, tokens, memory.is_none()))?;
@@ -132,8 +132,9 @@ impl Sizes {
         b.add(x, made)
     }
 
-    /// `[heads, tokens, tokens]`: a learnt number for each head and bucket of distances. Beyond the greatest distance all
-    /// are in one bucket, so distances are cut off there and those that are left have their bucket in a list.
+    /// `[heads, tokens, tokens]`: a learnt number for each head and bucket of distances. All distances from the
+    /// greatest one on share a bucket. So distances are clamped there, and the remaining ones have their bucket in a
+    /// list.
     fn position_bias(&self, b: &mut Builder, tokens: u64, both_directions: bool) -> Block {
         let table = b.table("relative_attention_bias", self.buckets, self.heads)?;
         let far = self.max_distance as i64;
@@ -151,9 +152,9 @@ impl Sizes {
         Ok(array::permute(g, bias, &[2, 0, 1])?)
     }
 
-    /// The bucket of a key so many positions behind its query: half of the buckets for each direction, or all for those
-    /// before it; of these half for one distance each, and half for distances that grow by powers. The logarithm is taken
-    /// in f32, in which checkpoints were trained.
+    /// The bucket of a key that is `distance` positions after its query. Each direction has half of the buckets, or
+    /// keys before the query have all. Half of these cover a single distance each, and the others cover distances that
+    /// grow exponentially. The logarithm is taken in f32, as in the training of the checkpoints.
     fn bucket(&self, distance: i64, both_directions: bool) -> u64 {
         let (buckets, first, apart) = match both_directions {
             true => (self.buckets / 2, if distance > 0 { self.buckets / 2 } else { 0 }, distance.unsigned_abs()),

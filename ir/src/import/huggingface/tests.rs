@@ -1,4 +1,5 @@
-//! Published sizes give published numbers of weights; what a config may get wrong is said; small models are whole graphs.
+//! Published sizes give the published numbers of weights, errors in configs are reported, and small models are complete
+//! graphs.
 
 use super::{ConfigOptions, Imported, Note, import};
 use crate::autodiff::differentiate;
@@ -68,15 +69,15 @@ fn numbers_of_weights_are_the_published_ones() {
         (QWEN2_7B, 7_615_616_512),
         (QWEN3_8B, 8_190_735_360),
         (MIXTRAL_8X7B, 46_702_792_704),
-        // 12.5 billion besides the embeddings and 3.1 of embeddings (Parmar et al. 2024, table 1), exactly: two tables, and per
-        // layer the four matrices of attention, two of the perceptron and two norms with biases.
+        // 12.5 billion plus 3.1 billion of embeddings (Parmar et al. 2024, table 1). The exact number is two tables,
+        // and per layer the four matrices of attention, two of the perceptron and two norms with biases.
         (
             NEMOTRON_4_15B,
             2 * 256_000 * 6144 + 32 * (2 * 6144 * 6144 + 2 * 6144 * 1024 + 2 * 6144 * 24_576 + 4 * 6144) + 2 * 6144,
         ),
-        // Without the biases that balance the experts, one each in 58 layers, which no gradient changes.
+        // Without the biases that balance the experts, one each in 58 layers. No gradient changes them.
         (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),
-        // The model without a head has 109,482,240: with a pooler, and without the head for masked tokens.
+        // The model without a head has 109,482,240 weights, including a pooler but not the head for masked tokens.
         (BERT_BASE, 109_482_240 - (768 * 768 + 768) + (768 * 768 + 3 * 768 + 30_522)),
         (T5_SMALL, 60_506_624),
         (VIT_BASE, 86_567_656),
@@ -88,7 +89,7 @@ fn numbers_of_weights_are_the_published_ones() {
     }
 }
 
-/// Counts of Transformers itself, for configs of all families.
+/// Counts by Transformers, for configs of all families.
 #[test]
 fn numbers_of_weights_are_those_of_transformers() {
     let listed = include_str!("../../../../benches/configs/huggingface.jsonl");
@@ -140,7 +141,7 @@ fn weights_are_named_and_shaped_as_in_checkpoints() {
     }
 }
 
-/// A config of each family that is small enough to compute.
+/// A config of each family that is small enough to be computed.
 const SMALL: &[&str] = &[
     r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.1}"#,
     r#"{"model_type": "mistral", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
@@ -205,7 +206,7 @@ fn losses_are_means_over_samples_that_can_be_cut_and_differentiated() {
     }
 }
 
-/// Rewriting finds the same ops at a batch of one sample as at any other.
+/// Rewriting finds the same ops for a batch of one sample as for any other.
 #[test]
 fn one_sample_is_rewritten_as_many_are() {
     for config in SMALL {
@@ -269,7 +270,7 @@ fn what_is_wrong_is_named() {
     check(&mixtral("rope_scaling", "{\"type\": \"linear\"}"), "rope_scaling.factor: is missing");
     check(&mixtral("rope_scaling", "7"), "rope_scaling: expected an object, found 7");
     check(SMALL[6], "--seq: this model takes images");
-    // What each head has of its own is not made for more heads than any model has.
+    // Constants per head are limited to the number of heads that models have.
     let many = r#"{"model_type": "bloom", "hidden_size": 2147483648, "n_head": 2147483648}"#;
     check(many, "n_head: 2147483648 is more than the most heads of such a model");
     let wide = r#"{"model_type": "mamba2", "hidden_size": 2147483648, "expand": 2147483648, "num_heads": 2147483648,
@@ -277,7 +278,7 @@ fn what_is_wrong_is_named() {
     check(wide, "expand: 4611686018427387904 is more than the widest layer");
 }
 
-/// A loss over pairs cannot be cut, and scales with the batch all the same.
+/// A loss over pairs cannot be divided, but still scales with the batch.
 #[test]
 fn pairs_are_compared_with_all_of_the_batch() {
     let graph = built(CLIP, Some(8)).graph;
@@ -312,7 +313,7 @@ fn what_is_assumed_is_what_transformers_takes() {
     assert_eq!(notes(&flat), [format!("the model has several parts; {planned}")]);
     let silent = built(r#"{"model_type": "llama"}"#, Some(8)).graph;
     assert_eq!(count(&silent), 6_738_415_616);
-    // A text model gets the precision of the whole.
+    // A text decoder gets the precision of the whole model.
     let whole = r#"{"model_type": "llava", "torch_dtype": "bfloat16", "text_config": {"num_hidden_layers": 1}}"#;
     let graph = built(whole, Some(8)).graph;
     let (weight, _) = graph.parameters().next().unwrap();
@@ -328,7 +329,7 @@ fn words_that_are_numbers_of_python_are_read() {
     assert_eq!(super::finite_numbers("[-Infinity]"), "[-1.7e+308]");
 }
 
-/// Slopes as the models' own code computes them.
+/// Slopes as computed by the models' own code.
 #[test]
 fn slopes_of_linear_biases() {
     use super::attention::Alibi;
@@ -343,7 +344,7 @@ fn slopes_of_linear_biases() {
     check(Alibi::slopes_to(3, 8.0), &[4.0, 8.0, 2.0]);
 }
 
-/// Notes that are about what the config asks for and does not get.
+/// Notes about settings of the config that are not built.
 #[test]
 fn what_is_left_out_is_said() {
     let notes = |config: &str, key: &str, value: &str| -> Vec<String> {
@@ -381,7 +382,7 @@ fn options_have_bounds() {
     let factor = |x| ConfigOptions { capacity_factor: Some(x), ..Default::default() };
     check(factor(f64::NAN), "--capacity-factor: expected more than 0");
     check(factor(-1.0), "--capacity-factor: expected more than 0");
-    // The largest that are allowed are either built or refused, without filling the memory.
+    // The largest allowed values are either built or refused, without exhausting memory.
     let largest = ConfigOptions { batch: 1 << 31, sequence: Some(1 << 24), ..Default::default() };
     check(largest, "larger than any tensor");
 }

@@ -11,7 +11,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     if b.options.sequence.is_some() {
         return Err(ConfigError::NoSequence);
     }
-    // Of models that fill in masked patches.
+    // A field of models that reconstruct masked patches.
     fields.ignore(&["encoder_stride"]);
     let hidden = fields.main_size("hidden_size", 768)?;
     let layers = fields.main_layers("num_hidden_layers", 12)?;
@@ -55,7 +55,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     b.loss(logits)
 }
 
-/// Patches as tokens behind one of the class, plus positions: `[B, patches + 1, hidden]`.
+/// Patches as tokens after a class token, plus positions: `[B, patches + 1, hidden]`.
 fn embeddings(b: &mut Builder, pixels: ValueId, hidden: u64, patch: u64) -> Block {
     let [batch, channels, height, width] = b.graph.shape(pixels)[..] else {
         return Err(array::ShapeError::Attribute("images have four dimensions").into());

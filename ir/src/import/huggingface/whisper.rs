@@ -1,4 +1,5 @@
-//! Whisper (Radford et al. 2022): an encoder of spectrograms under two convolutions, and a decoder of text that looks at it.
+//! Whisper (Radford et al. 2022): an encoder of spectrograms after two convolutions, and a text decoder that attends to
+//! it.
 
 use super::attention::{SelfAttention, Span};
 use super::blocks::{Activation, Block, Builder, Matrix, Norm};
@@ -9,7 +10,7 @@ use crate::array::{self, Conv};
 use crate::dtype::DType;
 use crate::graph::ValueId;
 
-/// Sizes of the encoder's or the decoder's blocks.
+/// The sizes of the encoder's or the decoder's blocks.
 struct Blocks {
     layers: u64,
     attention: SelfAttention,
@@ -34,7 +35,7 @@ impl Blocks {
         Ok(Blocks { layers: fields.main_layers(layers, 4)?, attention, feed, norm: Norm::layer(1e-5) })
     }
 
-    /// All blocks; with a memory to look at those of the decoder.
+    /// All blocks of the encoder, or with a memory, those of the decoder.
     fn build(&self, b: &mut Builder, x: ValueId, memory: Option<ValueId>) -> Block {
         let mut x = x;
         let span = if memory.is_some() { Span::Causal } else { Span::All };
@@ -76,8 +77,8 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     if fields.flag_or("apply_spec_augment", false)? {
         return Err(fields.unsupported("apply_spec_augment", &["false"]));
     }
-    // Transformers scales nothing, whatever `scale_embedding` says; the rest is about spectrograms that are masked, about
-    // classifiers and about how text is written.
+    // Transformers applies no scale, whatever `scale_embedding` says. The other fields concern masked spectrograms,
+    // classifiers and text generation.
     fields.ignore(&[
         "scale_embedding",
         "num_hidden_layers",
@@ -115,7 +116,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     b.loss(logits)
 }
 
-/// A convolution of `[B, C, S]` over three places, and a gelu.
+/// A convolution of `[B, C, S]` over three positions, followed by a gelu.
 fn convolved(b: &mut Builder, name: &str, x: ValueId, out: u64, stride: u64) -> Block {
     b.within(name, |b| {
         let channels = b.graph.shape(x)[1];

@@ -1,9 +1,9 @@
-//! Checks documents against the schemas in `docs/`, for the keywords that these use. A keyword that is not known here is an error,
-//! so that a schema cannot say more than is checked.
+//! Checks documents against the schemas in `docs/`, for the keywords that these use. An unknown keyword is an error, so
+//! that a schema cannot require more than is checked.
 
 use serde_json::Value;
 
-/// All the ways in which `value` breaks `schema`, each with a path.
+/// Every violation of `schema` by `value`, each with a path.
 pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Vec<String> {
     let Some(keywords) = schema.as_object() else {
         return if schema == &Value::Bool(false) { vec![format!("{path} is not allowed")] } else { Vec::new() };

@@ -1,4 +1,4 @@
-//! The JSON form: it reads back what it wrote, agrees with its schema, and explains what is wrong.
+//! The JSON form must read back its own output, agree with its schema, and explain errors.
 
 use super::schema::violations;
 use super::*;
@@ -41,7 +41,7 @@ fn the_schema_knows_all_ops_and_element_types() {
     let reducers: Vec<&str> = crate::op::Reducer::ALL.iter().map(|r| r.name()).collect();
     assert_eq!(schema["$defs"]["reducer"]["enum"], Value::from(reducers));
     assert_eq!(schema["properties"]["version"]["const"], Value::from(VERSION));
-    // Each op is under exactly one rule for its attributes.
+    // Each op has exactly one rule for its attributes.
     let rules = schema["$defs"]["node"]["allOf"].as_array().expect("rules");
     for name in op_names() {
         let applies = |rule: &&Value| {
@@ -73,8 +73,7 @@ proptest! {
         }
     }
 
-    /// Every leaf of a document in turn is replaced by something else: the reader answers, and what it accepts
-    /// verifies.
+    /// Replaces a random leaf of a document. The reader must return, and must only accept documents that verify.
     #[test]
     fn changed_documents_are_read_or_refused(seed in any::<u64>()) {
         let rng = &mut Rng::new(seed);
@@ -100,7 +99,7 @@ proptest! {
         ]);
         if let Ok(read) = read(&document.to_string()) {
             prop_assert_eq!(read.verify(), []);
-            // What is accepted can be planned: rules and costs are arithmetic on its sizes.
+            // An accepted graph can be planned, because rules and costs are arithmetic on its sizes.
             for v in read.values() {
                 read.rule(v);
                 read.flop(v);
@@ -109,7 +108,7 @@ proptest! {
     }
 }
 
-/// The graph of the module's documentation, as Python would write it, with types left out where they follow.
+/// The graph of the module's documentation, as Python would write it, without types that follow from operands.
 #[test]
 fn a_graph_written_by_hand_is_read() {
     let text = r#"{"format": "altiplano.graph", "version": 1, "name": "mlp", "batch": 8,
@@ -241,7 +240,7 @@ fn syntax_errors_have_a_line_and_a_column() {
     assert_eq!(error("{\n  \"format\": nope\n}"), "not JSON: expected ident at line 2 column 14");
     assert!(error("").contains("line 1 column 0"), "{}", error(""));
     assert!(error(&"[".repeat(1_000_000)).contains("recursion limit exceeded at line 1 column 128"));
-    // Python's spelling of an infinity is not JSON.
+    // Python's form of an infinity is not JSON.
     assert!(error("{\"a\": Infinity}").starts_with("not JSON: expected value at line 1"));
 }
 

@@ -1,4 +1,4 @@
-//! Activations, and what normalises to probabilities.
+//! Activations, and normalisations to probabilities.
 
 use super::call::{Call, Many, One, attribute};
 use super::report::Reject;
@@ -86,7 +86,7 @@ pub fn swish(c: &mut Call) -> One {
     Ok(sigmoid_weighted(c.g(), x, alpha)?)
 }
 
-/// A gate and what passes it.
+/// SwiGLU: a sigmoid-weighted gate times a value.
 pub fn swiglu(c: &mut Call) -> One {
     let (gate, value, alpha) = (c.x(0)?, c.x(1)?, c.float("alpha", 1.0)?);
     let gate = sigmoid_weighted(c.g(), gate, alpha)?;
@@ -117,7 +117,7 @@ pub fn gelu(c: &mut Call) -> One {
     }
 }
 
-/// The operand and a bias that may be left out.
+/// The operand plus an optional bias.
 fn biased(c: &mut Call) -> One {
     let x = c.x(0)?;
     match c.opt(1) {
@@ -136,13 +136,13 @@ pub fn fast_gelu(c: &mut Call) -> One {
     Ok(array::gelu_tanh(c.g(), x)?)
 }
 
-/// Nearer to zero by `bias`, and zero within `lambd` of it.
+/// Moves elements towards zero by `bias`, and sets those within `lambd` of zero to zero.
 pub fn shrink(c: &mut Call) -> One {
     let (bias, lambd) = (c.float("bias", 0.0)?, c.float("lambd", 0.5)?);
     let x = c.x(0)?;
     let dtype = c.dtype(x);
     let g = c.g();
-    // Integers are compared with a number that need not be one.
+    // Integers are compared with a number that need not be an integer.
     let wide = if dtype.is_float() { x } else { array::convert(g, x, DType::F64)? };
     let [low, high] = [-lambd, lambd].map(|limit| array::full_like(g, wide, limit));
     let above = array::compare(g, Direction::Gt, wide, high?)?;
@@ -155,7 +155,7 @@ pub fn shrink(c: &mut Call) -> One {
     Ok(array::convert(g, result, dtype)?)
 }
 
-/// Between limits that were attributes before they became operands.
+/// Clips to limits, which were attributes before they became operands.
 pub fn clip(c: &mut Call) -> One {
     let x = c.x(0)?;
     let mut result = x;
@@ -171,7 +171,7 @@ pub fn clip(c: &mut Call) -> One {
     Ok(result)
 }
 
-/// Nothing, as when a model is evaluated; the second result says that nothing was dropped.
+/// The identity, as in evaluation. The second result says that no element was dropped.
 pub fn dropout(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let training = c.opt(2).is_some() && c.number_of(2)? != 0.0;
@@ -205,7 +205,7 @@ pub fn hardmax(c: &mut Call) -> One {
     })
 }
 
-/// Before opset 13 the dimensions from `axis` on count as one.
+/// Applies `f` along `axis`. Before opset 13, the dimensions from `axis` on count as one.
 fn along(c: &mut Call, f: fn(&mut Graph, ValueId, usize) -> Built) -> One {
     let x = c.x(0)?;
     let old = c.opset < 13;

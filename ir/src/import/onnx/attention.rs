@@ -1,4 +1,4 @@
-//! Attention and rotary positions, as the standard and ONNX Runtime have them.
+//! Attention and rotary positions, by the standard and by ONNX Runtime.
 
 use super::call::{Call, Many, One, attribute, bad_value};
 use super::report::Reject;
@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::op::{Binary, Unary};
 
-/// Queries, keys and values as `[B, H, S, D]`, and what else decides the result.
+/// Queries, keys and values as `[B, H, S, D]`, and the options of the attention.
 struct Parts {
     q: ValueId,
     k: ValueId,
@@ -15,12 +15,12 @@ struct Parts {
     scale: f64,
     softcap: f64,
     causal: bool,
-    /// Keys before the first one that a causal query stands at.
+    /// The number of keys before the one at the position of the first causal query.
     past: u64,
     mask: Option<ValueId>,
 }
 
-/// `[B, S, H D]` as `[B, H, S, D]`.
+/// `[B, S, H D]` to `[B, H, S, D]`.
 fn heads(c: &mut Call, x: ValueId, count: u64) -> One {
     let [b, s, wide] = <[u64; 3]>::try_from(c.shape(x)).map_err(|_| bad_value(0))?;
     if count == 0 || !wide.is_multiple_of(count) {
@@ -30,7 +30,7 @@ fn heads(c: &mut Call, x: ValueId, count: u64) -> One {
     Ok(array::permute(c.g(), split, &[0, 2, 1, 3])?)
 }
 
-/// `[B, H, S, D]` as `[B, S, H D]`.
+/// `[B, H, S, D]` to `[B, S, H D]`.
 fn together(c: &mut Call, x: ValueId) -> One {
     let [b, h, s, d] = <[u64; 4]>::try_from(c.shape(x)).map_err(|_| bad_value(0))?;
     let moved = array::permute(c.g(), x, &[0, 2, 1, 3])?;
@@ -41,7 +41,7 @@ fn count(c: &Call, name: &'static str) -> Result<Option<u64>, Reject> {
     c.int_opt(name)?.map(|n| u64::try_from(n).map_err(|_| attribute(name))).transpose()
 }
 
-/// What was seen before, if anything, and then `x`.
+/// `x` after the past, if there is one.
 fn with_past(c: &mut Call, past: Option<ValueId>, x: ValueId) -> One {
     let some = past.filter(|&p| c.shape(p).get(2).is_some_and(|&length| length > 0));
     match some {
@@ -63,7 +63,7 @@ fn weighted(c: &mut Call, parts: &Parts) -> One {
     Ok(array::matmul(c.g(), weights, v)?)
 }
 
-/// Scores capped, scores with masks, and weights.
+/// The capped scores, the masked scores, and the weights.
 fn stages(c: &mut Call, parts: &Parts) -> Result<(ValueId, ValueId, ValueId), Reject> {
     let heads = *c.shape(parts.q).get(1).ok_or(bad_value(0))?;
     let g = c.g();
@@ -96,7 +96,7 @@ fn stages(c: &mut Call, parts: &Parts) -> Result<(ValueId, ValueId, ValueId), Re
     Ok((capped, scores, weights))
 }
 
-/// Operands Q, K, V, mask, past keys, past values; results Y, keys, values, and scores of a chosen stage.
+/// Operands Q, K, V, mask, past keys, past values. Results Y, keys, values, and scores of a selected stage.
 pub fn attention(c: &mut Call) -> Many {
     let mut operands = [c.x(0)?, c.x(1)?, c.x(2)?];
     if c.opt(6).is_some() {
@@ -148,7 +148,7 @@ pub fn attention(c: &mut Call) -> Many {
     Ok(results)
 }
 
-/// Cosines and sines, `[B or 1, S, D / 2]`, at these positions.
+/// The cosines and sines, `[B or 1, S, D / 2]`, at these positions.
 fn angles(c: &mut Call, positions: Option<ValueId>, tables: [ValueId; 2]) -> Result<[ValueId; 2], Reject> {
     let Some(positions) = positions else { return Ok(tables) };
     let g = c.g();
@@ -156,13 +156,13 @@ fn angles(c: &mut Call, positions: Option<ValueId>, tables: [ValueId; 2]) -> Res
     Ok([cosine?, sine?])
 }
 
-/// The first `width` elements of each head of `[B, H, S, D]` turned by their angles.
+/// Rotates the first `width` elements of each head of `[B, H, S, D]` by their angles.
 fn turned(c: &mut Call, x: ValueId, angles: [ValueId; 2], interleaved: bool, width: u64) -> One {
     let last = c.shape(x)[3];
     let width = if width == 0 { last } else { width };
     let mut tables = angles;
     for table in &mut tables {
-        // The same for all heads, and no more than are turned.
+        // The angles are the same for all heads. Take only as many as are rotated.
         let cut = array::slice_dim(c.g(), *table, 2, 0, (width / 2) as i64, 1)?;
         *table = array::unsqueeze(c.g(), cut, 1)?;
         if !interleaved {
@@ -256,7 +256,7 @@ pub fn multi_head(c: &mut Call) -> Many {
     contributed(c, q, k, v, past, c.flag("unidirectional", false)?, c.opt(5))
 }
 
-/// The result, keys and values of ONNX Runtime's attentions.
+/// The result, keys and values of ONNX Runtime's attention ops.
 fn contributed(
     c: &mut Call,
     q: ValueId,
@@ -277,7 +277,8 @@ fn contributed(
     Ok(vec![together(c, y)?, k, v])
 }
 
-/// Operands Q, K, V, past keys, past values, lengths, the total length, cosines, sines. Without a past all sequences are whole.
+/// Operands Q, K, V, past keys, past values, lengths, the total length, cosines, sines. Without a past, all sequences
+/// are complete.
 pub fn group_query(c: &mut Call) -> Many {
     let number = count(c, "num_heads")?.ok_or(attribute("num_heads"))?;
     let kv = count(c, "kv_num_heads")?.ok_or(attribute("kv_num_heads"))?;

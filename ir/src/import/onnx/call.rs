@@ -1,4 +1,4 @@
-//! One node as the function that lowers it sees it: operands, attributes with their defaults, and what is known.
+//! One node, as seen by the function that lowers it: operands, attributes with their defaults, and known values.
 
 use super::convert::{Builder, Scope};
 use super::proto::{self, kind};
@@ -17,9 +17,9 @@ pub(super) struct Call<'c, 'm> {
     pub builder: &'c mut Builder<'m>,
     pub node: &'m proto::Node,
     pub scope: &'c Scope<'c, 'm>,
-    /// Absent where the name is empty.
+    /// The operands. `None` if the name is empty.
     pub operands: Vec<Option<ValueId>>,
-    /// Version of the ops' domain that the model speaks.
+    /// The version of the ops' domain that the model uses.
     pub opset: i64,
 }
 
@@ -28,7 +28,7 @@ impl<'m> Call<'_, 'm> {
         &mut self.builder.graph
     }
 
-    /// An operand that must be there.
+    /// A required operand.
     pub fn x(&self, index: usize) -> One {
         self.opt(index).ok_or(Reject::Invalid(ProblemKind::Operand { index }))
     }
@@ -37,7 +37,7 @@ impl<'m> Call<'_, 'm> {
         self.operands.get(index).copied().flatten()
     }
 
-    /// All operands, none of them left out.
+    /// All operands, each of which is required.
     pub fn all(&self) -> Many {
         (0..self.operands.len()).map(|i| self.x(i)).collect()
     }
@@ -54,12 +54,12 @@ impl<'m> Call<'_, 'm> {
         self.builder.graph.ty(value).dtype
     }
 
-    /// Whether result `index` is wanted.
+    /// Returns true if result `index` is used.
     pub fn wants(&self, index: usize) -> bool {
         self.node.output.get(index).is_some_and(|name| !name.is_empty())
     }
 
-    /// The attribute of this name: of the node, or inside a function that of the call.
+    /// The attribute of this name. Inside a function, references to attributes of the call are resolved.
     pub fn attribute(&self, name: &str) -> Option<&'m proto::Attribute> {
         let found = self.node.attribute.iter().find(|a| a.name == name)?;
         self.scope.resolved(found)
@@ -81,7 +81,7 @@ impl<'m> Call<'_, 'm> {
     pub fn float_opt(&self, name: &'static str) -> Result<Option<f64>, Reject> {
         let value = |a: &proto::Attribute| a.f.filter(|_| a.kind == kind::FLOAT || a.kind == 0);
         let short = self.attribute(name).map(|a| value(a).ok_or(attribute(name))).transpose()?;
-        // Attributes have the precision of f32: what was written as 1e-5 is meant.
+        // Attributes have f32 precision. Recover the decimal number, such as 1e-5.
         Ok(short.map(|f| f.to_string().parse().unwrap_or(f64::from(f))))
     }
 
@@ -123,7 +123,7 @@ impl<'m> Call<'_, 'm> {
         Ok(Some(elements_of(tensor)?))
     }
 
-    /// The dimension of `value` that an attribute names.
+    /// The dimension of `value` that an attribute gives.
     pub fn axis(&self, name: &'static str, default: i64, value: ValueId) -> Result<usize, Reject> {
         Ok(array::axis(self.int(name, default)?, self.rank(value))?)
     }
@@ -149,7 +149,7 @@ impl<'m> Call<'_, 'm> {
         Ok(tensor.data.iter().map(|&x| x as i64).collect())
     }
 
-    /// The numbers of an operand that may be left out.
+    /// The numbers of an optional operand.
     pub fn numbers_of(&mut self, index: usize) -> Result<Option<Vec<f64>>, Reject> {
         if self.opt(index).is_none() {
             return Ok(None);
@@ -165,7 +165,7 @@ impl<'m> Call<'_, 'm> {
         }
     }
 
-    /// Integers that were an attribute before they became an operand.
+    /// Integers from an attribute that became an operand in later opsets.
     pub fn ints_either(&mut self, name: &'static str, index: usize) -> Result<Option<Vec<i64>>, Reject> {
         if let Some(ints) = self.ints_opt(name)? {
             return Ok(Some(ints.to_vec()));
@@ -176,7 +176,7 @@ impl<'m> Call<'_, 'm> {
         self.ints_of(index).map(Some)
     }
 
-    /// A number that was an attribute before it became an operand.
+    /// A number from an attribute that became an operand in later opsets.
     pub fn number_either(&mut self, name: &'static str, index: usize) -> Result<Option<f64>, Reject> {
         if let Some(number) = self.float_opt(name)? {
             return Ok(Some(number));
@@ -196,7 +196,7 @@ pub(super) fn bad_value(index: usize) -> Reject {
     Reject::Invalid(ProblemKind::Value { index })
 }
 
-/// Sizes from integers of a file.
+/// Converts integers of a file to sizes.
 pub(super) fn sizes(ints: &[i64], name: &'static str) -> Result<Vec<u64>, Reject> {
     ints.iter().map(|&i| u64::try_from(i).map_err(|_| attribute(name))).collect()
 }

@@ -48,7 +48,7 @@ pub fn fused_matmul(c: &mut Call) -> One {
     if alpha == 1.0 { Ok(y) } else { Ok(array::with_number(c.g(), Binary::Multiply, y, alpha)?) }
 }
 
-/// Dimensions that an ellipsis stands for have labels beyond those of letters, the last dimension the last label.
+/// The first label of dimensions in an ellipsis, beyond those of letters. The last dimension has the last label.
 const ELLIPSIS: u32 = 1 << 16;
 
 /// The labels of an operand of this rank.
@@ -82,7 +82,7 @@ pub fn einsum(c: &mut Call) -> One {
     once.dedup();
     let open: Vec<u32> = once.iter().copied().filter(|&l| l >= ELLIPSIS).collect();
     let result: Vec<u32> = match right {
-        // Those that occur once, in alphabetical order, behind the ellipsis.
+        // Labels that occur once, in alphabetical order, after the ellipsis.
         None => {
             let single = |l: &&u32| **l < ELLIPSIS && all.iter().filter(|a| a == l).count() == 1;
             open.iter().chain(once.iter().filter(single)).copied().collect()
@@ -101,7 +101,7 @@ pub fn einsum(c: &mut Call) -> One {
             return Err(Reject::Unsupported("that takes a diagonal"));
         }
     }
-    // A dimension of one element that is longer in another operand is broadcast: it goes.
+    // A dimension of size 1 that is larger in another operand is broadcast, so it is removed.
     let size_of = |c: &Call, terms: &[(ValueId, Vec<u32>)], label: u32| {
         let sizes = terms.iter().filter_map(|(x, l)| Some(c.shape(*x)[l.iter().position(|&m| m == label)?]));
         sizes.max().unwrap_or(1)
@@ -138,7 +138,7 @@ fn contract_labels(
     later: &dyn Fn(u32) -> bool,
 ) -> Result<(ValueId, Vec<u32>), Reject> {
     let mut operands = [left.clone(), right.clone()];
-    // What only one of them has and nobody needs is summed before.
+    // First sum over labels that only one operand has and that are not needed later.
     for i in 0..2 {
         let other = operands[1 - i].1.clone();
         let (x, labels) = &mut operands[i];
@@ -172,7 +172,7 @@ pub fn spatial(c: &Call, name: &'static str, n: usize, default: u64) -> Result<V
     }
 }
 
-/// Padding before and behind each spatial dimension, as said or so that there is a window at each stride.
+/// The padding before and after each spatial dimension. It is explicit, or provides a window at each stride.
 pub fn padding(
     c: &Call,
     image: &[u64],
@@ -203,7 +203,7 @@ pub fn padding(
     Ok(if upper { (less, more) } else { (more, less) })
 }
 
-/// The image's and the kernel's spatial sizes, where both have the same rank.
+/// The spatial sizes of image and kernel, which must have the same rank.
 fn image_and_kernel(c: &Call, x: ValueId, w: ValueId) -> Result<(Vec<u64>, Vec<u64>), Reject> {
     let (image, kernel) = (c.shape(x), c.shape(w));
     if image.len() < 3 || image.len() != kernel.len() {

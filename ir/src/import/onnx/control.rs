@@ -1,5 +1,5 @@
-//! Branches and loops. A branch whose condition is known is the branch that is taken; of others both are computed, and one is
-//! chosen. Loops whose turns can be counted are written out.
+//! Branches and loops. If a condition is known, only the selected branch is used. Otherwise both branches are computed
+//! and one result is selected. Loops with a known number of iterations are unrolled.
 
 use super::call::{Call, Many, attribute, bad_value};
 use super::report::{ProblemKind, Reject};
@@ -76,7 +76,7 @@ pub fn repeat(c: &mut Call) -> Many {
     Ok(carried)
 }
 
-/// Turns over the elements of one dimension of each scanned operand.
+/// Iterates over the elements of one dimension of each scanned operand.
 pub fn scan(c: &mut Call) -> Many {
     if c.opset < 9 {
         return Err(Reject::Unsupported("of opset 8"));

@@ -1,4 +1,4 @@
-//! From the nodes of a file to a graph: leaves first, then node by node, with functions inlined.
+//! Converts the nodes of a file to a graph: first the leaves, then each node in order, with functions inlined.
 
 use super::call::{Call, Many};
 use super::files::Files;
@@ -17,10 +17,10 @@ use crate::simplify::without_dead_nodes;
 use crate::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// What a file does not say of itself.
+/// Options that a file does not state.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Values of sizes that the file leaves open.
+    /// The values of sizes that the file leaves open.
     pub sizes: Vec<(String, u64)>,
 }
 
@@ -32,56 +32,56 @@ pub struct Argument {
     pub value: ValueId,
 }
 
-/// A file as a graph.
+/// The graph of a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Imported {
     pub graph: Graph,
-    /// Inputs first, then what the file holds.
+    /// The leaves: inputs first, then tensors that the file holds.
     pub arguments: Vec<Argument>,
-    /// What the file calls the outputs.
+    /// The names of the outputs in the file.
     pub results: Vec<String>,
-    /// Inputs of the graph that the file holds: they have no batch, and are not trained.
+    /// The inputs of the graph that the file holds. They have no batch and are not trained.
     pub buffers: Vec<String>,
-    /// Sizes that the file leaves open.
+    /// The sizes that the file leaves open.
     pub sizes: Vec<Size>,
-    /// What is to be known of the file.
+    /// Notes for the reader of a plan.
     pub notes: Vec<Note>,
 }
 
-/// The graph while it is being made.
+/// The graph under construction.
 pub(super) struct Builder<'m> {
     pub graph: Graph,
     pub known: Known,
     pub buffers: Vec<String>,
-    /// Leaves of each name.
+    /// The number of leaves with each name.
     pub leaf_names: HashMap<String, u32>,
-    /// Tensors of one sample that the model has for each of so many.
+    /// Tensors held for one sample that the model repeats, with the number of samples.
     pub repeated: BTreeMap<String, u64>,
     functions: BTreeMap<(&'m str, &'m str, &'m str), &'m proto::Function>,
     report: Report,
     nodes: u64,
-    /// Elements of tables so far.
+    /// The number of table elements so far.
     tables: u64,
     depth: usize,
 }
 
-/// Names that are seen in one graph, body or function.
+/// The names that are visible in one graph, body or function.
 pub(super) struct Scope<'s, 'm> {
-    /// `None` for what could not be made, which was reported.
+    /// The values by name. `None` if a value could not be made, which was reported.
     values: HashMap<&'m str, Option<ValueId>>,
-    /// Inputs of the function that the call leaves out.
+    /// The inputs of the function that the call omits.
     absent: Vec<&'m str>,
-    /// What a body is in.
+    /// The enclosing scope of a body.
     outer: Option<&'s Scope<'s, 'm>>,
     opsets: &'m [proto::OperatorSet],
-    /// Attributes of the function that is being inlined.
+    /// The attributes of the function that is being inlined.
     attributes: Option<&'s BTreeMap<&'m str, &'m proto::Attribute>>,
     /// The name of the call that is being inlined.
     path: Option<&'s str>,
 }
 
 impl<'s, 'm> Scope<'s, 'm> {
-    /// A body inside this scope.
+    /// A scope for a body inside this one.
     pub fn body(&'s self) -> Scope<'s, 'm> {
         let Scope { opsets, attributes, path, .. } = *self;
         Scope { values: HashMap::new(), absent: Vec::new(), outer: Some(self), opsets, attributes, path }
@@ -94,7 +94,7 @@ impl<'s, 'm> Scope<'s, 'm> {
         }
     }
 
-    /// The value of a name; `Some(None)` where it could not be made.
+    /// The value of a name. `Some(None)` if it could not be made.
     pub fn get(&self, name: &str) -> Option<Option<ValueId>> {
         let mut scope = Some(self);
         while let Some(here) = scope {
@@ -106,12 +106,12 @@ impl<'s, 'm> Scope<'s, 'm> {
         None
     }
 
-    /// Whether the name is that of an input which the function was called without.
+    /// Returns true if the name is that of an input that the function's call omits.
     fn is_absent(&self, name: &str) -> bool {
         self.absent.contains(&name) || self.outer.is_some_and(|outer| outer.is_absent(name))
     }
 
-    /// An attribute of a node here; one that stands for an attribute of the function's call is that one.
+    /// An attribute of a node here. A reference to an attribute of the function's call is resolved.
     pub fn resolved(&self, attribute: &'m proto::Attribute) -> Option<&'m proto::Attribute> {
         match attribute.ref_attr_name.as_str() {
             "" => Some(attribute),
@@ -125,12 +125,12 @@ impl<'s, 'm> Scope<'s, 'm> {
     }
 }
 
-/// The domain with the standard's own spelled in one way.
+/// The domain, with one spelling for the standard's own.
 fn standard(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
 
-/// Reads a file. Small tensors whose data is in another one are read by `files`.
+/// Reads a file. `files` reads small tensors whose data is in another file.
 pub fn import(bytes: &[u8], options: &Options, files: Files) -> Result<Imported, OnnxError> {
     let Prepared { model, listed, tables, repeated, mut notes } = prepare(bytes, files)?;
     let graph = model.graph.as_ref().ok_or(OnnxError::NoGraph)?;
@@ -208,8 +208,8 @@ fn arguments(graph: &Graph) -> Vec<Argument> {
 }
 
 impl<'m> Builder<'m> {
-    /// Ops of a graph that are unknown, all of them, whatever else is wrong. Which branch is taken is not known yet: those are
-    /// looked at when they are.
+    /// Reports all unknown ops of a graph, whatever other errors there are. Bodies of branches are checked later, when
+    /// it is known which branch is used.
     pub fn find_unsupported(&mut self, graph: &'m proto::Graph) {
         let mut bodies: Vec<&'m [proto::Node]> = vec![&graph.node];
         let mut seen = BTreeSet::new();
@@ -244,7 +244,7 @@ impl<'m> Builder<'m> {
         self.graph.push(op, &[])
     }
 
-    /// Converts nodes in order. What goes wrong with one is reported, and what depends on it left out.
+    /// Converts nodes in order. Errors of a node are reported, and nodes that depend on it are skipped.
     pub fn run(&mut self, nodes: &'m [proto::Node], scope: &mut Scope<'_, 'm>) -> Result<(), OnnxError> {
         for node in nodes {
             self.nodes += 1;
@@ -351,7 +351,7 @@ impl<'m> Builder<'m> {
         function.output.iter().map(result).collect()
     }
 
-    /// Converts a body whose inputs are given, and gives its outputs.
+    /// Converts a body with these inputs, and returns its outputs.
     pub fn run_body(
         &mut self,
         node: &'m proto::Node,
@@ -382,7 +382,7 @@ impl<'m> Builder<'m> {
         body.output.iter().map(result).collect()
     }
 
-    /// Counts the elements of a table that is about to be made.
+    /// Counts the elements of a table before it is made.
     pub fn table(&mut self, node: &proto::Node, elements: u64) -> Result<(), OnnxError> {
         self.tables = self.tables.saturating_add(elements);
         if self.tables > MAX_TABLES { Err(OnnxError::TooLarge { node: node_name(node) }) } else { Ok(()) }
@@ -396,8 +396,8 @@ impl<'m> Builder<'m> {
         Ok(())
     }
 
-    /// Scalars and tensors of one value that follow from constants become constants: counts and scales are computed from sizes
-    /// by many nodes.
+    /// Replaces a small tensor of equal elements that follows from constants by a constant. Models compute counts and
+    /// scales from sizes with many nodes.
     fn folded(&mut self, value: ValueId) -> ValueId {
         const MOST: u64 = 64;
         let node = self.graph.node(value);
@@ -412,7 +412,7 @@ impl<'m> Builder<'m> {
         self.graph.constant(Literal::dense(tensor.ty.clone(), tensor.data.clone()))
     }
 
-    /// Gives the nodes from `first` on the name of the node that they come from.
+    /// Names the nodes from `first` on after the node that they come from.
     fn name_nodes(&mut self, first: usize, node: &'m proto::Node, scope: &Scope<'_, 'm>) {
         if self.graph.nodes[first..].iter().all(|n| !n.name.is_empty()) {
             return;
@@ -426,7 +426,7 @@ impl<'m> Builder<'m> {
         self.graph.nodes[first..].iter_mut().filter(unnamed).for_each(|n| n.name.clone_from(&name));
     }
 
-    /// `transformer.h.0.ln_1` of the parameter `transformer.h.0.ln_1.weight`.
+    /// The module of a parameter: `transformer.h.0.ln_1` for `transformer.h.0.ln_1.weight`.
     fn module_of(&self, value: ValueId) -> Option<String> {
         match &self.graph.node(value).op {
             Op::Parameter(p) => p.name.rsplit_once('.').map(|(module, _)| module.to_string()),
@@ -435,7 +435,7 @@ impl<'m> Builder<'m> {
     }
 }
 
-/// The module that a node belongs to, as far as the file says; else the node's own name.
+/// The module that a node belongs to, if the file states it, or the node's own name.
 fn path_of(node: &proto::Node, scope: &Scope<'_, '_>) -> String {
     if let Some(module) = said_module(node) {
         return module;

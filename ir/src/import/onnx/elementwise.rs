@@ -1,4 +1,4 @@
-//! Functions of elements at the same place, broadcast.
+//! Functions of the elements at the same position, with broadcasting.
 
 use super::call::{Call, One, attribute};
 use super::report::Reject;
@@ -23,7 +23,7 @@ pub fn compare(c: &mut Call, direction: Direction) -> One {
     Ok(array::compare(c.g(), direction, a, b)?)
 }
 
-/// One operand after the other.
+/// Combines the operands one after the other.
 pub fn fold(c: &mut Call, op: Binary) -> One {
     let operands = c.all()?;
     let mut result = c.x(0)?;
@@ -44,7 +44,7 @@ pub fn select(c: &mut Call) -> One {
     Ok(array::select(c.g(), p, a, b)?)
 }
 
-/// The result has the type of the base. Squares, cubes and roots are written as such.
+/// A power with the type of the base. Squares, cubes and roots become products and roots.
 pub fn power(c: &mut Call) -> One {
     let (x, y) = (c.x(0)?, c.x(1)?);
     let dtype = c.dtype(x);
@@ -72,7 +72,7 @@ pub fn power(c: &mut Call) -> One {
     })
 }
 
-/// With `fmod` the sign of the result is that of the dividend, as in C; else that of the divisor, as in Python.
+/// The remainder. With `fmod`, its sign is that of the dividend as in C, otherwise that of the divisor as in Python.
 pub fn modulo(c: &mut Call) -> One {
     let fmod = c.flag("fmod", false)?;
     let (a, b) = (c.x(0)?, c.x(1)?);
@@ -117,7 +117,8 @@ pub fn cast_like(c: &mut Call) -> One {
     cast_to(c, dtype)
 }
 
-/// What is beyond the greatest number of an eight-bit float becomes that, unless `saturate` is off.
+/// Converts to `dtype`. Numbers beyond the greatest of an eight-bit float become the greatest, unless `saturate` is
+/// off.
 fn cast_to(c: &mut Call, dtype: DType) -> One {
     let saturate = c.flag("saturate", true)?;
     let x = c.x(0)?;
@@ -247,7 +248,7 @@ pub fn cosh(c: &mut Call) -> One {
     Ok(array::with_number(g, Binary::Multiply, sum, 0.5)?)
 }
 
-/// The element type of this name of the standard's enumeration, given as an attribute.
+/// The element type of an attribute, which is a number of the standard's enumeration.
 pub fn dtype_attribute(c: &Call, name: &'static str) -> Result<Option<DType>, Reject> {
     let Some(number) = c.int_opt(name)? else { return Ok(None) };
     let number = i32::try_from(number).map_err(|_| attribute(name))?;

@@ -1,17 +1,17 @@
-//! Small tensors whose data is in another file: what a plan depends on is read when the file is there.
+//! Small tensors whose data is in another file. Data that a plan depends on is read if the file is available.
 
 use super::leaves::MOST_CONSTANT_ELEMENTS;
 use super::proto::{Graph, Tensor};
 use super::tensor::{External, check_raw, elements_of, external_of, has_data, type_of};
 
-/// Reads data that is in another file, at most this many bytes and one more; none where it cannot.
+/// Reads data from another file, at most this many bytes and one more. Returns `None` if it cannot.
 pub type Files<'f> = &'f dyn Fn(&External, u64) -> Option<Vec<u8>>;
 
-/// Bytes that are read of all tensors together.
+/// The largest number of bytes to read for all tensors together.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Brings the data of small tensors into the graph. What is not as long as its shape says stays away, which reading the
-/// weights reports.
+/// Loads the data of small tensors into the graph. Data whose length does not match the shape is skipped, and reading
+/// the weights reports it.
 pub(super) fn fetch(graph: &mut Graph, files: Files) {
     let mut left = MOST_BYTES;
     for tensor in graph.initializer.iter_mut().filter(|t| t.data_location != 0) {
@@ -27,12 +27,12 @@ pub(super) fn fetch(graph: &mut Graph, files: Files) {
     }
 }
 
-/// Whether the data is known and not too much to look at.
+/// Returns true if the data is known and small enough to inspect.
 pub(super) fn is_small(tensor: &Tensor) -> bool {
     has_data(tensor) && type_of(tensor).is_ok_and(|ty| ty.elements() <= MOST_CONSTANT_ELEMENTS)
 }
 
-/// Whether all elements are equal, or `None` where that is not known.
+/// Returns true if all elements are equal, and `None` if that is unknown.
 pub(super) fn is_of_one_value(tensor: &Tensor) -> Option<bool> {
     let elements = is_small(tensor).then(|| elements_of(tensor).ok()).flatten()?.data;
     Some(elements.windows(2).all(|pair| pair[0].to_bits() == pair[1].to_bits()))

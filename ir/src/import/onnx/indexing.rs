@@ -1,4 +1,4 @@
-//! Lookups, their inverses, and orders.
+//! Lookups, their inverses, and sorting.
 
 use super::call::{Call, Many, One, attribute, bad_value};
 use super::leaves::counted;
@@ -11,8 +11,8 @@ use crate::op::{Binary, BroadcastInDim, Combine, Direction, Gather, GatherDims, 
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// Whether an index may be negative, and counts from the end then: those that are known are looked at, and rows of weights are
-/// looked up by ids, which count from the start.
+/// Returns true if an index may be negative and so count from the end. Known indices are inspected. Ids of rows of
+/// weights count from the start.
 fn wraps(c: &mut Call, table: ValueId, index: usize) -> bool {
     let looked_up = matches!(c.builder.graph.node(table).op, Op::Parameter(_));
     match c.known(index) {
@@ -40,7 +40,7 @@ pub fn gather_elements(c: &mut Call) -> One {
     Ok(array::take_along(c.g(), x, dim, indices, wrap)?)
 }
 
-/// Index vectors in the last dimension with negative components counted from the end of dimensions of these sizes.
+/// Index vectors in the last dimension, with negative components counted from the end of dimensions of these sizes.
 fn from_start(c: &mut Call, indices: ValueId, index: usize, sizes: &[u64]) -> One {
     if c.known(index).is_some_and(|known| known.data.iter().all(|&i| i >= 0.0)) {
         return Ok(indices);
@@ -55,7 +55,8 @@ fn from_start(c: &mut Call, indices: ValueId, index: usize, sizes: &[u64]) -> On
     Ok(array::select(g, negative, moved, indices)?)
 }
 
-/// The numbers of a lookup by index vectors: `batch` leading dimensions are shared, `depth` ones are indexed.
+/// The dimension numbers of a lookup by index vectors. `batch` leading dimensions are shared, and the next `depth` are
+/// indexed.
 fn vector_dims(shape: &[u64], indices_rank: usize, batch: usize, depth: usize) -> GatherDims {
     let sliced = shape.len() - batch - depth;
     let mut slice_sizes = shape.to_vec();
@@ -71,7 +72,7 @@ fn vector_dims(shape: &[u64], indices_rank: usize, batch: usize, depth: usize) -
     }
 }
 
-/// The components of an index vector, where they and the shared dimensions fit the table.
+/// The length of the index vectors, which must fit the table together with the shared dimensions.
 fn depth_of(c: &Call, shape: &[u64], indices: ValueId, batch: usize) -> Result<usize, Reject> {
     let indices = c.shape(indices);
     let depth = indices.last().and_then(|&d| usize::try_from(d).ok()).filter(|d| batch + d <= shape.len());
@@ -81,13 +82,14 @@ fn depth_of(c: &Call, shape: &[u64], indices: ValueId, batch: usize) -> Result<u
 
 /// One component of index vectors.
 struct Component {
-    /// Without the dimension of the vectors.
+    /// The component, without the dimension of the vectors.
     value: ValueId,
-    /// The dimension of the indices along which it counts all places of its own dimension: a lookup in step with it.
+    /// The dimension of the indices along which the component counts all positions of its own dimension, if there is
+    /// one. Such a lookup is in step with that dimension.
     counts: Option<usize>,
 }
 
-/// Component `at` of index vectors: what they were put together of, where they were.
+/// Component `at` of index vectors. If these were concatenated, it is the original part.
 fn component(c: &mut Call, indices: ValueId, at: u64) -> One {
     let last = c.rank(indices) - 1;
     let node = c.builder.graph.node(indices);
@@ -107,7 +109,7 @@ fn component(c: &mut Call, indices: ValueId, at: u64) -> One {
     Ok(known.map_or(slice, |known| counted(c.g(), Tensor::clone(&known))))
 }
 
-/// The components of index vectors, and which of them count along a dimension of the indices.
+/// The components of index vectors. Each that counts along a dimension of the indices is marked.
 fn components(c: &mut Call, indices: ValueId, sizes: &[u64]) -> Result<Vec<Component>, Reject> {
     let shape = c.shape(indices);
     let mut found: Vec<Component> = Vec::with_capacity(sizes.len());
@@ -143,7 +145,7 @@ pub fn gather_nd(c: &mut Call) -> One {
     if counts.len() == parts.len() {
         return in_step(c, x, indices, &counts);
     }
-    // A component that counts the samples, say, looks up in each sample: the dimensions are shared.
+    // A component that counts, for example, the samples looks up within each sample. So the dimensions are shared.
     let (mut columns, mut looked_up) = (Vec::new(), Vec::new());
     for (at, part) in parts.iter().enumerate() {
         match part.counts {
@@ -168,7 +170,7 @@ pub fn gather_nd(c: &mut Call) -> One {
     Ok(c.g().push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])?)
 }
 
-/// A lookup all of whose components count: the table itself, with dimensions moved and repeated.
+/// A lookup in which every component counts: the table itself, with its dimensions moved and repeated.
 fn in_step(c: &mut Call, x: ValueId, indices: ValueId, counts: &[usize]) -> One {
     let indices = c.shape(indices);
     let wide = &indices[..indices.len() - 1];
@@ -178,7 +180,7 @@ fn in_step(c: &mut Call, x: ValueId, indices: ValueId, counts: &[usize]) -> One 
     Ok(c.g().push(Op::BroadcastInDim(BroadcastInDim { shape, dims }), &[x])?)
 }
 
-/// A column of index vectors with negative ones counted from the end, unless all are known not to be.
+/// A column of index vectors, with negative indices counted from the end unless none is known to be negative.
 fn column_from_start(c: &mut Call, column: ValueId, size: u64) -> One {
     let known = c.builder.known.elements(&c.builder.graph, column);
     if known.is_some_and(|known| known.data.iter().all(|&i| i >= 0.0)) {
@@ -191,7 +193,7 @@ fn column_from_start(c: &mut Call, column: ValueId, size: u64) -> One {
     Ok(array::select(g, negative, moved, column)?)
 }
 
-/// `x` with updates combined into it as the attribute `reduction` says.
+/// Combines updates into `x` as the attribute `reduction` says.
 fn scatter(c: &mut Call, x: ValueId, indices: ValueId, updates: ValueId, dims: GatherDims) -> One {
     let combine = match c.text("reduction", "none")? {
         "none" => Combine::Replace,
@@ -240,7 +242,7 @@ pub fn scatter_elements(c: &mut Call) -> One {
         };
         return scatter(c, x, column, updates, dims);
     }
-    // Updates for a part of the other dimensions: whole index vectors say which.
+    // Updates for a part of the other dimensions use complete index vectors.
     let dtype = c.dtype(indices);
     let full = [wanted.as_slice(), &[1]].concat();
     let mut columns = Vec::with_capacity(rank);
@@ -288,7 +290,7 @@ pub fn top_k(c: &mut Call) -> Many {
     Ok(vec![values, places])
 }
 
-/// The first elements of each sequence in reverse order, as many as the sequence has; the rest stays.
+/// Reverses the first elements of each sequence, up to its length. The rest stays.
 pub fn reverse_sequence(c: &mut Call) -> One {
     let (x, lengths) = (c.x(0)?, c.x(1)?);
     let (time, batch) = (c.axis("time_axis", 0, x)?, c.axis("batch_axis", 1, x)?);
@@ -306,7 +308,7 @@ pub fn reverse_sequence(c: &mut Call) -> One {
     Ok(array::take_along(g, x, time, from, false)?)
 }
 
-/// How many elements are not zero is a size, so they must be known.
+/// The positions of nonzero elements. Their number is a size, so the elements must be known.
 pub fn non_zero(c: &mut Call) -> One {
     let tensor = c.elements(0)?;
     let mut places: Vec<Vec<f64>> = vec![Vec::new(); tensor.ty.rank()];
@@ -322,7 +324,7 @@ pub fn non_zero(c: &mut Call) -> One {
     Ok(c.g().constant(Literal::dense(ty, places.concat())))
 }
 
-/// Slices where a condition, which must be known, is true.
+/// The slices for which a condition is true. The condition must be known.
 pub fn compress(c: &mut Call) -> One {
     let x = c.x(0)?;
     let kept = c.elements(1)?;

@@ -1,8 +1,8 @@
-//! Values that follow from constants and sizes alone (the shapes that a graph computes, the turns of its loops), known while
-//! the graph is being made.
+//! Values that follow only from constants and sizes, known during the construction of the graph. They are the shapes
+//! that a model computes and the iterations of its loops.
 //!
-//! Their nodes are in the graph like all others; the elements are computed when first asked for, by the ops' own reference
-//! semantics, rounded to the element type.
+//! Their nodes are in the graph like all others. The elements are computed on first use by the reference semantics of
+//! ops, and rounded to the element type.
 
 use crate::graph::{Graph, ValueId};
 use crate::op::{Op, Operator};
@@ -10,23 +10,23 @@ use crate::tensor::Tensor;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Larger tensors are not evaluated: no shape and no condition is one.
+/// The largest number of elements of a tensor that is evaluated. Shapes and conditions are smaller.
 pub const MOST_ELEMENTS: u64 = 1 << 16;
 
-/// Work for one node, and for all of a model, in element operations.
+/// The limit of work for one node and for a whole model, in element operations.
 const MOST_WORK: u64 = 1 << 22;
 const MOST_TOTAL_WORK: u64 = 1 << 30;
 
 #[derive(Default)]
 pub struct Known {
-    /// For each node so far, whether it is small and follows from constants.
+    /// For each node so far, true if it is small and follows from constants.
     follows: Vec<bool>,
     values: HashMap<ValueId, Rc<Tensor>>,
     work: u64,
 }
 
 impl Known {
-    /// Whether the elements of a value follow from constants.
+    /// Returns true if the elements of a value follow from constants.
     pub fn follows(&mut self, graph: &Graph, value: ValueId) -> bool {
         for v in self.follows.len()..=value.index() {
             let node = &graph.nodes[v];
@@ -37,12 +37,12 @@ impl Known {
         self.follows[value.index()]
     }
 
-    /// The elements of a value, where they follow from constants.
+    /// The elements of a value, if they follow from constants.
     pub fn elements(&mut self, graph: &Graph, value: ValueId) -> Option<Rc<Tensor>> {
         if !self.follows(graph, value) {
             return None;
         }
-        // Chains of counters can be as long as loops, hence a stack instead of recursion.
+        // Chains of counters can be as long as loops, so use a stack instead of recursion.
         let mut stack = vec![value];
         while let Some(&last) = stack.last() {
             if self.values.contains_key(&last) {

@@ -1,4 +1,4 @@
-//! Tensors that a file holds: which are trained, which are given, and which are constants.
+//! Tensors that a file holds: which are trained, which are inputs, and which are constants.
 
 use super::convert::{Builder, Scope};
 use super::files::{Files, is_of_one_value};
@@ -16,22 +16,22 @@ use crate::tensor::Tensor;
 use crate::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// More integers than this are no constant that a plan should repeat.
+/// The largest number of elements of a constant. A plan should not repeat longer lists of integers.
 pub(super) const MOST_CONSTANT_ELEMENTS: u64 = 1 << 16;
 
-/// What an operand is used for.
+/// The purpose of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
-    /// Sets how the op works.
+    /// A setting of the op.
     Setting,
-    /// What a recurrent layer starts from, a value for each sample.
+    /// The initial state of a recurrent layer, with a value for each sample.
     State,
-    /// Statistics that training updates, but no gradient.
+    /// Statistics that training updates, but not by gradients.
     Statistic,
     Weight,
 }
 
-/// What operand `index` of an op is, if it is a float.
+/// The role of operand `index` of an op, if it is a float.
 fn role(op: &str, index: usize) -> Role {
     match (op, index) {
         ("BatchNormalization", 3 | 4) => Role::Statistic,
@@ -45,13 +45,13 @@ fn role(op: &str, index: usize) -> Role {
     }
 }
 
-/// What a file says and shows of its tensors.
+/// The file's statements about its tensors, and their uses.
 #[derive(Default)]
 pub(super) struct Uses<'m> {
     roles: BTreeMap<&'m str, Role>,
-    /// Names that PyTorch's exporter lists as parameters.
+    /// The names that PyTorch's exporter lists as parameters.
     parameters: BTreeSet<&'m str>,
-    /// Names of floats that are not trained.
+    /// The names of floats that are not trained.
     untrained: BTreeSet<&'m str>,
 }
 
@@ -66,7 +66,7 @@ impl<'m> Uses<'m> {
         uses
     }
 
-    /// With what the exporter lists, and what was found to be a table.
+    /// Adds the exporter's list, and the tensors that were identified as tables.
     pub fn with(mut self, listed: &'m Listed, tables: &'m BTreeSet<String>) -> Self {
         self.parameters = listed.parameters.iter().map(String::as_str).collect();
         self.untrained = listed.buffers.iter().chain(tables).map(String::as_str).collect();
@@ -77,7 +77,7 @@ impl<'m> Uses<'m> {
         for node in &graph.node {
             if let ("Identity", [from], [to]) = (node.op_type.as_str(), node.input.as_slice(), node.output.as_slice()) {
                 aliases.insert(to, aliases.get(from.as_str()).copied().unwrap_or(from));
-                // Used at all: what for is seen where the copy is used.
+                // It is used. The uses of the copy determine its role.
                 self.roles.entry(from).or_insert(Role::Setting);
                 continue;
             }
@@ -97,7 +97,7 @@ impl<'m> Uses<'m> {
         *known = (*known).max(role);
     }
 
-    /// Whether any node or output uses the value.
+    /// Returns true if any node or output uses the value.
     pub fn has(&self, name: &str) -> bool {
         self.roles.contains_key(name)
     }
@@ -121,7 +121,7 @@ impl<'m> Uses<'m> {
     }
 }
 
-/// A tensor that a file holds or names.
+/// A tensor that a file holds or refers to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Held {
     pub name: String,
@@ -131,15 +131,15 @@ pub struct Held {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum HeldData {
-    /// Row major, in the file itself.
+    /// The elements in the file itself, row major.
     Inline(Vec<f64>),
-    /// Little-endian bytes of another file, which [`decode`] reads.
+    /// Little-endian bytes in another file, which [`decode`] reads.
     External(External),
-    /// Stripped from the file.
+    /// Data that was stripped from the file.
     Missing,
 }
 
-/// The tensors of a file by the names that its graph's leaves have.
+/// The tensors of a file, by the names of the graph's leaves.
 pub fn held(bytes: &[u8], files: Files) -> Result<Vec<Held>, OnnxError> {
     let graph = prepare(bytes, files)?.model.graph.ok_or(OnnxError::NoGraph)?;
     let one = |tensor: &proto::Tensor| -> Result<Held, TensorError> {
@@ -154,13 +154,13 @@ pub fn held(bytes: &[u8], files: Files) -> Result<Vec<Held>, OnnxError> {
     all.map(|t| one(t).map_err(|error| OnnxError::Initializer { name: t.name.clone(), error })).collect()
 }
 
-/// The elements of a tensor whose data is in another file.
+/// Decodes the elements of a tensor whose data is in another file.
 pub fn decode(ty: &TensorType, bytes: &[u8]) -> Result<Vec<f64>, TensorError> {
     Ok(from_raw(ty.clone(), bytes)?.data)
 }
 
-/// A constant; integers that count from 0 along one dimension are written as such, since counts can scale with the batch and
-/// masks are made of them. One slice stands for equal ones.
+/// A constant. Integers that count from 0 along one dimension become an iota, because counts can scale with the batch
+/// and masks are computed from them. Equal slices become a broadcast of one.
 pub(super) fn counted(graph: &mut Graph, tensor: Tensor) -> ValueId {
     let Tensor { ty, data } = tensor;
     let mut stride = 1;
@@ -186,7 +186,8 @@ pub(super) fn counted(graph: &mut Graph, tensor: Tensor) -> ValueId {
 }
 
 impl<'m> Builder<'m> {
-    /// Defines a tensor of the file. Names of leaves are unique in a graph, so bodies that hold tensors of one name number them.
+    /// Defines a tensor of the file. Names of leaves are unique in a graph, so tensors of the same name in several
+    /// bodies are numbered.
     pub fn initializer(
         &mut self,
         tensor: &'m proto::Tensor,
@@ -201,7 +202,8 @@ impl<'m> Builder<'m> {
             counted(&mut self.graph, elements)
         } else {
             if has_data(tensor) && !tensor.raw_data.is_empty() {
-                // What is read with the weights is checked with them, but for its length, which costs nothing.
+                // The elements are checked when the weights are read. Only the length is checked here, which costs
+                // nothing.
                 check_raw(&ty, &tensor.raw_data).map_err(fail)?;
             }
             let trained = uses.is_trained(name, ty.dtype);
@@ -226,7 +228,7 @@ impl<'m> Builder<'m> {
         scope.define(name, Some(value))
     }
 
-    /// `name`, or where a leaf is called so already, `name#2`.
+    /// `name`, or `name#2` and so on if a leaf already has that name.
     fn leaf_name(&mut self, name: &str) -> String {
         let count = self.leaf_names.entry(name.to_string()).or_insert(0);
         *count += 1;

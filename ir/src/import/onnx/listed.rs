@@ -1,14 +1,14 @@
-//! What PyTorch's exporter lists: the parameters and buffers that the model had before it was optimised.
+//! The list of PyTorch's exporter: the parameters and buffers of the model before optimisation.
 //!
-//! A listed parameter that the file does not hold was merged with another that starts out equal, folded into another tensor
-//! (a transposed weight), or left out (a bias of zeros).
+//! A listed parameter that the file does not hold was merged with another that starts out equal, folded into another
+//! tensor (a transposed weight), or omitted (a bias of zeros).
 
 use super::proto::{Graph, Model, Node, Property};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Listed {
-    /// Parameters in the order of their definition.
+    /// The parameters in order of definition.
     pub parameters: Vec<String>,
     pub buffers: BTreeSet<String>,
 }
@@ -37,7 +37,7 @@ impl Listed {
     }
 }
 
-/// Listed parameters that the file does not hold, by module.
+/// The listed parameters that the file does not hold, by module.
 pub(super) struct Missing {
     names: BTreeSet<String>,
 }
@@ -48,12 +48,12 @@ impl Missing {
         Missing { names: listed.parameters.iter().filter(|name| !held.contains(name.as_str())).cloned().collect() }
     }
 
-    /// Those of a module itself.
+    /// The missing parameters of a module itself.
     pub fn own<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
         self.below(module).filter(move |name| split_name(name).0 == module)
     }
 
-    /// Those of a module and of the modules in it; the whole model is the module without a name.
+    /// The missing parameters of a module and the modules inside it. The empty name stands for the whole model.
     pub fn below<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
         let prefix = if module.is_empty() { String::new() } else { format!("{module}.") };
         let from = self.names.range(prefix.clone()..);
@@ -64,20 +64,20 @@ impl Missing {
         self.names.contains(name)
     }
 
-    /// It is accounted for.
+    /// Removes a parameter that is accounted for.
     pub fn take(&mut self, name: &str) {
         self.names.remove(name);
     }
 }
 
-/// `transformer.h.0.ln_1` and `weight` of `transformer.h.0.ln_1.weight`.
+/// Splits `transformer.h.0.ln_1.weight` into `transformer.h.0.ln_1` and `weight`.
 pub(super) fn split_name(name: &str) -> (&str, &str) {
     name.rsplit_once('.').unwrap_or(("", name))
 }
 
-/// The module that a node belongs to, where the file says it.
+/// The module that a node belongs to, if the file states it.
 pub(super) fn said_module(node: &Node) -> Option<String> {
-    // A list as Python prints it, from the whole model to the node itself: ['', 'h', 'h.0', 'h.0.ln', 'layer_norm'].
+    // A list as printed by Python, from the whole model to the node itself: ['', 'h', 'h.0', 'h.0.ln', 'layer_norm'].
     if let Some(scopes) = node.metadata_props.iter().find(|p| p.key == "pkg.torch.onnx.name_scopes") {
         let parts: Vec<&str> = scopes.value.split('\'').skip(1).step_by(2).collect();
         if let [.., module, _] = parts.as_slice()
@@ -89,11 +89,11 @@ pub(super) fn said_module(node: &Node) -> Option<String> {
     None
 }
 
-/// The modules in a node's name, as the older exporter writes them: `/h/h.0/ln/LayerNormalization`.
+/// The module path in a node's name, as the older exporter writes it: `/h/h.0/ln/LayerNormalization`.
 pub(super) fn module_in_name(node: &Node) -> Option<String> {
     let (modules, _) = node.name.strip_prefix('/')?.rsplit_once('/')?;
     let mut path = String::new();
-    // Items of a list repeat the list's name: `h.0.ln` of `h/h.0/ln`.
+    // Items of a list repeat the list's name: `h.0.ln` comes from `h/h.0/ln`.
     for part in modules.split('/') {
         let last = path.rsplit('.').next().unwrap_or_default();
         let item = part.strip_prefix(last).and_then(|rest| rest.strip_prefix('.'));
@@ -106,15 +106,15 @@ pub(super) fn module_in_name(node: &Node) -> Option<String> {
     Some(path)
 }
 
-/// A place where a node uses a tensor.
+/// A use of a tensor by a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Use {
     pub node: usize,
     pub operand: usize,
 }
 
-/// Where the graph's own nodes use each of its tensors. What bodies of loops and branches use, and what the graph gives back,
-/// is left out: it stays what it is.
+/// The uses of each tensor by the graph's own nodes. Tensors that bodies of loops and branches use, or that the graph
+/// returns, are excluded and stay unchanged.
 pub(super) fn uses_of(graph: &Graph) -> BTreeMap<String, Vec<Use>> {
     let mut uses: BTreeMap<String, Vec<Use>> =
         graph.initializer.iter().map(|tensor| (tensor.name.clone(), Vec::new())).collect();

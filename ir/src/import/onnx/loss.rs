@@ -23,7 +23,7 @@ pub fn negative_log_likelihood(c: &mut Call) -> One {
     of_log(c, log, labels)
 }
 
-/// `-weight[label] log[label]`, without those labels that are ignored; the mean is one by weight.
+/// `-weight[label] log[label]`, without ignored labels. The mean is weighted.
 fn of_log(c: &mut Call, log: ValueId, labels: ValueId) -> One {
     let reduction = c.text("reduction", "mean")?;
     let ignored = c.int_opt("ignore_index")?;

@@ -1,17 +1,19 @@
-//! Parameters that an exporter merged because they start out equal, told apart again.
+//! Separates parameters that an exporter merged because they start out equal.
 //!
-//! Exporters keep one tensor where several have equal elements: of a model that was not trained, every gain of its norms is
-//! one tensor of ones and every bias one of zeros. A training step would move them apart, so they are as many parameters as
-//! the model has. Others are one parameter in earnest: an embedding that is also the last layer, a block that is applied
-//! several times. Uses of a tensor are told apart where
+//! Exporters keep a single tensor for several with equal elements. In an untrained model, all gains of norms become one
+//! tensor of ones, and all biases one of zeros. Training would make them different, so they are as many parameters as
+//! the model has.
 //!
-//! * its elements are known and equal one number, or are not known and lie along one dimension. Gains and biases start as one
-//!   number; matrices do not, since units that start alike stay alike, so equal ones were tied; and
-//! * the uses are in different modules, by the scopes or the names of the nodes, and the exporter lists a parameter of the
-//!   module that the file does not hold. Where nothing names modules, nodes take the modules that are without a tensor in the
-//!   order of the list, if they are as many.
+//! Other shared tensors really are one parameter, such as an embedding that is also the last layer, or a block that is
+//! applied several times. Uses of a tensor are separated if both conditions hold:
 //!
-//! What an exporter left out altogether, the zeros that a matrix product or a convolution adds, is put back where it is listed.
+//! * Its elements are known and all equal, or are unknown and lie along one dimension. Gains and biases start as a
+//!   single number. Matrices do not, since equal units stay equal, so equal matrices were tied.
+//! * The uses are in different modules, by the scopes or the names of nodes, and the exporter lists a parameter of that
+//!   module which the file does not hold. If nothing names modules, nodes take the modules without a tensor in the
+//!   order of the list, if the numbers match.
+//!
+//! Omitted biases of zeros, of matrix products and convolutions, are restored if they are listed.
 
 use super::files::is_of_one_value;
 use super::listed::{Listed, Missing, Use, module_in_name, said_module, split_name, uses_of};
@@ -20,20 +22,20 @@ use super::report::Note;
 use super::tensor::{dtype_of, type_of};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Elements of all copies together: a tensor with more stays one.
+/// The largest number of elements of all copies of a tensor together. A tensor with more stays merged.
 const MOST_ELEMENTS: u64 = 1 << 25;
 
-/// A bias that is put back has its zeros with it unless it is longer, which no real one is.
+/// The largest restored bias that includes its zeros. Real ones are not longer.
 const MOST_ZEROS: u64 = 1 << 20;
 
-/// A use under the name of its own parameter.
+/// A use, with the name of its own parameter.
 struct Renamed {
     at: Use,
     from: String,
     to: String,
 }
 
-/// Gives each module its own copy of what was merged, and its bias back.
+/// Gives each module its own copy of merged parameters, and restores its bias.
 pub(super) fn tell_apart(graph: &mut Graph, listed: &Listed, missing: &mut Missing) -> Vec<Note> {
     let mut notes = Vec::new();
     let merged = merged_tensors(graph);
@@ -47,7 +49,7 @@ pub(super) fn tell_apart(graph: &mut Graph, listed: &Listed, missing: &mut Missi
     notes
 }
 
-/// Tensors with several uses that may be several parameters, with these uses.
+/// The tensors whose several uses may be several parameters, with these uses.
 fn merged_tensors(graph: &Graph) -> BTreeMap<String, Vec<Use>> {
     let mut uses = uses_of(graph);
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
@@ -63,7 +65,7 @@ fn merged_tensors(graph: &Graph) -> BTreeMap<String, Vec<Use>> {
     uses
 }
 
-/// What the older exporter writes for a merged parameter: a copy of the tensor under the parameter's own name.
+/// The older exporter's form of a merged parameter: a copy of the tensor under the parameter's own name.
 fn aliases(graph: &Graph, merged: &BTreeMap<String, Vec<Use>>) -> Vec<Renamed> {
     let mut found = Vec::new();
     for (name, places) in merged {
@@ -89,13 +91,13 @@ fn by_module(
     let parameters: BTreeSet<&str> = listed.parameters.iter().map(String::as_str).collect();
     let mut found = Vec::new();
     for (name, places) in merged {
-        // What has a made-up name is folded, and a mask perhaps.
+        // A made-up name stands for a folded tensor, or perhaps a mask.
         if !listed.is_empty() && !parameters.contains(name.as_str()) {
             continue;
         }
         let (own, component) = split_name(name);
         let at_home = places.iter().any(|at| modules.get(&at.node).is_some_and(|m| m == own));
-        // Without a list, that it is used where its name says is what makes its name one of a module.
+        // Without a list, a name is only known to contain a module if that module uses it.
         if listed.is_empty() && (!at_home || own.is_empty()) {
             continue;
         }
@@ -103,7 +105,7 @@ fn by_module(
         let mut of_modules: BTreeMap<String, Option<String>> = BTreeMap::new();
         for &at in places {
             let Some(module) = modules.get(&at.node) else { continue };
-            // Where no node names the tensor's own module, the first one is taken for it.
+            // If no node names the tensor's own module, take the first one for it.
             if *home.get_or_insert_with(|| module.clone()) == *module {
                 continue;
             }
@@ -126,7 +128,7 @@ fn by_module(
     found
 }
 
-/// The only one there is.
+/// The single item, if there is exactly one.
 pub(super) fn only<'s>(mut names: impl Iterator<Item = &'s str>) -> Option<&'s str> {
     names.next().filter(|_| names.next().is_none())
 }
@@ -141,7 +143,7 @@ fn kind_of_name(component: &str) -> Kind {
     if component.contains("bias") || component.contains("beta") { Kind::Bias } else { Kind::Gain }
 }
 
-/// Which kind of parameter an operand is, as far as the op says.
+/// The kind of parameter that an operand is, if the op determines it.
 fn kind_of(node: &Node, operand: usize) -> Option<Kind> {
     match (node.op_type.as_str(), operand) {
         ("LayerNormalization" | "GroupNormalization" | "InstanceNormalization" | "BatchNormalization", 2)
@@ -154,7 +156,7 @@ fn kind_of(node: &Node, operand: usize) -> Option<Kind> {
     }
 }
 
-/// The module of each node that uses a merged tensor, where it is known or can be concluded.
+/// The module of each node that uses a merged tensor, if it is known or can be inferred.
 fn modules_of(
     graph: &Graph,
     merged: &BTreeMap<String, Vec<Use>>,
@@ -173,10 +175,11 @@ fn modules_of(
     modules
 }
 
-/// Nodes that say nothing of their module, under the modules of the list in its order: those all of whose parameters are
-/// merged, where there are as many as nodes that use such. What is merged must come to lie in its own module.
+/// Assigns modules of the list, in order, to nodes without a known module. These are modules whose parameters are all
+/// merged, and there must be as many as nodes that use such tensors. Each merged tensor must then lie in its own
+/// module.
 fn in_order(merged: &BTreeMap<String, Vec<Use>>, listed: &Listed, missing: &Missing) -> BTreeMap<usize, String> {
-    // The last parts of names that make up a module, or that a node uses.
+    // The last parts of the names in a module, or of the names that a node uses.
     type Parts<'a> = BTreeSet<&'a str>;
     let mut slots: BTreeMap<usize, (Parts, BTreeSet<&str>)> = BTreeMap::new();
     for (name, places) in merged {
@@ -258,7 +261,7 @@ fn apply(graph: &mut Graph, merged: &BTreeMap<String, Vec<Use>>, renamed: Vec<Re
     }
 }
 
-/// The biases that the list has and the file does not, of products and convolutions that add none.
+/// Restores biases that the list has and the file lacks, for products and convolutions without one.
 fn restore_biases(graph: &mut Graph, missing: &mut Missing) -> Vec<String> {
     let weights: BTreeMap<String, Tensor> = graph
         .initializer
@@ -301,12 +304,12 @@ fn width(data_type: i32) -> u64 {
     dtype_of(data_type).map_or(0, |dtype| dtype.bytes())
 }
 
-/// How many features a product or a convolution with this weight gives.
+/// The number of features in the result of a product or a convolution with this weight.
 fn bias_length(node: &Node, weight: &Tensor) -> Option<u64> {
     let int = |name: &str| node.attribute.iter().find(|a| a.name == name).and_then(|a| a.i);
     let float = |name: &str| node.attribute.iter().find(|a| a.name == name).and_then(|a| a.f);
     let length = match (node.op_type.as_str(), weight.dims.as_slice()) {
-        // The sum is scaled by beta.
+        // The bias is scaled by beta.
         ("Gemm", &[rows, columns]) if float("beta").unwrap_or(1.0) == 1.0 => {
             if int("transB").unwrap_or(0) != 0 {
                 rows

@@ -1,20 +1,22 @@
-//! Reads ONNX models: `onnx.proto` of opset 7 and later, as exporters of PyTorch, TensorFlow and others write it.
+//! Importer for ONNX models: `onnx.proto` of opset 7 and later, as exporters of PyTorch, TensorFlow and others write
+//! it.
 //!
-//! [`proto`] has the messages of a file, [`import`] makes a graph of them: [`convert`](self) walks the nodes, inlines
-//! functions and unrolls loops, and a table maps each op to the function that writes it in ops of a graph, one file a family.
-//! Shapes that the model computes are evaluated on the way (`known`), so that all sizes of the graph are numbers.
+//! [`proto`] has the messages of a file, and [`import`] converts them to a graph. [`convert`](self) walks the nodes,
+//! inlines functions and unrolls loops. A table maps each op to the function that expresses it in ops of a graph, with
+//! one file per family. Shapes that the model computes are evaluated on the way (`known`), so that all sizes of the
+//! graph are numbers.
 //!
-//! What becomes of a tensor that the file holds:
-//! * floats are parameters, whether their data is here or in another file, and under the name that they have in the file;
-//! * the running mean and variance of a batch norm are inputs without a batch, and so is what a PyTorch export calls a buffer;
-//! * integers, booleans, single floats (unless they are called `.weight` or `.bias`) and floats that set how an op works (the
-//!   scales of a resize or a quantisation) are constants; where their data is gone, they are inputs without a batch;
-//! * what a recurrent layer starts from is a constant if it is one number, and else an input.
+//! Tensors that the file holds are imported by kind:
+//! * Floats are parameters, whether their data is here or in another file, under their name in the file.
+//! * The running mean and variance of a batch norm are inputs without a batch, and so are buffers of a PyTorch export.
+//! * Integers, booleans, single floats (unless they are called `.weight` or `.bias`) and float settings of an op (the
+//!   scales of a resize or a quantisation) are constants. If their data is missing, they are inputs without a batch.
+//! * The initial state of a recurrent layer is a constant if it is a single number, and otherwise an input.
 //!
-//! Exporters optimise: they merge parameters that start out equal, leave out biases of zeros, fold parameters into tensors with
-//! names such as `val_110`, and expand tensors to the batch. `prepare` undoes that as far as the file says how (`merged`,
-//! `named`, `repeated`), so that a model is the same one whatever file it came in. A table or a mask of floats cannot be told
-//! from a weight where PyTorch's list of parameters is missing, and counts as one then.
+//! Exporters optimise. They merge parameters that start out equal, omit biases of zeros, fold parameters into tensors
+//! with names such as `val_110`, and expand tensors to the batch. `prepare` undoes this as far as the file shows how
+//! (`merged`, `named`, `repeated`), so that a model is the same from every kind of file. Without PyTorch's list of
+//! parameters, a table or a mask of floats is indistinguishable from a weight, and counts as one.
 
 mod activation;
 mod attention;

@@ -1,4 +1,4 @@
-//! Shapes, and ops that move elements around or make them from sizes.
+//! Shapes, and ops that move elements or make them from sizes.
 
 use super::call::{Call, Many, One, attribute, bad_value, sizes};
 use super::elementwise::dtype_attribute;
@@ -12,7 +12,7 @@ use crate::op::{Binary, BroadcastInDim, Direction, Op, Pad};
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// Constants with more elements belong in an initializer.
+/// The largest number of elements of a constant. Larger ones belong in an initializer.
 const MOST_CONSTANT_ELEMENTS: usize = 1 << 20;
 
 /// A list of integers as a constant.
@@ -119,7 +119,7 @@ pub fn reshape(c: &mut Call) -> One {
     let x = c.x(0)?;
     let mut wanted = c.ints_either("shape", 1)?.ok_or(Reject::Invalid(ProblemKind::Operand { index: 1 }))?;
     if !c.flag("allowzero", false)? {
-        // Zero means: as it was.
+        // Zero stands for the original size.
         let shape = c.shape(x);
         for (d, size) in wanted.iter_mut().enumerate().filter(|(_, size)| **size == 0) {
             *size = *shape.get(d).ok_or(bad_value(1))? as i64;
@@ -185,7 +185,7 @@ pub fn tile(c: &mut Call) -> One {
     if repeats.len() != shape.len() {
         return Err(bad_value(1));
     }
-    // Each repeated dimension gets one before it, along which it is the same.
+    // Insert a dimension before each repeated one, along which it is broadcast.
     let (mut wide, mut kept, mut result) = (Vec::new(), Vec::new(), Vec::new());
     for (&size, &times) in shape.iter().zip(&repeats) {
         if times != 1 {
@@ -202,7 +202,7 @@ pub fn tile(c: &mut Call) -> One {
     Ok(array::reshape(c.g(), repeated, &result)?)
 }
 
-/// Parts without elements add nothing, but their types are checked where they are all there is.
+/// Concatenates parts. Empty parts add nothing, but one is kept if all are empty, so that its type is checked.
 pub fn concat(c: &mut Call) -> One {
     let parts = c.all()?;
     let first = c.x(0)?;
@@ -219,7 +219,7 @@ pub fn split(c: &mut Call) -> Many {
     let parts = match c.ints_either("split", 1)? {
         Some(parts) => sizes(&parts, "split")?,
         None => {
-            // As equal as they can be, the last one shorter.
+            // Parts of equal size, with a shorter last one.
             let count = c.int("num_outputs", c.node.output.len() as i64)?;
             let count = u64::try_from(count).ok().filter(|&n| n > 0 && n <= size.max(1));
             let count = count.ok_or(attribute("num_outputs"))?;
@@ -253,7 +253,7 @@ pub fn slice(c: &mut Call) -> One {
         if step == 0 {
             return Err(bad_value(4));
         }
-        // Backwards: the same positions counted from the other end.
+        // A backward slice takes the same positions, counted from the other end.
         let size = shape[dim] as i64;
         let place = |at: i64, least: i64| {
             let at = if at < 0 { at.saturating_add(size) } else { at };
@@ -310,7 +310,7 @@ pub fn pad(c: &mut Call) -> One {
     Ok(c.g().push(Op::Pad(Pad { low, high, interior: vec![0; rank] }), &[x, value])?)
 }
 
-/// Around dimension `d` elements of `x` itself: mirrored, the edge's, or from the other end.
+/// Pads dimension `d` with elements of `x` itself: mirrored, from the edge, or from the other end.
 fn pad_from_inside(c: &mut Call, x: ValueId, d: usize, low: i64, high: i64, mode: &str) -> One {
     let whole = c.shape(x)[d] as i64;
     let cut = |n: i64| n.min(0).unsigned_abs() as i64;
@@ -377,14 +377,14 @@ pub fn center_crop_pad(c: &mut Call) -> One {
     Ok(array::pad(c.g(), x, &low, &high, 0.0)?)
 }
 
-/// The triangle on and beyond a diagonal.
+/// The triangle on one side of a diagonal, diagonal included.
 pub fn trilu(c: &mut Call) -> One {
     let x = c.x(0)?;
     let upper = c.flag("upper", true)?;
     let k = if c.opt(1).is_some() { c.number_of(1)? as i64 } else { 0 };
     let shape = c.shape(x);
     let [.., rows, columns] = shape[..] else { return Err(bad_value(0)) };
-    // Distances beyond the matrix are all the same.
+    // All distances beyond the matrix have the same result.
     let k = k.clamp(-(rows as i64) - 1, columns as i64 + 1);
     let g = c.g();
     let zero = array::full_like(g, x, 0.0)?;
@@ -392,7 +392,7 @@ pub fn trilu(c: &mut Call) -> One {
     Ok(if upper { array::select(g, below, zero, x)? } else { array::select(g, below, x, zero)? })
 }
 
-/// `[n, c, h, w]` and the size of blocks that divide what they are cut from.
+/// `[n, c, h, w]`, and the size of blocks.
 fn blocks(c: &mut Call) -> Result<(ValueId, [u64; 4], u64), Reject> {
     let x = c.x(0)?;
     let shape = <[u64; 4]>::try_from(c.shape(x)).map_err(|_| bad_value(0))?;

@@ -1,9 +1,10 @@
-//! Names for tensors that the exporter made up, and which of these are trained.
+//! Names tensors with made-up names, and determines which of them are trained.
 //!
-//! Optimising a graph folds parameters into tensors with names such as `val_110`: the transposed weight of a linear layer, or
-//! what was looked up in a table of positions. Where the exporter lists the model's parameters and the nodes say their modules,
-//! such a tensor is named by the module that uses it. If every parameter of that module and of the modules in it is accounted
-//! for, the tensor is made of none of them: a table of cosines or a mask, which is not trained.
+//! Optimisation of a graph folds parameters into tensors with names such as `val_110`: the transposed weight of a
+//! linear layer, or the result of a lookup in a table of positions. If the exporter lists the model's parameters and
+//! nodes state their modules, such a tensor is named after the module that uses it. If every parameter of that module
+//! and of the modules inside it is accounted for, the tensor contains none of them. Then it is a table of cosines or a
+//! mask, which is not trained.
 
 use super::listed::{Listed, Missing, Use, module_in_name, said_module, split_name, uses_of};
 use super::merged::only;
@@ -11,7 +12,7 @@ use super::proto::{Graph, Node};
 use super::tensor::dtype_of;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// New names of tensors, and those of them that are not trained.
+/// The new names of tensors, and those that are not trained.
 pub(super) struct Named {
     pub names: BTreeMap<String, String>,
     pub tables: BTreeSet<String>,
@@ -22,14 +23,14 @@ pub(super) fn name_by_module(graph: &mut Graph, listed: &Listed, missing: &mut M
     let parameters: BTreeSet<&str> = listed.parameters.iter().map(String::as_str).collect();
     let uses = uses_of(graph);
     account_for_ties(graph, &uses, missing);
-    // Made-up tensors with the module and the first place that they are used at.
+    // Tensors with made-up names, with the module and position of their first use.
     let mut found: Vec<(usize, String, Use)> = Vec::new();
     for (at, tensor) in graph.initializer.iter().enumerate() {
         let float = dtype_of(tensor.data_type).is_ok_and(|dtype| dtype.is_float());
         let several = tensor.dims.iter().any(|&d| d != 1);
         let made_up = match listed.is_empty() {
             true => tensor.name.starts_with("onnx::"),
-            // Names of the model have the modules in them, which these have not.
+            // Names of the model contain modules, and made-up names do not.
             false => {
                 !tensor.name.contains('.')
                     && !parameters.contains(tensor.name.as_str())
@@ -54,7 +55,7 @@ pub(super) fn name_by_module(graph: &mut Graph, listed: &Listed, missing: &mut M
         let is_weight = tensor.dims.len() > 1 && takes_weight(&graph.node[place.node], place.operand);
         if is_weight && (missing.has(&weight) || listed.is_empty()) {
             missing.take(&weight);
-            // PyTorch has the features of the result first, a product of matrices last.
+            // PyTorch has the result's features first, and a matrix product has them last.
             let turned = graph.node[place.node].op_type == "MatMul" && tensor.dims.len() == 2;
             let name = if turned { format!("{weight}.T") } else { weight };
             if taken.insert(name.clone()) {
@@ -106,7 +107,7 @@ fn account_for_ties(graph: &Graph, uses: &BTreeMap<String, Vec<Use>>, missing: &
     }
 }
 
-/// Whether an operand is the matrix of a layer.
+/// Returns true if an operand is the matrix of a layer.
 pub(super) fn takes_weight(node: &Node, operand: usize) -> bool {
     operand == 1 && matches!(node.op_type.as_str(), "MatMul" | "Gemm" | "Conv" | "ConvTranspose")
         || operand == 0 && node.op_type == "Gather"

@@ -6,7 +6,7 @@ use crate::array;
 use crate::graph::ValueId;
 use crate::op::{Binary, Direction, Unary};
 
-/// The mean over `dims`, kept, and the reciprocal of the deviation.
+/// The mean over `dims`, which remain, and the reciprocal of the standard deviation.
 fn statistics(c: &mut Call, x: ValueId, dims: &[usize], epsilon: f64) -> Result<[ValueId; 2], Reject> {
     let g = c.g();
     let mean = array::mean(g, x, dims, true)?;
@@ -34,7 +34,7 @@ pub fn rms(c: &mut Call) -> One {
     Ok(array::rms_norm(c.g(), x, dims, weight, epsilon)?)
 }
 
-/// The sum of the operands at these places that are there, in order.
+/// The sum of the operands at these indices that are present, in order.
 fn sum_of(c: &mut Call, indices: &[usize]) -> One {
     let mut total = c.x(indices[0])?;
     for &index in &indices[1..] {
@@ -45,7 +45,7 @@ fn sum_of(c: &mut Call, indices: &[usize]) -> One {
     Ok(total)
 }
 
-/// Operand, skip, gamma, beta, bias.
+/// Operands x, skip, gamma, beta, bias.
 pub fn skip_layer(c: &mut Call) -> Many {
     let epsilon = c.float("epsilon", 1e-12)?;
     let total = sum_of(c, &[0, 1, 4])?;
@@ -54,7 +54,7 @@ pub fn skip_layer(c: &mut Call) -> Many {
     skipped(c, y, total, epsilon)
 }
 
-/// Operand, skip, gamma, bias.
+/// Operands x, skip, gamma, bias.
 pub fn skip_rms(c: &mut Call) -> Many {
     let epsilon = c.float("epsilon", 1e-12)?;
     let total = sum_of(c, &[0, 1, 3])?;
@@ -73,7 +73,7 @@ fn skipped(c: &mut Call, y: ValueId, total: ValueId, epsilon: f64) -> Many {
     Ok(results)
 }
 
-/// With given statistics, or in training with those of the batch, and the running ones moved towards them.
+/// Batch norm with given statistics. In training, it uses those of the batch and updates the running ones.
 pub fn batch(c: &mut Call) -> Many {
     let (x, weight, bias, mean, variance) = (c.x(0)?, c.x(1)?, c.x(2)?, c.x(3)?, c.x(4)?);
     let epsilon = c.float("epsilon", 1e-5)?;
@@ -105,7 +105,7 @@ pub fn instance(c: &mut Call) -> One {
     Ok(array::instance_norm(c.g(), x, Some(weight), Some(bias), epsilon)?)
 }
 
-/// Before opset 21 there is one weight for each group.
+/// Group norm. Before opset 21, there is one weight for each group.
 pub fn group(c: &mut Call) -> One {
     let (x, weight, bias) = (c.x(0)?, c.x(1)?, c.x(2)?);
     let epsilon = c.float("epsilon", 1e-5)?;
@@ -122,7 +122,7 @@ pub fn group(c: &mut Call) -> One {
     Ok(array::group_norm(c.g(), x, groups, Some(each[0]), Some(each[1]), epsilon)?)
 }
 
-/// Divided by the norm along an axis.
+/// Divides by the norm along an axis.
 pub fn lp(c: &mut Call) -> One {
     let x = c.x(0)?;
     let dim = c.axis("axis", -1, x)?;
@@ -141,7 +141,7 @@ pub fn lp(c: &mut Call) -> One {
     Ok(array::binary(g, Binary::Divide, x, safe)?)
 }
 
-/// Krizhevsky et al. 2012: divided by a power of the squares of neighbouring features.
+/// Local response normalisation (Krizhevsky et al. 2012): divides by a power of the squares of neighbouring features.
 pub fn local_response(c: &mut Call) -> One {
     let x = c.x(0)?;
     let (alpha, beta, bias) = (c.float("alpha", 1e-4)?, c.float("beta", 0.75)?, c.float("bias", 1.0)?);
@@ -161,7 +161,7 @@ pub fn local_response(c: &mut Call) -> One {
     let g = c.g();
     let square = array::binary(g, Binary::Multiply, x, x)?;
     let last = array::move_dim(g, square, 1, rank - 1)?;
-    // A mean that counts what is missing as zeros is the sum divided by the size.
+    // A mean that counts missing elements as zeros is the sum divided by the size.
     let mean = array::avg_pool(g, last, &window, true)?;
     let mean = array::move_dim(g, mean, rank - 1, 1)?;
     let scaled = array::with_number(g, Binary::Multiply, mean, alpha)?;

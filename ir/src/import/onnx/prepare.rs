@@ -1,4 +1,4 @@
-//! A file as the model was before it was exported: what exporters merge, fold and leave out, undone as far as it can be.
+//! Restores the model as it was before export. It undoes merging, folding and omission by exporters as far as possible.
 //!
 //! The graph and the weights are read from the same prepared file, so that they have the same names.
 
@@ -16,9 +16,9 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) struct Prepared {
     pub model: Model,
     pub listed: Listed,
-    /// Floats that are not trained, though the exporter does not list them as buffers.
+    /// Floats that are not trained, although the exporter does not list them as buffers.
     pub tables: BTreeSet<String>,
-    /// Tensors of one sample that the model has for each of so many.
+    /// Tensors held for one sample that the model repeats, with the number of samples.
     pub repeated: BTreeMap<String, u64>,
     pub notes: Vec<Note>,
 }
@@ -42,8 +42,9 @@ pub(super) fn prepare(bytes: &[u8], files: Files) -> Result<Prepared, OnnxError>
 /// Ops whose second operand is a weight.
 const WEIGHTED: [&str; 5] = ["Conv", "ConvTranspose", "MatMul", "Gemm", "BatchNormalization"];
 
-/// Floats that nodes hold become initializers in a file that has no float initializers and such weights, since some exporters
-/// (paddle2onnx) write all weights so. Beside initializers, constants of nodes are what the model computes with.
+/// Converts floats in nodes to initializers, for files in which such weights are in nodes and no float is an
+/// initializer. Some exporters (paddle2onnx) write all weights like this. If there are initializers, constants in nodes
+/// are real constants.
 fn hold_constants(graph: &mut Graph) {
     let is_float = |tensor: &Tensor| type_of(tensor).is_ok_and(|ty| ty.dtype.is_float() && ty.elements() > 1);
     let weights: BTreeSet<&str> = graph

@@ -1,7 +1,7 @@
-//! The messages of an ONNX file, as far as a graph is made of them.
+//! The messages of an ONNX file that a graph is built from.
 //!
-//! Field numbers are those of `onnx.proto` (the ONNX project, Apache-2.0), IR versions 3 to 13; fields that say nothing
-//! about the graph (documentation, training information, types in between) are left out, and skipped when read.
+//! Field numbers are those of `onnx.proto` (the ONNX project, Apache-2.0), IR versions 3 to 13. Fields without
+//! influence on the graph (documentation, training information, intermediate types) are omitted, and skipped when read.
 
 use prost::Message;
 
@@ -68,14 +68,14 @@ pub struct Node {
     pub attribute: Vec<Attribute>,
     #[prost(string, tag = "7")]
     pub domain: String,
-    /// Tells functions of one name apart.
+    /// Distinguishes functions of the same name.
     #[prost(string, tag = "8")]
     pub overload: String,
     #[prost(message, repeated, tag = "9")]
     pub metadata_props: Vec<Property>,
 }
 
-/// Which of the fields holds the value follows from `kind`, or in old files from what is there.
+/// An attribute. `kind` tells which field holds the value. In old files, it is the field that is present.
 #[derive(Clone, PartialEq, Message)]
 pub struct Attribute {
     #[prost(string, tag = "1")]
@@ -98,7 +98,7 @@ pub struct Attribute {
     pub strings: Vec<Vec<u8>>,
     #[prost(int32, tag = "20")]
     pub kind: i32,
-    /// Inside a function: the attribute of the call that takes this one's place.
+    /// Inside a function: the attribute of the call that replaces this one.
     #[prost(string, tag = "21")]
     pub ref_attr_name: String,
     #[prost(message, optional, tag = "22")]
@@ -140,7 +140,7 @@ pub struct Tensor {
     /// `location`, `offset` and `length` of data in another file.
     #[prost(message, repeated, tag = "13")]
     pub external_data: Vec<Property>,
-    /// 1 where the data is in another file.
+    /// 1 if the data is in another file.
     #[prost(int32, tag = "14")]
     pub data_location: i32,
 }
@@ -161,7 +161,7 @@ pub struct ValueInfo {
 
 #[derive(Clone, PartialEq, Message)]
 pub struct Type {
-    /// Absent where the value is a sequence, a map or an optional.
+    /// Absent if the value is a sequence, a map or an optional.
     #[prost(message, optional, tag = "1")]
     pub tensor: Option<TypeOfTensor>,
 }
@@ -180,7 +180,7 @@ pub struct Shape {
     pub dim: Vec<Dimension>,
 }
 
-/// A size, the name of one, or neither.
+/// A size, the name of a size, or neither.
 #[derive(Clone, PartialEq, Message)]
 pub struct Dimension {
     #[prost(int64, optional, tag = "1")]

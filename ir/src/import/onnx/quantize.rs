@@ -1,4 +1,4 @@
-//! Narrow integers that stand for floats.
+//! Narrow integers that represent floats.
 
 use super::call::{Call, Many, One, attribute, bad_value};
 use super::contraction::convolved;
@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::op::{Binary, Direction, Unary};
 
-/// The least and the greatest number of a type.
+/// The smallest and the largest number of a type.
 fn bounds(dtype: DType) -> (f64, f64) {
     match dtype.float_format() {
         Some(format) => (-format.greatest(), format.greatest()),
@@ -21,8 +21,8 @@ fn bounds(dtype: DType) -> (f64, f64) {
     }
 }
 
-/// One number for all elements, for each slice of the dimension `axis`, or for each block of it, in the shape of `x` or one that
-/// broadcasts to it.
+/// A value for all elements, for each slice of the dimension `axis`, or for each block of it. The result has the shape
+/// of `x` or broadcasts to it.
 fn spread(c: &mut Call, x: ValueId, value: ValueId) -> One {
     let (shape, given) = (c.shape(x), c.shape(value));
     if given.is_empty() || given == [1] {
@@ -50,7 +50,7 @@ fn spread(c: &mut Call, x: ValueId, value: ValueId) -> One {
     Ok(array::slice_dim(g, value, dim, 0, shape[dim] as i64, 1)?)
 }
 
-/// `round(x / scale) + zero`, within the type's bounds.
+/// `round(x / scale) + zero`, clamped to the type's bounds.
 fn quantized(c: &mut Call, x: ValueId, scale: ValueId, zero: Option<ValueId>, dtype: DType) -> One {
     let wide = c.dtype(scale);
     let scale = spread(c, x, scale)?;
@@ -96,7 +96,7 @@ pub fn dequantize(c: &mut Call) -> One {
     dequantized(c, x, scale, zero)
 }
 
-/// Unsigned bytes over the range of all elements, which includes zero.
+/// Quantises to unsigned bytes over the range of all elements, which includes zero.
 pub fn dynamic(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let all: Vec<usize> = (0..c.rank(x)).collect();
@@ -108,7 +108,7 @@ pub fn dynamic(c: &mut Call) -> Many {
     let low = array::with_number(g, Binary::Minimum, low, 0.0)?;
     let range = array::binary(g, Binary::Subtract, high, low)?;
     let scale = array::with_number(g, Binary::Divide, range, 255.0)?;
-    // Of zeros alone the scale could be anything.
+    // If all elements are zero, any scale works.
     let nothing = array::full_like(g, scale, 0.0)?;
     let one = array::full_like(g, scale, 1.0)?;
     let flat = array::compare(g, Direction::Eq, scale, nothing)?;
@@ -123,7 +123,7 @@ pub fn dynamic(c: &mut Call) -> Many {
     Ok(vec![y, scale, zero])
 }
 
-/// An operand as `i32` numbers less its zero point, which has one element or one for each slice of `dim`.
+/// An operand as `i32` minus its zero point, which has one element or one for each slice of `dim`.
 fn centred(c: &mut Call, index: usize, zero: usize, dim: usize) -> One {
     let x = c.x(index)?;
     let wide = array::convert(c.g(), x, DType::I32)?;
@@ -154,7 +154,7 @@ pub fn conv_integer(c: &mut Call) -> One {
     convolved(c, x, w, None)
 }
 
-/// Operands, scales and zero points of both sides, then those of the result. The product is one of floats.
+/// The operands, scales and zero points of both sides, then those of the result. The product is computed in floats.
 pub fn linear_mat_mul(c: &mut Call) -> One {
     let a = scaled(c, 0, None)?;
     let b = scaled(c, 3, None)?;
@@ -167,7 +167,7 @@ pub fn linear_conv(c: &mut Call) -> One {
     let w = scaled(c, 3, Some(0))?;
     let mut bias = c.opt(8);
     if let Some(integers) = bias {
-        // In units of both scales.
+        // The bias is in units of both scales.
         let (left, right) = (c.x(1)?, c.x(4)?);
         let g = c.g();
         let left = array::reshape(g, left, &[])?;
@@ -179,7 +179,7 @@ pub fn linear_conv(c: &mut Call) -> One {
     rescaled(c, y)
 }
 
-/// Operand `index` as floats; its scale and its zero point follow it.
+/// Operand `index` as floats. Its scale and its zero point are the next operands.
 fn scaled(c: &mut Call, index: usize, dim: Option<usize>) -> One {
     let (x, scale, zero) = (c.x(index)?, c.x(index + 1)?, c.x(index + 2)?);
     let mut shape = vec![1; c.rank(x)];

@@ -1,5 +1,5 @@
-//! Recurrent layers. Operands: the sequence `[T, B, I]`, weights `[directions, gates H, I]` and
-//! `[directions, gates H, H]`, biases of both one after the other, lengths, and the first states `[directions, B, H]`.
+//! Recurrent layers. The operands are the sequence `[T, B, I]`, weights `[directions, gates H, I]` and `[directions,
+//! gates H, H]`, the biases of both concatenated, lengths, and the initial states `[directions, B, H]`.
 
 use super::call::{Call, Many, attribute, bad_value};
 use super::report::Reject;
@@ -10,7 +10,7 @@ pub fn rnn(c: &mut Call) -> Many {
     run(c, &[Gate::Tanh], |_, _, given| Ok(Cell::Rnn { activation: given[0] }))
 }
 
-/// Gates are update, reset, hidden.
+/// The gates are update, reset, hidden.
 pub fn gru(c: &mut Call) -> Many {
     let reset_after = c.flag("linear_before_reset", false)?;
     run(c, &[Gate::Sigmoid, Gate::Tanh], |_, _, given| {
@@ -18,7 +18,7 @@ pub fn gru(c: &mut Call) -> Many {
     })
 }
 
-/// Gates are input, output, forget, cell.
+/// The gates are input, output, forget, cell.
 pub fn lstm(c: &mut Call) -> Many {
     if c.flag("input_forget", false)? {
         return Err(Reject::Unsupported("with coupled gates"));
@@ -107,7 +107,7 @@ fn run(c: &mut Call, default: &[Gate], cell: impl Fn(&mut Call, i64, &[Gate]) ->
         sequences.push(sequence);
         lasts.push(last);
     }
-    // [T, directions, B, H], or with the batch first [B, T, directions, H].
+    // [T, directions, B, H], or [B, T, directions, H] with the batch first.
     let g = c.g();
     let mut results = vec![array::stack(g, &sequences, 1)?];
     if batch_first {
@@ -120,7 +120,7 @@ fn run(c: &mut Call, default: &[Gate], cell: impl Fn(&mut Call, i64, &[Gate]) ->
     Ok(results)
 }
 
-/// What an operand has for a direction.
+/// The part of an operand for a direction.
 fn part(c: &mut Call, index: usize, direction: i64) -> Result<Option<ValueId>, Reject> {
     let Some(value) = c.opt(index) else { return Ok(None) };
     Ok(Some(array::select_dim(c.g(), value, 0, direction)?))

@@ -9,7 +9,7 @@ use crate::op::{Binary, Reducer, Unary};
 
 type Reduction = fn(&mut Graph, ValueId, &[usize], bool) -> Built;
 
-/// Over `axes`, which are an attribute or an operand; over all where there are none.
+/// Reduces over `axes`, which are an attribute or an operand. Without any, reduces over all dimensions.
 pub fn reduce(c: &mut Call, f: Reduction) -> One {
     let x = c.x(0)?;
     let keep = c.flag("keepdims", true)?;
@@ -24,7 +24,7 @@ pub fn mean(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     array::mean(g, x, dims, keep)
 }
 
-/// The greatest of booleans is whether any is true.
+/// The maximum. For booleans, it is true if any element is true.
 pub fn max(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let reducer = if g.ty(x).dtype == DType::Bool { Reducer::Or } else { Reducer::Max };
     array::reduce(g, x, reducer, dims, keep)
@@ -45,7 +45,7 @@ pub fn sum_square(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Buil
     array::sum(g, square, dims, keep)
 }
 
-/// Roots of integers are taken in f64 and cut off.
+/// The Euclidean norm. For integers, the root is taken in f64 and truncated.
 pub fn l2(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let dtype = g.ty(x).dtype;
     let wide = if dtype.is_float() { x } else { array::convert(g, x, DType::F64)? };
@@ -59,7 +59,7 @@ pub fn log_sum(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     array::unary(g, Unary::Log, sum)
 }
 
-/// Where the greatest (or least) element is.
+/// The position of the greatest (or smallest) element.
 pub fn arg(c: &mut Call, least: bool) -> One {
     let x = c.x(0)?;
     let dim = c.axis("axis", 0, x)?;
@@ -89,7 +89,7 @@ pub fn cumulative(c: &mut Call, reducer: Reducer) -> One {
     let g = c.g();
     let mut x = x;
     if exclusive {
-        // One place on, with nothing in the place that is free.
+        // Shift by one position and fill the free one with the neutral element.
         let (mut low, mut high) = (vec![0; rank], vec![0; rank]);
         (low[dim], high[dim]) = if reverse { (-1, 1) } else { (1, -1) };
         x = array::pad(g, x, &low, &high, neutral)?;

@@ -1,19 +1,20 @@
-//! What can be wrong with a model, and how it is told.
+//! Errors of a model, and their presentation.
 
 use super::tensor::TensorError;
 use crate::op::ShapeError;
 use std::fmt;
 
-/// Functions and subgraphs may be nested this deep.
+/// The largest nesting depth of functions and subgraphs.
 pub const MAX_DEPTH: usize = 64;
 
-/// Nodes of a model once its functions are inlined and its loops unrolled.
+/// The largest number of nodes of a model after inlining functions and unrolling loops.
 pub const MAX_NODES: u64 = 1_000_000;
 
-/// Elements of all tables that importing a model makes: constants in its nodes, windows, the shares of resizes.
+/// The largest number of elements in all tables that the import makes: constants in nodes, windows, and matrices of
+/// resizes.
 pub const MAX_TABLES: u64 = 1 << 25;
 
-/// Why a file gives no graph. The caller puts its name in front.
+/// The reason why a file gives no graph. The caller prefixes the file name.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum OnnxError {
     #[error("not a complete ONNX file: {0}")]
@@ -54,7 +55,7 @@ pub enum OnnxError {
     Nodes { unsupported: Vec<Unsupported>, problems: Vec<Problem> },
 }
 
-/// What the reader of a plan should know of a file that was read.
+/// A note for the reader of a plan about a file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Note {
     #[error(
@@ -73,7 +74,7 @@ pub enum Note {
     NewerOpset { version: i64 },
 }
 
-/// The newest version of the standard's ops that was looked at.
+/// The newest version of the standard's ops that was reviewed.
 pub const LAST_OPSET: i64 = 28;
 
 /// The first names, in quotes.
@@ -87,11 +88,11 @@ fn quoted(names: &[String]) -> String {
 /// An op that the graph cannot express.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unsupported {
-    /// `NonZero`, `com.microsoft.Foo`, or with what makes it unsupported: `Loop (whose end depends on data)`.
+    /// `NonZero`, `com.microsoft.Foo`, or with the unsupported property: `Loop (whose end depends on data)`.
     pub name: String,
-    /// How many there are.
+    /// The number of such ops.
     pub count: u64,
-    /// The first nodes, three at most.
+    /// The first nodes, at most three.
     pub nodes: Vec<String>,
 }
 
@@ -127,14 +128,14 @@ pub enum ProblemKind {
     Subgraph { found: usize, wanted: usize },
 }
 
-/// Why one node cannot be converted.
+/// The reason why one node cannot be converted.
 pub(super) enum Reject {
-    /// With what is special about it, or an empty string.
+    /// Unsupported, with the unsupported property or an empty string.
     Unsupported(&'static str),
     Invalid(ProblemKind),
-    /// What it needs could not be made, which was said already.
+    /// An input could not be made, which was already reported.
     Silent,
-    /// The whole import ends.
+    /// Ends the whole import.
     Stop(OnnxError),
 }
 
@@ -150,7 +151,7 @@ impl From<OnnxError> for Reject {
     }
 }
 
-/// What went wrong so far, told all at once in the end.
+/// The errors so far, reported together at the end.
 #[derive(Default)]
 pub(super) struct Report {
     unsupported: Vec<Unsupported>,
@@ -175,7 +176,7 @@ impl Report {
         self.problems.push(Problem { node, op, kind });
     }
 
-    /// The error that tells all of it, if there is anything.
+    /// The error with the whole report, if there is any.
     pub fn into_error(self) -> Option<OnnxError> {
         let Report { unsupported, problems } = self;
         let quiet = unsupported.is_empty() && problems.is_empty();

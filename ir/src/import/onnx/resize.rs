@@ -1,5 +1,5 @@
-//! Images of another size. Every dimension is resized by itself, which interpolation along axes allows: a nearest element is
-//! looked up, repeated or skipped to, and a weighted mean is a product with a matrix of shares.
+//! Resizing of images. Every dimension is resized separately, which interpolation along axes allows. A nearest element
+//! is looked up, repeated or strided, and a weighted mean is a product with a matrix of weights.
 
 use super::call::{Call, One, attribute, bad_value};
 use super::report::Reject;
@@ -8,10 +8,10 @@ use crate::graph::ValueId;
 use crate::literal::Literal;
 use crate::types::TensorType;
 
-/// Larger matrices of shares are no resize that a model does.
+/// The largest number of elements of a matrix of weights. Real resizes are smaller.
 const MOST_SHARES: u64 = 1 << 24;
 
-/// How one dimension changes.
+/// The change of one dimension.
 struct Change {
     from: u64,
     to: u64,
@@ -43,7 +43,7 @@ pub fn resize(c: &mut Call) -> One {
         None => (0..rank).collect(),
         Some(axes) => axes.iter().map(|&a| array::axis(a, rank)).collect::<Result<_, _>>()?,
     };
-    // Opset 10 had the scales where the region of interest is now.
+    // Opset 10 had the scales in the place of today's region of interest.
     let (scales, sizes) = if c.opset < 11 {
         (c.numbers_of(1)?, None)
     } else {
@@ -101,11 +101,11 @@ fn by_sizes(c: &Call, x: ValueId, dims: &[usize], sizes: &[f64]) -> Result<Vec<C
 
 struct How<'a> {
     mode: &'a str,
-    /// From a position of the result to one of the operand.
+    /// The mapping from a position of the result to one of the operand.
     transform: &'a str,
     rounding: &'a str,
     cubic: f64,
-    /// Elements beyond the edge have no share, instead of the edge's value.
+    /// True if elements beyond the edge have no weight, false if they have the edge's value.
     exclude: bool,
 }
 
@@ -127,14 +127,14 @@ fn apply(c: &mut Call, x: ValueId, dims: &[usize], changes: &[Change], how: &How
     Ok(result)
 }
 
-/// Where element `at` of the result lies in the operand, in f32 as runtimes compute it: which of two elements is the nearest
-/// is often a matter of rounding.
+/// The position of element `at` of the result in the operand. It is computed in f32 like in other runtimes, because
+/// rounding often decides which of two elements is nearest.
 fn position(at: u64, change: &Change, how: &How) -> Result<f64, Reject> {
     let (at, from, to, scale) = (at as f32, change.from as f32, change.to as f32, change.scale as f32);
     Ok(f64::from(match how.transform {
         "half_pixel" => (at + 0.5) / scale - 0.5,
         "half_pixel_symmetric" => {
-            // What the size was rounded by lies half on either side.
+            // The rounding of the size is split evenly between both sides.
             let adjustment = to / (scale * from);
             let centre = from / 2.0;
             centre * (1.0 - adjustment) + (at + 0.5) / scale - 0.5
@@ -172,7 +172,7 @@ fn nearest(c: &mut Call, x: ValueId, dim: usize, change: &Change, how: &How) -> 
     let is = |f: &dyn Fn(u64) -> u64| places.iter().enumerate().all(|(i, &p)| p == f(i as u64) as f64);
     let g = c.g();
     if to.is_multiple_of(from) && is(&|i| i / (to / from)) {
-        // Each element several times.
+        // Repeat each element.
         let mut wide = shape.clone();
         wide.insert(dim + 1, to / from);
         let column = array::unsqueeze(g, x, dim as i64 + 1)?;
@@ -192,7 +192,7 @@ fn nearest(c: &mut Call, x: ValueId, dim: usize, change: &Change, how: &How) -> 
     Ok(array::take(c.g(), x, dim, places, false)?)
 }
 
-/// Shares of the elements around a position, as pairs of a place, which may lie outside, and a share.
+/// The weights of the elements around a position, as pairs of a position and a weight. Positions may lie outside.
 fn shares(p: f64, how: &How) -> Result<Vec<(f64, f64)>, Reject> {
     let low = p.floor();
     let t = p - low;

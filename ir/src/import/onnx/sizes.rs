@@ -1,29 +1,29 @@
-//! Sizes that a file leaves open: named ones, `batch` or `sequence_length`, and such without a name.
+//! Sizes that a file leaves open, with a name such as `batch` or `sequence_length`, or without one.
 
 use super::proto;
 use super::report::OnnxError;
 use super::tensor::{TensorError, dtype_of};
 use crate::types::TensorType;
 
-/// A size that the file leaves open, and what it was taken to be.
+/// A size that the file leaves open, with its assumed value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Size {
-    /// As the file has it, or `INPUT[DIM]` where it has no name.
+    /// The name in the file, or `INPUT[DIM]` if it has none.
     pub name: String,
     pub value: u64,
-    /// The user said it.
+    /// True if the user stated the value.
     pub said: bool,
-    /// It is the number of samples, as far as can be guessed: the first dimension of an input.
+    /// True if the size appears to be the number of samples, i.e. the first dimension of an input.
     pub is_batch: bool,
 }
 
-/// Sizes of inputs, found in order.
+/// The sizes of inputs, in the order in which they are found.
 pub(super) struct Sizes<'o> {
     said: &'o [(String, u64)],
     pub found: Vec<Size>,
 }
 
-/// A batch that can be split several ways.
+/// The default batch, which can be split several ways.
 const BATCH: u64 = 8;
 const SEQUENCE: u64 = 128;
 const IMAGE: u64 = 224;
@@ -46,7 +46,7 @@ impl<'o> Sizes<'o> {
             let image = dims.len() == 4 && d >= 2 && dtype.is_float();
             shape.push(match (dim.value, dim.param.as_deref().map(str::trim)) {
                 (Some(value), _) if value >= 0 => value as u64,
-                // Some exporters write -1 for what is open.
+                // Some exporters write -1 for an open size.
                 (Some(value), _) if value != -1 => return Err(fail(TensorError::Size(value))),
                 (_, Some(param)) if !param.is_empty() => self.named(param, d == 0, image).map_err(fail)?,
                 _ => self.value(&format!("{}[{d}]", input.name), d == 0, image),
@@ -56,7 +56,7 @@ impl<'o> Sizes<'o> {
         if ty.check() { Ok(ty) } else { Err(fail(TensorError::TooLarge(ty.shape))) }
     }
 
-    /// A size by name, or the sum of several, as exporters name the length of a sequence with its past.
+    /// A named size, or a sum of several. Exporters use a sum for the length of a sequence with its past.
     fn named(&mut self, param: &str, first: bool, image: bool) -> Result<u64, TensorError> {
         let is_said = self.said.iter().any(|(name, _)| name == param);
         if is_said || !param.contains('+') {
@@ -74,7 +74,7 @@ impl<'o> Sizes<'o> {
         if let Some(known) = self.found.iter().find(|size| size.name == name) {
             return known.value;
         }
-        // One number of samples, which may have a name in one input and none in others.
+        // There is one number of samples. It may have a name in one input and none in others.
         let batch = self.found.iter().find(|size| size.is_batch);
         let is_batch = first && (batch.is_none() || name.ends_with("[0]"));
         let said = self.said.iter().rev().find(|(said, _)| said == name).map(|(_, value)| *value);
@@ -89,7 +89,7 @@ impl<'o> Sizes<'o> {
         value
     }
 
-    /// All sizes that were said must be there.
+    /// Checks that all stated sizes exist.
     pub fn finish(self) -> Result<Vec<Size>, OnnxError> {
         let known = || self.found.iter().map(|size| size.name.clone()).collect();
         match self.said.iter().find(|(name, _)| !self.found.iter().any(|size| size.name == *name)) {

@@ -1,4 +1,4 @@
-//! Which function writes which op.
+//! The table of ops and the functions that lower them.
 
 use super::call::{Call, Many, One};
 use super::{
@@ -7,14 +7,14 @@ use super::{
 };
 use crate::op::{Binary, Direction, Reducer, Unary};
 
-/// A function that writes a node in ops of the graph: with one result, or a list of them.
+/// A function that expresses a node in ops of the graph, with one result or a list of them.
 #[derive(Clone, Copy)]
 pub(super) enum Lowering {
     One(fn(&mut Call) -> One),
     Many(fn(&mut Call) -> Many),
 }
 
-/// The function for an op of a domain, of which the standard's own is the empty one.
+/// The function for an op of a domain. The standard's own domain is empty.
 pub(super) fn lowering(domain: &str, op: &str) -> Option<Lowering> {
     match domain {
         "" => ops(op),
@@ -126,7 +126,7 @@ fn ops(op: &str) -> Option<Lowering> {
         "BlackmanWindow" => One(|c| movement::window(c, &[0.42, -0.5, 0.08])),
         "HammingWindow" => One(|c| movement::window(c, &[25.0 / 46.0, -21.0 / 46.0])),
         "HannWindow" => One(|c| movement::window(c, &[0.5, -0.5])),
-        // Lookups and orders.
+        // Lookups and sorting.
         "Compress" => One(indexing::compress),
         "Gather" => One(indexing::gather),
         "GatherElements" => One(indexing::gather_elements),
@@ -200,7 +200,7 @@ fn ops(op: &str) -> Option<Lowering> {
     })
 }
 
-/// Ops that ONNX Runtime adds, as far as exporters write them.
+/// Ops that ONNX Runtime adds and exporters write.
 fn contributed(op: &str) -> Option<Lowering> {
     use Lowering::{Many, One};
     Some(match op {

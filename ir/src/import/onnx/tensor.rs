@@ -1,11 +1,11 @@
-//! Tensors of a file: their types, and their elements where these are inside it.
+//! The tensors of a file: their types, and their elements if these are inside the file.
 
 use super::proto;
 use crate::dtype::DType;
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// What is wrong with a tensor.
+/// An error in a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
     #[error("element type {0} is not supported")]
@@ -26,17 +26,17 @@ pub enum TensorError {
     Place,
 }
 
-/// Where a tensor's data is in another file.
+/// The position of a tensor's data in another file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct External {
-    /// A path relative to the folder of the model.
+    /// The path relative to the model's folder.
     pub location: String,
     pub offset: u64,
-    /// Bytes; all to the end of the file where absent.
+    /// The number of bytes. If absent, the data extends to the end of the file.
     pub length: Option<u64>,
 }
 
-/// The element type of this number, which is that of `TensorProto.DataType`.
+/// The element type with this number in `TensorProto.DataType`.
 pub fn dtype_of(number: i32) -> Result<DType, TensorError> {
     Ok(match number {
         1 => DType::F32,
@@ -65,7 +65,7 @@ pub fn dtype_of(number: i32) -> Result<DType, TensorError> {
     })
 }
 
-/// The type of a tensor, which need not hold its data.
+/// The type of a tensor. Its data may be missing.
 pub fn type_of(tensor: &proto::Tensor) -> Result<TensorType, TensorError> {
     let size = |&d: &i64| u64::try_from(d).map_err(|_| TensorError::Size(d));
     let shape = tensor.dims.iter().map(size).collect::<Result<Vec<u64>, _>>()?;
@@ -73,7 +73,7 @@ pub fn type_of(tensor: &proto::Tensor) -> Result<TensorType, TensorError> {
     if ty.check() { Ok(ty) } else { Err(TensorError::TooLarge(ty.shape)) }
 }
 
-/// Whether the elements are in the file itself. Files whose weights were stripped have neither data nor a place of it.
+/// Returns true if the elements are in the file itself. Stripped files have neither data nor its position.
 pub fn has_data(tensor: &proto::Tensor) -> bool {
     let elements = [
         tensor.raw_data.len(),
@@ -100,7 +100,7 @@ pub fn elements_of(tensor: &proto::Tensor) -> Result<Tensor, TensorError> {
         DType::F64 => tensor.double_data.clone(),
         DType::I64 => tensor.int64_data.iter().map(|&x| x as f64).collect(),
         DType::U32 | DType::U64 => tensor.uint64_data.iter().map(|&x| x as f64).collect(),
-        // What is narrower than a byte comes several to a byte, as in raw data.
+        // Elements narrower than a byte are packed, as in raw data.
         dtype if dtype.width() < 8 && dtype != DType::Bool => {
             let bytes: Vec<u8> = tensor.int32_data.iter().map(|&x| x as u8).collect();
             return from_raw(ty, &bytes);
@@ -114,19 +114,19 @@ pub fn elements_of(tensor: &proto::Tensor) -> Result<Tensor, TensorError> {
     Ok(Tensor::new(ty, data))
 }
 
-/// Elements in one byte.
+/// The number of elements in one byte.
 fn packed(dtype: DType) -> u64 {
     if dtype == DType::Bool { 1 } else { u64::from(8 / dtype.width()).max(1) }
 }
 
-/// Whether there are as many bytes as a tensor of this type takes.
+/// Checks that the number of bytes matches a tensor of this type.
 pub fn check_raw(ty: &TensorType, bytes: &[u8]) -> Result<(), TensorError> {
     let expected = ty.elements().div_ceil(packed(ty.dtype)).saturating_mul(ty.dtype.bytes());
     let found = bytes.len() as u64;
     if found == expected { Ok(()) } else { Err(TensorError::Length { expected, found }) }
 }
 
-/// Elements from little-endian bytes; those narrower than a byte are packed, the first in the lowest bits.
+/// Decodes elements from little-endian bytes. Those narrower than a byte are packed, the first one in the lowest bits.
 pub fn from_raw(ty: TensorType, bytes: &[u8]) -> Result<Tensor, TensorError> {
     let dtype = ty.dtype;
     check_raw(&ty, bytes)?;
@@ -142,7 +142,7 @@ pub fn from_raw(ty: TensorType, bytes: &[u8]) -> Result<Tensor, TensorError> {
     Ok(Tensor::new(ty, data))
 }
 
-/// Where the data of a tensor is, if it is in another file. Nothing outside the model's folder may be named.
+/// The position of a tensor's data, if it is in another file. Paths out of the model's folder are refused.
 pub fn external_of(tensor: &proto::Tensor) -> Result<Option<External>, TensorError> {
     if tensor.data_location == 0 {
         return Ok(None);
@@ -152,7 +152,7 @@ pub fn external_of(tensor: &proto::Tensor) -> Result<Option<External>, TensorErr
     let location = entry("location").unwrap_or_default().to_string();
     let path = std::path::Path::new(&location);
     let plain = |c: std::path::Component| matches!(c, std::path::Component::Normal(_) | std::path::Component::CurDir);
-    // Files are moved between systems: what another one reads as a way out is one here as well.
+    // Files move between systems, so also refuse paths that leave the folder on another system.
     let foreign = location.contains(['\\', ':', '\0']);
     if location.is_empty() || foreign || !path.components().all(plain) {
         return Err(TensorError::Location(location));

@@ -1,7 +1,7 @@
 //! The table of cases: an op, the types of its operands, and the type of its result.
 //!
-//! Sizes are small, odd and even, divisible by 2, by 3, by both and by neither, so that the strategies of each
-//! case cover splits that exist and splits that must be refused.
+//! Sizes are small, odd and even, divisible by 2, by 3, by both and by neither. So the strategies of each case include
+//! valid splits and splits that must be refused.
 
 use super::numbers::{Rng, random};
 use super::*;
@@ -15,9 +15,9 @@ pub(crate) struct Case {
     pub op: Op,
     pub operands: Vec<TensorType>,
     pub result: TensorType,
-    /// Range of random floats: where the function is smooth.
+    /// The range of random floats, in which the function is smooth.
     pub reals: (f64, f64),
-    /// Range of random integers, e.g. of indices into a table.
+    /// The range of random integers, e.g. of indices into a table.
     pub integers: (i64, i64),
 }
 
@@ -34,7 +34,7 @@ impl Case {
         self.operands.iter().map(|ty| random(ty, self.reals, self.integers, rng)).collect()
     }
 
-    /// What a failing test prints.
+    /// The text that a failing test prints.
     pub fn label(&self) -> String {
         let types: Vec<String> = self.operands.iter().map(|t| t.to_string()).collect();
         format!("{:?} ({}) -> {}", self.op, types.join(", "), self.result)
@@ -51,7 +51,7 @@ impl Case {
     }
 }
 
-/// A type from its text, `f32[4,6]`.
+/// Parses a type such as `f32[4,6]`.
 pub(crate) fn ty(text: &str) -> TensorType {
     let (dtype, dims) = text.trim_end_matches(']').split_once('[').expect("a type");
     let sizes = dims.split(',').filter(|d| !d.is_empty()).map(|d| d.parse().expect("a size"));
@@ -68,7 +68,7 @@ fn case(op: impl Into<Op>, operands: &str, result: &str) -> Case {
     }
 }
 
-/// Lets the table name the payload alone.
+/// Lets the table name only the payload.
 macro_rules! into_op {
     ($($payload:ident => $variant:ident),*) => {$(
         impl From<$payload> for Op {
@@ -269,7 +269,7 @@ fn shapes() -> Vec<Case> {
         slice("f32[12,4]", &[4, 0], &[8, 4], &[1, 1], "f32[4,4]"),
         slice("f32[18]", &[12], &[18], &[1], "f32[6]"),
         slice("f32[8]", &[1], &[7], &[1], "f32[6]"),
-        // As long as a block, but not one.
+        // As long as a block, but not aligned to one.
         slice("f32[12,6]", &[2, 0], &[6, 6], &[1, 1], "f32[4,6]"),
         slice("f32[12]", &[6], &[12], &[2], "f32[3]"),
         slice("f32[9,6]", &[1, 0], &[8, 6], &[2, 3], "f32[4,2]"),
@@ -285,7 +285,7 @@ fn shapes() -> Vec<Case> {
         pad("f32[4,6]", &[0, 6], &[4, 0], &[0, 0], "f32[8,12]"),
         pad("f32[4,6]", &[1, 0], &[2, 0], &[0, 0], "f32[7,6]"),
         pad("f32[4,6]", &[0, 1], &[0, -2], &[2, 0], "f32[10,5]"),
-        // As if one block of three, but between two; and one block of one element.
+        // The length of one block of three, but between two blocks, and a block of one element.
         pad("f32[4,6]", &[2, 0], &[6, 0], &[0, 0], "f32[12,6]"),
         pad("f32[1,4]", &[1, 0], &[1, 0], &[0, 0], "f32[3,4]"),
         pad("f32[6]", &[-2], &[-1], &[0], "f32[3]"),
@@ -381,7 +381,8 @@ fn dots() -> Vec<Case> {
     ]
 }
 
-/// Dimension numbers by name: offset, collapsed, operand batching, indices batching, start map, vector dim, sizes.
+/// Dimension numbers, in this order: offset, collapsed, operand batching, indices batching, start map, vector dim,
+/// sizes.
 #[allow(clippy::too_many_arguments)]
 fn dims(
     offset: &[usize],
@@ -403,10 +404,10 @@ fn dims(
     }
 }
 
-/// Dimension numbers, table, indices, gathered values, and the range of indices.
+/// Dimension numbers, table, indices, gathered values, and the range of the indices.
 type Lookup = (GatherDims, &'static str, &'static str, &'static str, (i64, i64));
 
-/// Gathers, and scatters the other way. The ranges reach beyond the table at both ends.
+/// Gathers, which also serve as scatters the other way. Index ranges reach beyond the table at both ends.
 fn lookups() -> Vec<Lookup> {
     vec![
         // An embedding, with the index vector implicit and explicit.
@@ -417,7 +418,8 @@ fn lookups() -> Vec<Lookup> {
         // take_along_axis: one batching dimension.
         (dims(&[], &[1], &[0], &[0], &[1], 2, &[1, 1]), "f32[4,6]", "i32[4,2]", "f32[4,2]", (-1, 7)),
         (dims(&[], &[0], &[2, 1], &[0, 2], &[0], 3, &[1, 1, 1]), "f32[6,2,4]", "i32[4,3,2]", "f32[4,3,2]", (-1, 7)),
-        // One element a row: in any order of the other dimensions, with a window of one, and of rows beyond the indices.
+        // One element per row: with any order of the other dimensions, with a window of one, and with rows beyond the
+        // indices.
         (dims(&[], &[1], &[0], &[0], &[1], 2, &[1, 1]), "f32[4,6]", "i32[4,1]", "f32[4,1]", (-1, 7)),
         (dims(&[], &[0], &[2, 1], &[0, 2], &[0], 3, &[1, 1, 1]), "f32[6,2,4]", "i32[4,1,2]", "f32[4,1,2]", (-1, 7)),
         (dims(&[], &[0], &[2, 1], &[2, 0], &[0], 3, &[1, 1, 1]), "f32[6,2,4]", "u32[2,1,4]", "f32[2,1,4]", (0, 7)),
@@ -426,11 +428,11 @@ fn lookups() -> Vec<Lookup> {
         // Two components: single elements, and a slice that starts anywhere.
         (dims(&[], &[0, 1], &[], &[], &[1, 0], 1, &[1, 1]), "f32[4,6]", "i32[6,2]", "f32[6]", (-2, 8)),
         (dims(&[1, 2], &[], &[], &[], &[0, 1], 1, &[2, 3]), "f32[4,6]", "i32[4,2]", "f32[4,2,3]", (-1, 5)),
-        // A dimension that is cut short and not indexed, and one that is collapsed and not indexed.
+        // A truncated dimension that is not indexed, and a collapsed one that is not indexed.
         (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 3]), "f32[6,4]", "i32[4]", "f32[4,3]", (-1, 7)),
         (dims(&[1], &[0, 1], &[], &[], &[0], 1, &[1, 1, 4]), "f32[6,2,4]", "i32[4]", "f32[4,4]", (-1, 7)),
         (dims(&[1], &[0, 1], &[], &[], &[1], 1, &[1, 1, 4]), "f32[2,6,4]", "i32[4]", "f32[4,4]", (-1, 7)),
-        // Indices too narrow for the table.
+        // Indices whose type is too narrow for the table.
         (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 2]), "f32[300,2]", "i8[6]", "f32[6,2]", (-100, 127)),
         (dims(&[1], &[0], &[], &[], &[0], 1, &[1, 2]), "f32[600,2]", "u8[6]", "f32[6,2]", (0, 255)),
         // Integer and boolean tables.
@@ -441,7 +443,7 @@ fn lookups() -> Vec<Lookup> {
     ]
 }
 
-/// `size stride low high base window`, of one dimension.
+/// Parses `size stride low high base window` of one dimension.
 fn window(text: &str) -> WindowDim {
     let n: Vec<i64> = text.trim_end_matches('r').split_whitespace().map(|n| n.parse().expect("a number")).collect();
     WindowDim {
@@ -484,16 +486,16 @@ fn convolutions() -> Vec<Case> {
         case(last((1, 1), "5 1 2 2 1 1r"), "f32[2,6,2] f32[5,2,3]", "f32[2,6,3]"),
         case(last((1, 1), "3 1 2 2 1 2"), "f32[2,6,2] f32[3,2,3]", "f32[2,6,3]"),
         case(last((1, 1), "2 1 0 0 1 3"), "f32[2,9,1] f32[2,1,2]", "f32[2,6,2]"),
-        // Transposed: the operand is dilated.
+        // Transposed convolutions: the operand is dilated.
         case(last((1, 1), "3 1 1 2 2 1"), "f32[2,6,2] f32[3,2,4]", "f32[2,12,4]"),
         case(last((1, 1), "4 1 2 2 2 1r"), "f32[1,6,2] f32[4,2,2]", "f32[1,12,2]"),
         case(last((1, 1), "3 3 1 2 2 1"), "f32[2,6,2] f32[3,2,2]", "f32[2,4,2]"),
-        // Negative padding, as gradients have it; a window as large as the operand.
+        // Negative padding, as in gradients, and a window as large as the operand.
         case(last((1, 1), "2 1 -1 -2 1 1"), "f32[2,12,2] f32[2,2,2]", "f32[2,8,2]"),
         case(last((1, 1), "12 1 1 1 1 1"), "f32[2,12,2] f32[12,2,4]", "f32[2,3,4]"),
         case(last((1, 1), "6 1 1 0 1 2"), "f32[2,12,2] f32[6,2,2]", "f32[2,3,2]"),
         case(last((1, 1), "3 1 0 0 1 1"), "f32[2,2,2] f32[3,2,2]", "f32[2,0,2]"),
-        // Groups of features (2, then one for each), and of the batch.
+        // Groups of features (two groups, then one per feature), and groups of the batch.
         case(last((2, 1), "3 1 1 1 1 1"), "f32[2,6,4] f32[3,2,6]", "f32[2,6,6]"),
         case(first((6, 1), "3 2 1 0 1 1"), "f32[2,6,4] f32[12,1,3]", "f32[2,12,2]"),
         case(last((1, 2), "3 1 1 1 1 1"), "f32[4,6,3] f32[3,3,4]", "f32[2,6,4]"),
@@ -559,7 +561,7 @@ fn scatters() -> Vec<Case> {
     all
 }
 
-/// Some groups are those of no matrix.
+/// Some groups have no matrix.
 fn grouped() -> Vec<Case> {
     let dot = |contract| GroupedDot { contract, of: None };
     let outer = |groups, of| GroupedOuter { groups, of };
@@ -579,7 +581,7 @@ fn composites() -> Vec<Case> {
     let attention = |scale: f64, causal: bool| Function::Attention { scale: Real(scale), causal, blocks: 1 };
     let ring = |blocks: u64, causal: bool| Function::Attention { scale: Real(0.5), causal, blocks };
     let (half, eps) = (Real(0.5), Real(0.1));
-    // More than any variance that is drawn is below zero.
+    // Larger than any negative variance that is drawn.
     let wide = Real(4.0);
     vec![
         case(Function::Softmax { dim: 1 }, "f32[4,6]", "f32[4,6]"),
@@ -632,7 +634,7 @@ fn composites() -> Vec<Case> {
     ]
 }
 
-/// Ops of local graphs.
+/// Ops over the microbatches of a step.
 fn of_microbatches() -> Vec<Case> {
     vec![
         case(Microbatches::Sum, "i32[4,6]", "i32[4,6]"),

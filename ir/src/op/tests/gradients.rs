@@ -3,7 +3,7 @@
 use super::numbers::{Rng, close, random};
 use super::*;
 
-/// The loss is the sum of the result times fixed random weights, so the cotangent of the result is the weights.
+/// The loss is the sum of the result times fixed random weights, so these weights are the result's cotangent.
 #[test]
 fn gradients_agree_with_finite_differences() {
     let (mut checked, mut zero) = (0, 0);
@@ -55,7 +55,7 @@ fn nothing_flows_back_through_a_stop() {
     }
 }
 
-/// What [`Operator::gradient`] gives for each operand, computed by the interpreter.
+/// The result of [`Operator::gradient`] for each operand, computed by the interpreter.
 fn gradients(case: &Case, operands: &[Tensor], weights: &Tensor) -> Vec<Option<Tensor>> {
     let mut graph = Graph::new("gradient");
     let input = |name: String, ty: &TensorType| Op::Input(Input { name, ty: ty.clone() });
@@ -97,7 +97,7 @@ fn differences(case: &Case, operands: &[Tensor], weights: &Tensor, which: usize)
         .collect()
 }
 
-/// One element of each row is the largest twice over: both get half of the cotangent, as in JAX.
+/// The maximum occurs twice in one row. Both elements get half of the cotangent, as in JAX.
 #[test]
 fn ties_share_the_cotangent() {
     let tie = Case {
@@ -141,7 +141,7 @@ fn reduced_precision_rounds_the_cotangent() {
     assert_eq!(found, Some(vec![1.25, 1.0, f64::INFINITY]));
 }
 
-/// What differences cannot show: cotangents where elements are equal, or meet at one place.
+/// Cotangents that finite differences cannot show: elements are equal, or several meet at one place.
 #[test]
 fn cotangents_go_to_the_elements_that_were_taken() {
     let of = |op: Op, operands: &[(&str, &[f64])], weights: &[f64]| -> Vec<Option<Vec<f64>>> {
@@ -168,7 +168,7 @@ fn cotangents_go_to_the_elements_that_were_taken() {
         slice_sizes: vec![1],
     };
     let scatter = |combine| Op::Scatter(Scatter { dims: dims.clone(), combine });
-    // Two updates at place 1, one equal to the operand at place 0, one that is dropped.
+    // Two updates at place 1, one equal to the operand at place 0, and one that is dropped.
     let operands: [(&str, &[f64]); 3] =
         [("f32[3]", &[4.0, 2.0, 5.0]), ("i32[4]", &[1.0, 0.0, 9.0, 1.0]), ("f32[4]", &[3.0, 4.0, 7.0, 3.0])];
     let weights = [1.0, 10.0, 100.0];
@@ -179,7 +179,7 @@ fn cotangents_go_to_the_elements_that_were_taken() {
     assert_eq!(found(Combine::Minimum), expected([0.5, 10.0, 100.0], [0.0, 0.5, 0.0, 0.0]));
     assert_eq!(found(Combine::Multiply), expected([4.0, 90.0, 100.0], [60.0, 4.0, 0.0, 60.0]));
 
-    // Factors of zero: none, one and several in a product.
+    // No zero factor, one, and several in a product.
     let product = |dims: &[usize]| Op::Reduce(Reduce { reducer: Reducer::Product, dims: dims.to_vec() });
     let x: (&str, &[f64]) = ("f32[3,2]", &[2.0, 3.0, 0.0, 5.0, 0.0, 0.0]);
     assert_eq!(of(product(&[1]), &[x], &[1.0, 10.0, 100.0]), [Some(vec![3.0, 2.0, 50.0, 0.0, 0.0, 0.0])]);
@@ -188,7 +188,7 @@ fn cotangents_go_to_the_elements_that_were_taken() {
         of(product(&[1, 0]), &[("f32[3,2]", &[2.0, 3.0, 0.0, 5.0, 7.0, 1.0])], &[1.0]),
         [Some(vec![0.0, 0.0, 210.0, 0.0, 0.0, 0.0])]
     );
-    // The product of the last row is too small for a number, those of the others are not.
+    // The product of the last row underflows, but those of the other factors do not.
     assert_eq!(of(product(&[1]), &[x], &[0.0, 0.0, 1.0]), [Some(vec![0.0, 0.0, 0.0, 0.0, 1e-200, 1e-200])]);
     let running = |reverse| Op::Cumulative(Cumulative { reducer: Reducer::Product, dim: 0, reverse });
     let x: (&str, &[f64]) = ("f32[4]", &[2.0, 0.0, 3.0, 0.0]);

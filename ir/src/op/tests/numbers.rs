@@ -1,4 +1,4 @@
-//! Random tensors for the tests of the ops, and how two results are compared.
+//! Random tensors for the tests of the ops, and comparison of results.
 
 use crate::dtype::DType;
 use crate::mesh::Mesh;
@@ -7,7 +7,7 @@ use crate::sharding::Sharding;
 use crate::tensor::Tensor;
 use crate::types::TensorType;
 
-/// A small generator of pseudorandom numbers (splitmix64), the same on every machine.
+/// A small pseudorandom number generator (splitmix64), the same on every machine.
 pub struct Rng(u64);
 
 impl Rng {
@@ -42,8 +42,8 @@ impl Rng {
     }
 }
 
-/// Random elements: floats in `reals` but not close to zero (where `abs` and its like have a kink), integers in
-/// `integers` (as far as the type has them).
+/// Random elements. Floats lie in `reals` but not close to zero, where functions such as `abs` have a kink. Integers
+/// lie in `integers`, as far as the type has them.
 pub fn random(ty: &TensorType, reals: (f64, f64), integers: (i64, i64), rng: &mut Rng) -> Tensor {
     Tensor::from_fn(ty.clone(), |_| match ty.dtype {
         DType::Bool => rng.below(2) as f64,
@@ -60,7 +60,7 @@ pub fn random(ty: &TensorType, reals: (f64, f64), integers: (i64, i64), rng: &mu
     })
 }
 
-/// `n` tensors that combine to `whole`, none of which is `whole` or neutral by construction.
+/// `n` tensors that combine to `whole`. None of them is `whole` or neutral by construction.
 pub fn summands(whole: &Tensor, n: u64, reducer: Reducer, rng: &mut Rng) -> Vec<Tensor> {
     let dtype = whole.ty.dtype;
     let mut parts = vec![Tensor::splat(whole.ty.clone(), reducer.neutral(dtype)); n as usize];
@@ -72,7 +72,7 @@ pub fn summands(whole: &Tensor, n: u64, reducer: Reducer, rng: &mut Rng) -> Vec<
                 continue;
             }
             part.data[i] = match reducer {
-                // On booleans the sum is `or` and the product `and`.
+                // For booleans, the sum is `or` and the product is `and`.
                 Reducer::Sum | Reducer::Or | Reducer::Max if dtype == DType::Bool => value * rng.below(2) as f64,
                 Reducer::Product | Reducer::And | Reducer::Min if dtype == DType::Bool => {
                     value.max(rng.below(2) as f64)
@@ -114,12 +114,12 @@ pub fn shard_randomly(whole: &Tensor, sharding: &Sharding, mesh: &Mesh, rng: &mu
     (0..mesh.num_devices()).map(device_part).collect()
 }
 
-/// Whether two numbers agree to within `tolerance`, relative to the larger one or to 1. NaN equals NaN.
+/// Returns true if two numbers agree within `tolerance`, relative to the larger one or to 1. NaN equals NaN.
 pub fn close(a: f64, b: f64, tolerance: f64) -> bool {
     a == b || a.is_nan() && b.is_nan() || (a - b).abs() <= tolerance * a.abs().max(b.abs()).max(1.0)
 }
 
-/// The first element in which two tensors differ, or how their types do.
+/// The first element in which two tensors differ, or the difference of their types.
 pub fn difference(a: &Tensor, b: &Tensor, tolerance: f64) -> Option<String> {
     if a.ty != b.ty {
         return Some(format!("types {} and {}", a.ty, b.ty));

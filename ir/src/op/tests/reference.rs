@@ -1,6 +1,6 @@
-//! `docs/ops.md`: what each op is called, takes and offers, written from the ops themselves.
+//! `docs/ops.md`: the name, the operands and the factors of each op, generated from the ops themselves.
 //!
-//! The page is generated so that it cannot disagree with the code; `UPDATE_GOLDENS=1 cargo test` rewrites it.
+//! The page is generated so that it cannot disagree with the code. `UPDATE_GOLDENS=1 cargo test` rewrites it.
 
 use super::*;
 use crate::rule::FactorKind;
@@ -29,7 +29,7 @@ What StableHLO has beyond these is imported as several ops.
 
 ";
 
-/// What StableHLO calls the op. Where it has several names for one, all are listed.
+/// StableHLO's name of the op, or all names if there are several.
 fn stablehlo(op: &Op) -> String {
     match op.name() {
         "parameter" | "input" => "function argument".to_string(),
@@ -56,7 +56,7 @@ fn stablehlo(op: &Op) -> String {
     }
 }
 
-/// The element types for which the case is defined when its main type is replaced.
+/// The element types for which the case is defined if they replace its main type.
 fn dtypes(case: &Case) -> String {
     let main = match case.operands.iter().find(|t| t.dtype == case.result.dtype) {
         Some(_) => case.result.dtype,
@@ -98,7 +98,7 @@ fn dtypes(case: &Case) -> String {
     }
 }
 
-/// The rule in einsum's words.
+/// The rule in einsum notation.
 fn words(case: &Case) -> (String, String) {
     let rule = case.op.rule(&case.types(), &case.result);
     let letter = |f: u8| {
@@ -139,7 +139,7 @@ fn words(case: &Case) -> (String, String) {
     (words, if sets.is_empty() { "-".to_string() } else { sets.join(", ") })
 }
 
-/// The attributes that any case of this op has, as if nothing were said by its type.
+/// The attributes in any case of this op, as if its type implied none.
 fn attribute_names(name: &str) -> String {
     let other = TensorType::new(DType::U16, [9, 9, 9, 9, 9]);
     let mut keys: Vec<&str> = Vec::new();
@@ -177,7 +177,7 @@ fn page() -> String {
     page.push_str("| --- | --- | --- | --- | --- | --- | --- |\n");
     let mut done = BTreeSet::new();
     for case in cases() {
-        // Where rules differ by an attribute each of its values has a row, otherwise the op's first case.
+        // If rules differ by an attribute, each value has a row. Otherwise the op's first case has one.
         let name = match &case.op {
             Op::Reduce(r) => format!("`reduce` {}", r.reducer.name()),
             Op::Cumulative(r) => format!("`cumulative` {}", r.reducer.name()),

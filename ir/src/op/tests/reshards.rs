@@ -1,4 +1,4 @@
-//! Reshards and transfers on random shardings: the tensor that comes out is the one that went in.
+//! Reshards and transfers between random shardings must preserve the tensor.
 
 use super::numbers::{Rng, difference, random, shard_randomly};
 use super::*;
@@ -7,8 +7,8 @@ use crate::reshard::{legs, reshard};
 use crate::sharding::{DimLayout, Segment, Sharding};
 use proptest::prelude::*;
 
-/// A random valid sharding: each dimension is cut into random segments, each axis is given to a random segment
-/// that it divides, or is partial, or is left replicated.
+/// A random valid sharding. Each dimension is cut into random segments. Each axis goes to a random segment that it
+/// divides, is partial, or is left replicated.
 fn random_sharding(shape: &[u64], mesh: &Mesh, reducer: Option<Reducer>, rng: &mut Rng) -> Sharding {
     let mut segments: Vec<(usize, Segment)> = Vec::new();
     for (dim, &size) in shape.iter().enumerate() {
@@ -95,7 +95,7 @@ proptest! {
             now = step.result;
         }
         prop_assert_eq!(&now, &to);
-        // Replicas agree: what any one device of a replica group holds is the same.
+        // Replicas agree: all devices of a replica group hold the same values.
         if !to.is_partial() {
             for device in 0..mesh.num_devices() {
                 let expected = crate::interpret::shard(&whole, &to, &mesh, device);

@@ -1,7 +1,7 @@
-//! Sharding rules against semantics: every strategy that a rule offers, on several meshes.
+//! Tests sharding rules against semantics: every strategy that a rule offers, on several meshes.
 //!
-//! Random operands are cut up as the strategy says, partial sums included; the local ops run on all devices;
-//! and what the devices hold must add up to what the whole op gives.
+//! Random operands are split as the strategy says, including partial sums. All devices run the local ops. Their results
+//! must combine to the result of the whole op.
 
 use super::numbers::{Rng, difference, shard_randomly};
 use super::*;
@@ -18,7 +18,7 @@ fn meshes() -> Vec<Mesh> {
     ]
 }
 
-/// Block counts to try for each factor.
+/// The block counts to try for each factor.
 fn outers(rule: &ShardingRule) -> Vec<Vec<u64>> {
     rule.factors.iter().map(|f| [2, 3].into_iter().filter(|o| f.size % o == 0).collect()).collect()
 }
@@ -42,7 +42,7 @@ fn factors_multiply_to_the_sizes_of_dimensions() {
         for &f in &rule.contiguous {
             assert!((f as usize) < rule.factors.len(), "{}", case.label());
         }
-        // A reduction factor is not in the result; a parallel one is.
+        // A reduction factor is not in the result, and a parallel one is.
         for (f, factor) in rule.factors.iter().enumerate() {
             let in_result = rule.result.iter().flatten().any(|&g| g as usize == f);
             match factor.kind {
@@ -54,7 +54,7 @@ fn factors_multiply_to_the_sizes_of_dimensions() {
     }
 }
 
-/// Runs one strategy and says how its result differs from the whole op's.
+/// Runs one strategy and returns the difference between its result and the whole op's.
 fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Mesh, rng: &mut Rng) -> Option<String> {
     let whole = case.random_operands(rng);
     let expected = case.op.eval(&whole.iter().collect::<Vec<_>>(), &case.result);
@@ -89,7 +89,7 @@ fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Me
     }
     let values = crate::interpret::run_mesh(&graph, mesh, |v, device| match parts.get(v.index()) {
         Some(part) => part[device as usize].clone(),
-        // The op itself is a leaf, whose value is a parameter or input.
+        // The op itself is a leaf: a parameter or an input.
         None => crate::interpret::shard(&expected, &shardings.result, mesh, device),
     });
     let on_devices = &values[result.index()];
@@ -104,7 +104,7 @@ fn run_strategy(case: &Case, rule: &ShardingRule, strategy: &Strategy, mesh: &Me
     difference(&together, &expected, 1e-9)
 }
 
-/// The device that holds the same as `device` and has position 0 along all replicated axes.
+/// The device with the same values as `device` that has position 0 along all replicated axes.
 fn first_replica(sharding: &Sharding, mesh: &Mesh, device: u32) -> u32 {
     let coordinates = mesh.coordinates(device);
     let used = |axis: AxisId| sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis);
@@ -132,11 +132,11 @@ fn every_strategy_computes_what_the_whole_op_does() {
         }
     }
     assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures[..failures.len().min(20)].join("\n"));
-    // The test must not become empty by a change elsewhere.
+    // Guards against changes elsewhere that would leave this test without cases.
     assert!(strategies > 10_000 && partial > 1_000 && blocked > 1_000, "{strategies}, {partial}, {blocked}");
 }
 
-/// What a rule offers for well-known ops: Megatron's splits, vocabulary-parallel embedding, fused q/k/v.
+/// The strategies that rules offer for well-known ops: Megatron's splits, vocabulary-parallel embedding, fused q/k/v.
 #[test]
 fn well_known_splits_are_offered() {
     let mesh = Mesh::new(&[("tensor", 2)]);
@@ -167,7 +167,7 @@ fn well_known_splits_are_offered() {
     offers(third, &["f32[2,12]"], "[{}, {3, 4: tensor}] -> [{}, {tensor}]");
     let heads = Op::Reshape(Reshape { shape: vec![2, 3, 4, 8] });
     offers(heads, &["f32[2,96]"], "[{}, {3, 32: tensor}] -> [{}, {}, {tensor}, {}]");
-    // No factor of one side fits the other, but what is major in both can be split.
+    // Neither side's dimensions divide the other's, but the major common factor can be split.
     offers(Op::Reshape(Reshape { shape: vec![6, 4] }), &["f32[4,6]"], "[{tensor}, {}] -> [{tensor}, {}]");
     let last = Op::Pad(Pad { low: vec![0, 8], high: vec![0, 0], interior: vec![0, 0] });
     offers(last, &["f32[2,4]", "f32[]"], "[{}, {tensor}] [] -> [{}, {3, 4: tensor}]");
@@ -186,7 +186,7 @@ fn well_known_splits_are_offered() {
     offers(gather, &["f32[12,6]", "i32[4]"], "[{tensor}, {}] [{}] -> [{}, {}] partial{sum: tensor}");
 }
 
-/// Rules number factors and operands by `u8`: what does not fit is refused or not offered, never wrapped.
+/// Rules number factors and operands by `u8`. Whatever exceeds that is refused or not offered, and never wraps.
 #[test]
 fn long_concatenations_keep_to_the_limits_of_rules() {
     let piece = cases::ty("f32[2]");
@@ -202,7 +202,7 @@ fn long_concatenations_keep_to_the_limits_of_rules() {
     assert_eq!(concatenate.rule(&all[..200], &some).factors.len(), 201);
 }
 
-/// Sizes and attributes at the ends of their ranges are refused or counted, never overflow.
+/// Sizes and attributes at the ends of their ranges are refused or counted, and never overflow.
 #[test]
 fn extreme_attributes_do_not_overflow() {
     let square = cases::ty("f32[16777216,16777216]");
@@ -241,7 +241,7 @@ fn extreme_attributes_do_not_overflow() {
     }
 }
 
-/// Integer functions on values where an `f64` is close to its limits.
+/// Integer functions on values at which an `f64` is close to its limits.
 #[test]
 fn integers_wrap_exactly() {
     let power = |a, b, dtype| Binary::Power.apply(a, b, dtype);

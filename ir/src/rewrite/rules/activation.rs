@@ -1,4 +1,4 @@
-//! Elementwise functions: known by their values, however they are written.
+//! Elementwise functions, recognised by their values rather than by their form.
 
 use super::super::egraph::Builder;
 use super::structure::broadcasts;
@@ -7,7 +7,7 @@ use crate::op::{Binary, Function, Op, Unary};
 use egg::Id;
 use std::collections::BTreeMap;
 
-/// Small powers as products and roots.
+/// Rewrites small powers as products and roots.
 pub fn power(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
@@ -25,7 +25,7 @@ pub fn power(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// `x / sqrt(y)` is `x rsqrt(y)`, `y` repeated or not; `1 / sqrt(y)` is `rsqrt(y)`.
+/// `x / sqrt(y)` is `x rsqrt(y)`, with `y` repeated or not. `1 / sqrt(y)` is `rsqrt(y)`.
 pub fn division_by_root(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, y) in b.binary(id, Binary::Divide) {
@@ -73,10 +73,10 @@ pub fn product_with_reciprocal(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// An op, and its value at a number.
+/// A known op, and the function that it computes.
 type Known = (fn() -> Op, fn(f64) -> f64);
 
-/// The functions that are looked for.
+/// The functions to recognise.
 const FUNCTIONS: [Known; 4] = [
     (|| Op::Unary(Unary::Logistic), logistic),
     (|| Function::Silu.into(), |x| x * logistic(x)),
@@ -91,13 +91,13 @@ fn logistic(x: f64) -> f64 {
     1.0 / (1.0 + libm::exp(-x))
 }
 
-/// Where functions are compared.
+/// The arguments at which functions are compared.
 const PROBES: [f64; 13] = [-7.3, -4.1, -2.9, -1.7, -0.9, -0.31, 0.0, 0.17, 0.63, 1.1, 2.3, 3.7, 6.9];
 
-/// The most classes between a function's argument and its value.
+/// The largest number of classes between a function's argument and its value.
 const MAX_CONE: usize = 24;
 
-/// A function of one value that has the values of a known one.
+/// A function of one value whose values equal those of a known one.
 pub fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
     let dtype = b.ty(id).dtype;
     if !dtype.is_float() || b.number(id).is_some() {
@@ -118,7 +118,7 @@ pub fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
     if !cone.iter().any(bends) {
         return Vec::new();
     }
-    // Constants are rounded to the type that they are written in.
+    // Constants are rounded to the type in which they are written.
     let tolerance = match dtype {
         DType::F32 | DType::F64 => 2e-6,
         _ => 4e-3,
@@ -142,7 +142,7 @@ pub fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
 /// The oldest elementwise op of a class.
 fn step(b: &Builder, id: Id) -> Option<(Op, Vec<Id>)> {
     let of = |op: &Op, c: &[Id]| match op {
-        // The same value with another gradient.
+        // A stopped gradient is the same value with another gradient.
         Op::Unary(Unary::StopGradient) => None,
         Op::Unary(_) | Op::Binary(_) => Some((op.clone(), c.to_vec())),
         Op::Convert(_) if b.ty(c[0]).dtype.is_float() => Some((op.clone(), c.to_vec())),
@@ -151,7 +151,7 @@ fn step(b: &Builder, id: Id) -> Option<(Op, Vec<Id>)> {
     b.find(id, of).into_iter().next()
 }
 
-/// The classes that an elementwise value is made of, as far as that goes.
+/// The classes that an elementwise value is computed from, up to a limit.
 fn cone(b: &Builder, id: Id) -> Vec<Id> {
     let mut all = vec![b.egraph.find(id)];
     let mut at = 0;
@@ -167,7 +167,7 @@ fn cone(b: &Builder, id: Id) -> Vec<Id> {
     all
 }
 
-/// The value of a class where `x` is `p`; None where it depends on anything else.
+/// The value of a class if `x` is `p`. `None` if it depends on anything else.
 fn value(b: &Builder, id: Id, x: Id, p: f64, known: &mut BTreeMap<Id, Option<f64>>) -> Option<f64> {
     let id = b.egraph.find(id);
     if b.same(id, x) {
@@ -179,7 +179,7 @@ fn value(b: &Builder, id: Id, x: Id, p: f64, known: &mut BTreeMap<Id, Option<f64
     if let Some(known) = known.get(&id) {
         return *known;
     }
-    // Until it is known it leads nowhere: classes may contain themselves.
+    // Mark it unknown first, because classes may contain themselves.
     known.insert(id, None);
     if known.len() > 2 * MAX_CONE {
         return None;

@@ -1,4 +1,4 @@
-//! Attention and rotary positions, whatever order their dimensions are written in.
+//! Attention and rotary positions, for any order of their dimensions.
 
 use super::super::egraph::Builder;
 use super::super::facts::Fact;
@@ -9,41 +9,41 @@ use crate::literal::Real;
 use crate::op::{Binary, Concatenate, DotGeneral, Function, Op, Slice, Unary};
 use egg::Id;
 
-/// What a dimension of scores, or of a product with them, runs over.
+/// The role of a dimension of scores, or of a product with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
     Batch,
     Head,
     Query,
-    /// Heads of queries that share one of the keys.
+    /// Heads of queries that share one head of keys.
     Group,
     Key,
     Width,
 }
 
-/// What hides scores.
+/// A mask of scores.
 #[derive(Clone, Copy)]
 enum Mask {
-    /// True where seen, or false where seen.
+    /// Booleans: `Seen` is true for visible scores, and `Hidden` is true for hidden ones.
     Seen(Id),
     Hidden(Id),
     Added(Id),
 }
 
-/// How scores came to the softmax.
+/// The path from the product of queries and keys to the softmax.
 #[derive(Clone)]
 struct Scores {
     dot: (DotGeneral, Id, Id),
     scale: f64,
-    /// The dimensions of positions of which the first sees up to its own place in the second.
+    /// The query and key dimensions, if each query sees only keys up to its own position.
     causal: Option<(usize, usize)>,
     mask: Option<Mask>,
 }
 
-/// Scores at or below this are as good as hidden.
+/// A number at or below which scores count as hidden.
 const HIDDEN: f64 = -1e4;
 
-/// The most ops between a product and the softmax.
+/// The largest number of ops between a product and the softmax.
 const MAX_DEPTH: usize = 8;
 
 fn dots(b: &Builder, id: Id) -> Vec<(DotGeneral, Id, Id)> {
@@ -53,7 +53,7 @@ fn dots(b: &Builder, id: Id) -> Vec<(DotGeneral, Id, Id)> {
     })
 }
 
-/// Takes scales and masks off scores until the product of queries and keys is found.
+/// Strips scales and masks from scores until it finds the product of queries and keys.
 fn scores(b: &Builder, id: Id, outer: &Scores, depth: usize, found: &mut Vec<Scores>) {
     if depth == 0 || found.len() > 16 {
         return;
@@ -76,7 +76,7 @@ fn scores(b: &Builder, id: Id, outer: &Scores, depth: usize, found: &mut Vec<Sco
                 masked(b, no, Mask::Hidden(p), outer, depth, found);
             }
         }
-        // A scale that follows would scale what is added too.
+        // A later scale would scale the added mask too.
         for (x, m) in b.commuted(id, Binary::Add) {
             let harmless = matches!(b.data(m).fact, Some(Fact::Causal { .. } | Fact::Open));
             if outer.scale == 1.0 || harmless {
@@ -100,14 +100,14 @@ fn masked(b: &Builder, x: Id, mask: Mask, outer: &Scores, depth: usize, found: &
     scores(b, x, &inner, depth - 1, found);
 }
 
-/// The roles of the dimensions of scores, and of both operands of the product that they are.
+/// The roles of the dimensions of scores, and of both operands of their product.
 struct Roles {
     scores: Vec<Role>,
     queries: (Id, Vec<Role>),
     keys: (Id, Vec<Role>),
 }
 
-/// Tells queries from keys: keys are what the softmax runs over.
+/// Tells queries from keys: the softmax runs over the keys.
 fn roles(b: &Builder, (dot, lhs, rhs): &(DotGeneral, Id, Id), softmax_dim: usize) -> Option<Roles> {
     let (left, right) = (b.shape(*lhs).len(), b.shape(*rhs).len());
     let (lhs_free, rhs_free) = (dot.lhs_free(left), dot.rhs_free(right));
@@ -121,7 +121,7 @@ fn roles(b: &Builder, (dot, lhs, rhs): &(DotGeneral, Id, Id), softmax_dim: usize
     if key_free.len() != 1 || !(1..=2).contains(&query_free.len()) || softmax_dim < batches || softmax_dim >= rank {
         return None;
     }
-    // Which of two dimensions are the heads makes no difference, but a plan should see the batch as one.
+    // Either dimension could be the heads. Choose so that the plan sees the batch as batch.
     let marks = |dims: &[usize], id: Id, i: usize| b.data(id).batch_dims >> dims[i] & 1 == 1;
     let second_is_batch = batches == 2 && marks(&dot.lhs_batch, *lhs, 1) && !marks(&dot.lhs_batch, *lhs, 0);
     let batch_role = |i: usize| if (i == 0) != second_is_batch { Role::Batch } else { Role::Head };
@@ -145,7 +145,7 @@ fn roles(b: &Builder, (dot, lhs, rhs): &(DotGeneral, Id, Id), softmax_dim: usize
     Some(Roles { scores, queries, keys })
 }
 
-/// Transposed to an order of roles; what has no such dimension gets one of one element.
+/// Transposes `x` to an order of roles. Roles that `x` lacks become dimensions of size 1.
 fn arranged(b: &mut Builder, x: Id, roles: &[Role], order: &[Role]) -> Option<Id> {
     let permutation: Vec<usize> = order.iter().filter_map(|r| roles.iter().position(|s| s == r)).collect();
     if permutation.len() != roles.len() {
@@ -158,7 +158,7 @@ fn arranged(b: &mut Builder, x: Id, roles: &[Role], order: &[Role]) -> Option<Id
     b.reshape(moved, &shape?)
 }
 
-/// Keys or values `[B, T, H, D]` whose heads repeat each of fewer heads: those.
+/// The unrepeated form of keys or values `[B, T, H, D]` whose heads repeat fewer heads.
 fn unrepeated(b: &mut Builder, x: Id, roles: &[Role]) -> Option<(Id, Vec<Role>)> {
     let head = roles.iter().position(|r| *r == Role::Head)?;
     let from = b.find(x, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]));
@@ -185,14 +185,14 @@ fn unrepeated(b: &mut Builder, x: Id, roles: &[Role]) -> Option<(Id, Vec<Role>)>
     None
 }
 
-/// A mask in the shape `[B, H, S, T]`, with one element where it repeats itself.
+/// The mask in the shape `[B, H, S, T]`, with size 1 where it repeats.
 fn mask_of(b: &mut Builder, mask: Mask, roles: &[Role]) -> Option<Id> {
     let (id, hidden) = match mask {
         Mask::Seen(m) | Mask::Added(m) => (m, false),
         Mask::Hidden(m) => (m, true),
     };
     let order = [Role::Batch, Role::Head, Role::Group, Role::Query, Role::Key];
-    // What it repeats, if that can be seen.
+    // Use the value that the mask repeats, if it is visible.
     let mut small = None;
     for (x, dims) in broadcasts(b, id) {
         if dims.is_sorted() {
@@ -204,7 +204,7 @@ fn mask_of(b: &mut Builder, mask: Mask, roles: &[Role]) -> Option<Id> {
         Some(small) => small,
         None => arranged(b, id, roles, &order)?,
     };
-    // Groups are the minor part of the heads, or the mask is alike for all of them.
+    // Groups are the minor part of the heads, unless the mask is the same for all of them.
     let [batch, heads, group, queries, keys] = b.shape(arranged)[..] else { return None };
     let arranged = match (heads, group) {
         (1, _) | (_, 1) if roles.contains(&Role::Group) && heads * group != 1 => return None,
@@ -241,7 +241,7 @@ pub fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// The composite in the layout of the product with the values.
+/// Builds the composite, in the layout of the product with the values.
 fn assembled(
     b: &mut Builder,
     id: Id,
@@ -262,7 +262,7 @@ fn assembled(
     {
         return None;
     }
-    // Batches of the second product are those of the first.
+    // The batch dimensions of the second product are those of the first.
     let mut value_roles = vec![Role::Width; b.shape(values).len()];
     for (&w, &v) in weights_batch.iter().zip(values_batch) {
         if !matches!(roles.scores[w], Role::Batch | Role::Head) {
@@ -317,11 +317,11 @@ fn assembled(
     if causal && scores.causal.map(|(row, column)| (Some(row), column)) != Some((query_dim, softmax_dim)) {
         return None;
     }
-    // As the decomposition writes it: narrow floats are scaled in f32.
+    // Narrow floats are scaled in f32, as in the decomposition.
     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
     let function = Function::Attention { scale: Real(wide.round(scores.scale)), causal, blocks: 1 };
     let mixed = b.add(function, &operands)?;
-    // [B, S, H, D] in the order of the product's dimensions.
+    // Bring [B, S, H, D] into the order of the product's dimensions.
     let width = b.shape(mixed)[3];
     let mut order: Vec<Role> = q_order.to_vec();
     let mut shape = q_shape;
@@ -337,7 +337,7 @@ fn assembled(
         true => batch.chain(rest).chain([Role::Width]).collect(),
         false => batch.chain([Role::Width]).chain(rest).collect(),
     };
-    // A product without heads of its own has none in its result.
+    // A product without a head dimension has none in its result.
     let mut mixed = mixed;
     for gone in [Role::Head, Role::Batch] {
         if !wanted.contains(&gone) {
@@ -355,7 +355,7 @@ fn assembled(
     (b.ty(result) == b.ty(id)).then_some(result)
 }
 
-/// `x` where the class is elements `start..limit` of its last dimension.
+/// `(x, start, limit)` if the class is elements `start..limit` of the last dimension of `x`.
 fn parts(b: &Builder, id: Id) -> Vec<(Id, u64, u64)> {
     b.find(id, |op, c| match op {
         Op::Slice(Slice { start, limit, stride }) => {
@@ -368,7 +368,7 @@ fn parts(b: &Builder, id: Id) -> Vec<(Id, u64, u64)> {
     })
 }
 
-/// `(x, y)` where the class is one after the other along the last dimension.
+/// `(x, y)` if the class is a concatenation of `x` and `y` along the last dimension.
 fn joined(b: &Builder, id: Id) -> Vec<(Id, Id)> {
     let last = b.shape(id).len().saturating_sub(1);
     b.find(id, |op, c| match op {
@@ -377,7 +377,7 @@ fn joined(b: &Builder, id: Id) -> Vec<(Id, Id)> {
     })
 }
 
-/// Whether `first` and `second` are the halves of the last dimension of one value: that.
+/// The values whose last dimension has `first` and `second` as its halves.
 fn halves(b: &Builder, first: Id, second: Id) -> Vec<Id> {
     let mut all = Vec::new();
     for first in b.unrounded(first) {
@@ -392,7 +392,7 @@ fn halves(b: &Builder, first: Id, second: Id) -> Vec<Id> {
     all
 }
 
-/// An angle's function in the rank of `x`, with one element where it repeats itself.
+/// The cosine or sine of an angle in the rank of `x`, with size 1 where it repeats.
 fn angles(b: &mut Builder, id: Id) -> Option<Id> {
     for (y, dims) in broadcasts(b, id) {
         let rank = b.shape(id).len();
@@ -406,7 +406,7 @@ fn angles(b: &mut Builder, id: Id) -> Option<Id> {
     Some(id)
 }
 
-/// Values of whose last dimension `first` takes the even and `second` the odd elements.
+/// The values whose even elements along the last dimension are `first` and whose odd ones are `second`.
 fn pairs(b: &Builder, first: Id, second: Id) -> Vec<Id> {
     let mut all = Vec::new();
     for (p, start, limit) in b.unsqueezed(first).into_iter().flat_map(|x| parts(b, x)) {
@@ -425,14 +425,14 @@ fn pairs(b: &Builder, first: Id, second: Id) -> Vec<Id> {
     all
 }
 
-/// The composite on a value of the class's element type, or converted to it.
+/// The composite on a value of the class's element type, or on one converted to it.
 fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id, halves: RotaryHalves) -> Option<Id> {
     let dtype = b.ty(id).dtype;
     let x = match b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == dtype) {
         Some(x) => x,
         None => b.convert(x, dtype)?,
     };
-    // Angles stay in the type that they come in, in which the turning is done.
+    // Angles keep their type, in which the rotation is computed.
     let wide = |id: Id| b.ty(id).dtype;
     if wide(cosine) != wide(sine) || !wide(cosine).is_float() || wide(cosine).bytes() < dtype.bytes() {
         return None;
@@ -465,7 +465,7 @@ pub fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// `(first, second, cosine, sine)` where one class is `first cos - second sin` and the other `second cos + first sin`.
+/// `(first, second, cosine, sine)` if one class is `first cos - second sin` and the other is `second cos + first sin`.
 fn turned(b: &Builder, low: Id, high: Id) -> Vec<[Id; 4]> {
     let is =
         |p: Id, u: Id, v: Id| b.commuted(p, Binary::Multiply).into_iter().any(|(s, t)| b.same(s, u) && b.same(t, v));
@@ -501,7 +501,7 @@ pub fn rotary_of_halves(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// The same of even and odd elements.
+/// `(x1 cos - x2 sin, x2 cos + x1 sin)` for even and odd elements.
 pub fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     let flattened =
@@ -519,7 +519,7 @@ pub fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Positions and heads change places before they are rotated rather than after.
+/// Moves a transpose of positions and heads from after a rotation to before it.
 pub fn transpose_of_rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (y, permutation) in transposes(b, id) {

@@ -1,4 +1,4 @@
-//! The rules. Each looks at one class and gives what equals it.
+//! The rules. Each inspects one class and returns classes that equal it.
 
 mod activation;
 mod attention;
@@ -11,7 +11,7 @@ mod structure;
 use super::egraph::Builder;
 use egg::Id;
 
-/// A rewrite: `apply` adds terms that equal a class and gives their classes.
+/// A rewrite. `apply` adds terms that equal a class and returns their classes.
 pub struct Rule {
     pub name: &'static str,
     pub apply: fn(&mut Builder, Id) -> Vec<Id>,
@@ -61,19 +61,19 @@ pub const RULES: &[Rule] = &[
     Rule { name: "attention", apply: attention::attention },
 ];
 
-/// Rounds of all rules over all classes, at most.
+/// The largest number of rounds, in which all rules visit all classes.
 const MAX_ROUNDS: usize = 12;
 
-/// Classes for each node of the region, at most, and for any region.
+/// The largest number of classes per node of the region, and for any region.
 const GROWTH: usize = 12;
 const MAX_TERMS: usize = 60_000;
 
-/// Applies the rules until none finds anything new, or as often as the limits allow.
+/// Applies the rules until none finds anything new, or until the limits are reached.
 pub fn saturate(builder: &mut Builder, nodes: usize) {
     saturate_with(builder, nodes, |_, _, _, _| {});
 }
 
-/// [`saturate`] that shows each equality before it is believed: (terms, rule, class, new class).
+/// [`saturate`] with a callback for each equality before it is recorded: (terms, rule, class, new class).
 pub fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(&Builder, &Rule, Id, Id)) {
     let most = (GROWTH * nodes + 2000).min(MAX_TERMS);
     for _ in 0..MAX_ROUNDS {
@@ -106,7 +106,7 @@ pub fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(
     }
 }
 
-/// Whether two numbers are one constant, but for the rounding of a float type.
+/// Returns true if two numbers are the same constant, up to the rounding of a float type.
 fn near(a: f64, b: f64, relative: f64) -> bool {
     (a - b).abs() <= relative * b.abs()
 }

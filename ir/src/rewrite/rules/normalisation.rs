@@ -8,7 +8,7 @@ use crate::literal::Real;
 use crate::op::{Binary, Function, Op, Reducer, Unary};
 use egg::Id;
 
-/// A sum divided by the number of its terms, which scales with the batch as they do.
+/// A mean: a sum divided by the number of its terms. That number must scale with the batch as the terms do.
 pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
@@ -23,7 +23,7 @@ pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (sum, counted) in quotients.chain(products).collect::<Vec<_>>() {
         let Some((n, power)) = counted else { continue };
-        // What was summed may stay as dimensions of one element.
+        // Reduced dimensions may remain with size 1.
         let sums: Vec<(Id, Vec<usize>)> =
             b.unsqueezed(sum).into_iter().flat_map(|s| b.reduced(s, Reducer::Sum)).collect();
         for (x, dims) in sums {
@@ -39,7 +39,7 @@ pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// `(x, dims)` where the class is the mean of `x` over `dims`.
+/// `(x, dims)` if the class is the mean of `x` over `dims`.
 fn means(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
     b.find(id, |op, c| match op {
         Op::Composite(composite) => match &composite.function {
@@ -50,7 +50,7 @@ fn means(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
     })
 }
 
-/// Two or three values whose product the class is, but for rounding.
+/// Two or three values whose product is the class, up to rounding.
 fn factors(b: &Builder, id: Id) -> Vec<Vec<Id>> {
     let products = |id: Id| {
         let sides = b.unrounded(id).into_iter().flat_map(|x| b.binary(x, Binary::Multiply));
@@ -65,7 +65,7 @@ fn factors(b: &Builder, id: Id) -> Vec<Vec<Id>> {
     all
 }
 
-/// `(v, n)` where the class repeats `v` and its last `n` dimensions are those of `v`.
+/// `(v, n)` if the class repeats `v` and its last `n` dimensions are those of `v`.
 fn suffixes(b: &Builder, id: Id) -> Vec<(Id, usize)> {
     let shape = b.shape(id);
     let mut all = Vec::new();
@@ -84,7 +84,7 @@ fn suffixes(b: &Builder, id: Id) -> Vec<(Id, usize)> {
     all
 }
 
-/// Values `v` and numbers `eps` where the class repeats `1 / sqrt(v + eps)` along `dims`.
+/// Values `v` and numbers `eps` if the class repeats `1 / sqrt(v + eps)` along `dims`.
 fn inverse_roots(b: &Builder, id: Id, dims: &[usize]) -> Vec<(Id, f64)> {
     let mut all = Vec::new();
     for repeated in b.unrounded(id) {
@@ -99,25 +99,25 @@ fn inverse_roots(b: &Builder, id: Id, dims: &[usize]) -> Vec<(Id, f64)> {
     all
 }
 
-/// Whether a class is `x x`, but for rounding.
+/// Returns true if a class is `x x`, up to rounding.
 fn is_square(b: &Builder, id: Id, x: Id) -> bool {
     let is_x = |y: Id| b.unrounded(y).iter().any(|&y| b.same(y, x)) || b.unrounded(x).iter().any(|&x| b.same(y, x));
     let squares = b.unrounded(id).into_iter().flat_map(|s| b.binary(s, Binary::Multiply));
     squares.into_iter().any(|(p, q)| is_x(p) && is_x(q))
 }
 
-/// Whether a class is the mean of `x` over `dims`, kept as dimensions of one element or not.
+/// Returns true if a class is the mean of `x` over `dims`, whether these remain with size 1 or not.
 fn is_mean(b: &Builder, id: Id, x: Id, dims: &[usize]) -> bool {
     let alike = |y: Id| b.unrounded(y).iter().any(|&y| b.unrounded(x).iter().any(|&x| b.same(x, y)));
     let candidates = b.unsqueezed(id).into_iter().flat_map(|m| b.unrounded(m)).flat_map(|m| means(b, m));
     candidates.into_iter().any(|(y, over)| over == dims && alike(y))
 }
 
-/// Whether a class is the variance of `x` over `dims`, where `centred` is `x` less its mean.
+/// Returns true if a class is the variance of `x` over `dims`. `centred` is `x` minus its mean.
 fn is_variance(b: &Builder, id: Id, x: Id, centred: Id, dims: &[usize]) -> bool {
     b.unsqueezed(id).into_iter().any(|v| {
         let of_centred = means(b, v).into_iter().any(|(s, over)| over == dims && is_square(b, s, centred));
-        // The mean square less the squared mean, which rounding could make negative.
+        // The mean square minus the squared mean. Rounding could make it negative, so it may be clamped at 0.
         let not_negative = b.commuted(v, Binary::Maximum).into_iter().filter(|(_, c)| b.number(*c) == Some(0.0));
         let differences = not_negative.map(|(d, _)| d).chain([v]).flat_map(|d| b.binary(d, Binary::Subtract));
         let of_squares = differences.into_iter().any(|(s, m)| {
@@ -133,7 +133,7 @@ fn is_variance(b: &Builder, id: Id, x: Id, centred: Id, dims: &[usize]) -> bool 
     })
 }
 
-/// The forms of a value, rounded or not, that make an op on them give `like`'s element type.
+/// The form of a value, rounded or not, that has the element type of `like`.
 fn in_type_of(b: &Builder, x: Id, like: Id) -> Option<Id> {
     b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == b.ty(like).dtype)
 }
@@ -210,7 +210,7 @@ pub fn rms_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Values of which the class repeats one element along all but `dim`, rounded or not, with dimensions of one element or without.
+/// Values that the class repeats along all dimensions but one, rounded or not, with dimensions of size 1 or without.
 fn features(b: &Builder, id: Id, others: &[usize]) -> Vec<Id> {
     let mut all: Vec<Id> = Vec::new();
     for v in b.unrounded(id).into_iter().flat_map(|x| b.statistics(x, others)) {
@@ -222,23 +222,23 @@ fn features(b: &Builder, id: Id, others: &[usize]) -> Vec<Id> {
     all
 }
 
-/// `(v, eps)` where the class is `1 / sqrt(v + eps)`.
+/// `(v, eps)` if the class is `1 / sqrt(v + eps)`.
 fn roots(b: &Builder, id: Id) -> Vec<(Id, f64)> {
     let inner = b.unrounded(id).into_iter().flat_map(|x| b.unary(x, Unary::Rsqrt));
     let sums = inner.flat_map(|u| b.commuted(u, Binary::Add)).collect::<Vec<_>>();
     sums.into_iter().filter_map(|(v, eps)| b.number(eps).map(|eps| (v, eps))).collect()
 }
 
-/// What a batch norm multiplies by: the class itself, `1 / sqrt(v + eps)`, and the weight, where there is one.
+/// The factor that a batch norm multiplies by: `1 / sqrt(v + eps)`, and the weight if there is one.
 struct Factor {
     variance: Id,
     eps: f64,
     weight: Option<Id>,
-    /// Of root and weight, where it is one value.
+    /// The product of root and weight, if it is a single value.
     whole: Option<Id>,
 }
 
-/// The factors that one or two values, each the same along `others`, multiply by.
+/// The factors in one or two values, each constant along `others`.
 fn feature_factors(b: &Builder, values: &[Id], others: &[usize]) -> Vec<Factor> {
     let of = |root: Id, weight: Option<Id>, whole: Option<Id>| {
         let roots = roots(b, root).into_iter();
@@ -266,8 +266,8 @@ fn feature_factors(b: &Builder, values: &[Id], others: &[usize]) -> Vec<Factor> 
     all
 }
 
-/// `(x - mean) / sqrt(variance + eps) weight + bias` for each feature, and `x scale + shift` with what these are made of. Mean
-/// and variance are those of `x`, or any others.
+/// `(x - mean) / sqrt(variance + eps) weight + bias` for each feature, or `x scale + shift` with scale and shift
+/// computed from these. Mean and variance are those of `x`, or any others.
 pub fn batch_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     if !b.ty(id).dtype.is_float() || shape.len() < 2 {
@@ -297,7 +297,7 @@ pub fn batch_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// The composite where `x` is what is left of a mean.
+/// The composite if `x` is a value minus its mean.
 fn centred(b: &mut Builder, id: Id, x: Id, dim: usize, factor: &Factor, bias: Option<Id>) -> Vec<Id> {
     let others: Vec<usize> = (0..b.shape(id).len()).filter(|&d| d != dim).collect();
     let mut found = Vec::new();
@@ -313,7 +313,7 @@ fn centred(b: &mut Builder, id: Id, x: Id, dim: usize, factor: &Factor, bias: Op
     found
 }
 
-/// The composite where the mean is taken off after the product: `shift` is `bias - mean scale`.
+/// The composite if the mean is subtracted after the product: `shift` is `bias - mean scale`.
 fn moved(b: &mut Builder, id: Id, x: Id, dim: usize, factor: &Factor, shift: Option<Id>) -> Vec<Id> {
     let (Some(shift), Some(scale)) = (shift, factor.whole) else { return Vec::new() };
     let scales = b.unsqueezed(scale);

@@ -1,7 +1,9 @@
-//! Matmuls of one value with weights of one shape (queries, keys and values; the gate and the rest of a gated perceptron) as
-//! one matmul with the weights stacked. The stack is a new dimension, so what splits the columns of each weight splits
-//! those of the stack. It gains where the value is large beside its products, and the weights are copied for it:
-//! extraction decides, over all of the products together.
+//! Joins matmuls of one value with weights of one shape into a single matmul with stacked weights. Examples are
+//! queries, keys and values, or both halves of a gated perceptron.
+//!
+//! The stack is a new dimension, so an axis that splits the columns of each weight splits those of the stack. This pays
+//! if the value is large compared to its products, because the weights are copied. Extraction decides for all of the
+//! products together.
 
 use super::super::egraph::{Builder, Stack};
 use crate::op::{Concatenate, DotGeneral, Op, Slice};
@@ -14,7 +16,7 @@ fn matmuls(b: &Builder, id: Id) -> Vec<(DotGeneral, Id, Id)> {
     })
 }
 
-/// The classes that are this matmul of `x` and a weight like `weight`, each with its weight.
+/// The classes that are this matmul of `x` with a weight of the type of `weight`, each with its weight.
 fn alike(b: &Builder, dot: &DotGeneral, x: Id, weight: Id) -> Vec<(Id, Id)> {
     let ty = b.ty(weight);
     let mut all: Vec<(Id, Id)> = Vec::new();
@@ -74,7 +76,7 @@ fn stacked(b: &mut Builder, dot: &DotGeneral, x: Id, parts: &[(Id, Id)]) -> Opti
     let matmul =
         DotGeneral { rhs_batch: behind(&dot.rhs_batch), rhs_contract: behind(&dot.rhs_contract), ..dot.clone() };
     let product = b.add(Op::DotGeneral(matmul), &[x, weights])?;
-    // Its dimensions: the batch, what is left of `x`, the stack, what is left of the weights.
+    // Its dimensions are the batch, the free ones of `x`, the stack, and the free ones of the weights.
     let stack = dot.lhs_batch.len() + dot.lhs_free(b.shape(x).len()).len();
     let whole = b.shape(product);
     let mut slices = Vec::with_capacity(parts.len());

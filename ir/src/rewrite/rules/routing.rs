@@ -1,4 +1,4 @@
-//! Routing of a mixture of experts: the weights of the experts that a token goes to are one op of the router's logits.
+//! Routing of a mixture of experts. The weights of a token's experts become one op of the router's logits.
 
 use super::super::egraph::Builder;
 use crate::op::{ArgSort, Binary, Direction, Function, GatherDims, Op, Reducer, Slice};
@@ -11,7 +11,7 @@ fn of_function<T>(b: &Builder, id: Id, wanted: impl Fn(&Function) -> Option<T>) 
     })
 }
 
-/// Values of which the class is the softmax along the last dimension.
+/// The values whose softmax along the last dimension is the class.
 fn scores(b: &Builder, id: Id) -> Vec<Id> {
     let last = b.shape(id).len().checked_sub(1);
     let of = |f: &Function| match f {
@@ -21,7 +21,7 @@ fn scores(b: &Builder, id: Id) -> Vec<Id> {
     of_function(b, id, of).into_iter().map(|(x, ())| x).collect()
 }
 
-/// Values by which the class orders the last dimension.
+/// The values that the class orders along the last dimension.
 fn ordered(b: &Builder, id: Id, descending: bool) -> Vec<Id> {
     let last = b.shape(id).len().checked_sub(1);
     b.find(id, |op, c| match op {
@@ -46,7 +46,7 @@ pub fn order_of_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// `(x, k)` where the class says which elements of each row are among the `k` greatest of `x`.
+/// `(x, k)` if the class is true exactly for the elements that are among the `k` greatest of `x` in their row.
 fn among_greatest(b: &Builder, id: Id) -> Vec<(Id, u64)> {
     let bounds = b.find(id, |op, c| match op {
         Op::Compare(compare) if compare.direction == Direction::Lt => Some((c[0], c[1])),
@@ -62,7 +62,7 @@ fn among_greatest(b: &Builder, id: Id) -> Vec<(Id, u64)> {
     all
 }
 
-/// A softmax where it is among the greatest, and zero elsewhere.
+/// A softmax for the greatest elements, and zero elsewhere.
 pub fn gates(b: &mut Builder, id: Id) -> Vec<Id> {
     let selects = b.find(id, |op, c| matches!(op, Op::Select(_)).then(|| (c[0], c[1], c[2])));
     let mut found = Vec::new();
@@ -81,14 +81,14 @@ pub fn gates(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Whether a class repeats the sums over the last dimension of another.
+/// Returns true if a class repeats the sums of another over the last dimension.
 fn is_total(b: &Builder, total: Id, of: Id) -> bool {
     let Some(last) = b.shape(total).len().checked_sub(1) else { return false };
     let sums = b.statistics(total, &[last]).into_iter().flat_map(|s| b.reduced(s, Reducer::Sum));
     sums.into_iter().any(|(x, dims)| dims == [last] && b.same(x, of))
 }
 
-/// Gates over their sum.
+/// Gates divided by their sum.
 pub fn normalised(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (gates, total) in b.binary(id, Binary::Divide) {
@@ -105,7 +105,7 @@ pub fn normalised(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// An element of each row of the same row of another value, for each index.
+/// The dimension numbers of a lookup within each row: every index selects an element of its own row.
 fn along_last(rank: usize) -> GatherDims {
     let others: Vec<usize> = (0..rank.saturating_sub(1)).collect();
     GatherDims {
@@ -119,7 +119,7 @@ fn along_last(rank: usize) -> GatherDims {
     }
 }
 
-/// Values of which the class names the places of the greatest elements of each row, as many as it has columns.
+/// The values whose greatest elements in each row have the class as positions. It selects as many as it has columns.
 fn greatest(b: &Builder, id: Id) -> Vec<Id> {
     let whole = |slice: &Slice, from: &[u64]| {
         let last = from.len() - 1;
@@ -133,7 +133,7 @@ fn greatest(b: &Builder, id: Id) -> Vec<Id> {
     slices.into_iter().flat_map(|order| ordered(b, order, true)).collect()
 }
 
-/// The greatest elements of a softmax over their sum are normalised gates at the same places.
+/// The greatest elements of a softmax divided by their sum are normalised gates at the same positions.
 pub fn looked_up(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (values, total) in b.binary(id, Binary::Divide) {

@@ -1,16 +1,16 @@
-//! Softmax, its logarithm, and the loss that takes one element of that.
+//! Softmax, its logarithm, and the loss that takes one element of the latter.
 
 use super::super::egraph::Builder;
 use crate::op::{Binary, Direction, Function, Op, Reducer, Unary};
 use egg::Id;
 
-/// What is exponentiated, and the same without a number for each row subtracted: that cancels.
+/// The argument of an exponential, with and without the subtraction of a number for each row, which cancels.
 fn arguments(b: &Builder, x: Id, dim: usize) -> Vec<Id> {
     let shifted = b.binary(x, Binary::Subtract).into_iter().filter(|(_, m)| b.is_statistic(*m, &[dim]));
     shifted.map(|(y, _)| y).chain([x]).collect()
 }
 
-/// `(s, dim)` where the class repeats a sum over `dim` of the exponential of `s`.
+/// `(exp(x), x, dim)` if the class is the sum of `exp(x)` over `dim`.
 fn sums_of_powers(b: &Builder, sum: Id) -> Vec<(Id, Id, usize)> {
     let mut all = Vec::new();
     for (powers, dims) in b.reduced(sum, Reducer::Sum) {
@@ -20,7 +20,7 @@ fn sums_of_powers(b: &Builder, sum: Id) -> Vec<(Id, Id, usize)> {
     all
 }
 
-/// Any one dimension along which the class may repeat something.
+/// Each dimension along which the class repeats a value, with that value.
 fn repeated(b: &Builder, id: Id) -> Vec<(usize, Id)> {
     let dims = 0..b.shape(id).len();
     dims.flat_map(|d| b.statistics(id, &[d]).into_iter().map(move |s| (d, s))).collect()
@@ -43,7 +43,7 @@ pub fn softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Values of which a class is the logarithm of the sum of exponentials over `dim`: `log(sum(exp(x - m))) + m`, or without `m`.
+/// The values `x` whose log-sum-exp over `dim` is the class: `log(sum(exp(x - m))) + m`, or without `m`.
 fn log_sums(b: &Builder, lse: Id) -> Vec<(Id, usize)> {
     let mut all = Vec::new();
     let log = |all: &mut Vec<(Id, usize)>, log: Id, most: Option<Id>| {
@@ -74,7 +74,7 @@ fn log_sums(b: &Builder, lse: Id) -> Vec<(Id, usize)> {
     all
 }
 
-/// `x - log(sum(exp(x)))`, and the logarithm of a softmax.
+/// `x - log(sum(exp(x)))`, or the logarithm of a softmax.
 pub fn log_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, repeats) in b.binary(id, Binary::Subtract) {
@@ -106,8 +106,8 @@ fn of_function<T>(b: &Builder, id: Id, wanted: impl Fn(&Function) -> Option<T>) 
     })
 }
 
-/// `(values, dim, labels)` where the class takes one element of each row of `values` along `dim`. A number that stands for
-/// an index out of range is no part of what the loss means.
+/// `(values, dim, labels)` if the class takes one element of each row of `values` along `dim`. A NaN that stands for an
+/// index out of range is ignored, because the loss is defined only for valid labels.
 fn taken(b: &mut Builder, id: Id) -> Vec<(Id, usize, Id)> {
     let mut candidates = b.unsqueezed(id);
     let mut at = 0;
@@ -146,7 +146,7 @@ fn taken(b: &mut Builder, id: Id) -> Vec<(Id, usize, Id)> {
     all
 }
 
-/// `log_softmax(x)[label]`, which is its negative, and `log(sum(exp(x))) - x[label]`.
+/// `log_softmax(x)[label]`, which is the negative loss, and `log(sum(exp(x))) - x[label]`.
 pub fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
@@ -175,7 +175,7 @@ pub fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A softmax is a number everywhere: what stands in for it where it is not is never taken.
+/// A softmax is never NaN, so the value that would replace a NaN is never used.
 pub fn guarded(b: &mut Builder, id: Id) -> Vec<Id> {
     let selects = b.find(id, |op, c| matches!(op, Op::Select(_)).then(|| (c[0], c[2])));
     let is_softmax =

@@ -1,4 +1,4 @@
-//! Ops that move elements, and scalings: cancelled, merged, and moved to where they meet their like.
+//! Ops that move elements, and scalings. The rules cancel them, merge them, or move them next to their like.
 
 use super::super::egraph::Builder;
 use super::super::facts::Fact;
@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use crate::op::{Binary, DotGeneral, Function, Op, Reducer, Slice, Unary};
 use egg::Id;
 
-/// `(x, permutation)` where the class is a transpose of `x`.
+/// `(x, permutation)` if the class is a transpose of `x`.
 pub fn transposes(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
     b.find(id, |op, c| match op {
         Op::Transpose(t) => Some((c[0], t.permutation.clone())),
@@ -36,7 +36,7 @@ pub fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A transpose of merged dimensions is one of the dimensions that were merged.
+/// A transpose of merged dimensions is a transpose of the original dimensions.
 pub fn transpose_of_merged(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
@@ -53,7 +53,8 @@ pub fn transpose_of_merged(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// For each dimension of `to` the consecutive dimensions of `from` that it merges; dimensions of one element stay with the next.
+/// For each dimension of `to`, the consecutive dimensions of `from` that it merges. Dimensions of size 1 stay with the
+/// next.
 fn merges(from: &[u64], to: &[u64]) -> Option<Vec<std::ops::Range<usize>>> {
     let mut groups = Vec::with_capacity(to.len());
     let mut at = 0;
@@ -77,7 +78,7 @@ fn merges(from: &[u64], to: &[u64]) -> Option<Vec<std::ops::Range<usize>>> {
     (at == from.len()).then_some(groups)
 }
 
-/// Rows that a matmul has merged are given back to it: `reshape(x w)` is `reshape(x) w`.
+/// Unmerges the rows of a matmul: `reshape(x w)` is `reshape(x) w`.
 pub fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
@@ -107,8 +108,8 @@ pub fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A reshape comes before an elementwise op, where it may meet another or a matmul; what repeats a vector along the dimensions
-/// that are cut repeats it along their parts.
+/// Moves a reshape before an elementwise op, where it may meet another reshape or a matmul. A vector that is repeated
+/// along the split dimensions is repeated along their parts.
 pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
@@ -132,7 +133,7 @@ pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
                     (None, None) => b.reshape(o, &shape),
                 });
             }
-            // Numbers take the shape of what is reshaped.
+            // Numbers take the shape of the reshaped operands.
             let Some(&like) = moved.first() else { continue };
             let mut moved = moved.into_iter();
             let operands: Option<Vec<Id>> = operands
@@ -148,7 +149,7 @@ pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Transposed repetitions repeat what is transposed.
+/// A transpose of a broadcast is a broadcast of a transpose.
 pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
@@ -164,7 +165,7 @@ pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Dimensions of one element go anywhere without moving anything; that of a batch of one sample has more elsewhere.
+/// Moving dimensions of size 1 moves no element. A batch of one sample is excepted, since other batches have more.
 pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
@@ -190,7 +191,7 @@ pub fn reshape_of_reshape(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// New dimensions of one element are a reshape.
+/// A broadcast that only adds dimensions of size 1 is a reshape.
 pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
@@ -202,7 +203,7 @@ pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Repeating what was repeated, or what only got dimensions of one element, is repeating it once.
+/// A broadcast of a broadcast, or of a value that only gained dimensions of size 1, is a single broadcast.
 pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, outer) in broadcasts(b, id) {
@@ -211,7 +212,7 @@ pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
             found.extend(b.broadcast(y, id, &both));
         }
         for y in b.unsqueezed(x).into_iter().skip(1) {
-            // Dimensions of more than one element come in the same order on both sides.
+            // Dimensions larger than 1 come in the same order on both sides.
             let (from, to) = (b.shape(y), b.shape(x));
             let mut kept = (0..to.len()).filter(|&d| to[d] != 1).map(|d| outer[d]);
             let ones: Vec<usize> = (0..to.len()).filter(|&d| to[d] == 1).map(|d| outer[d]).collect();
@@ -221,7 +222,7 @@ pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
             match dims {
                 Some(dims) => found.extend(b.broadcast(y, id, &dims)),
                 None => {
-                    // More dimensions of one element than there: without them.
+                    // There are more dimensions of size 1 than on the other side, so drop them all.
                     let bare: Vec<u64> = from.iter().copied().filter(|&s| s != 1).collect();
                     let dims: Vec<usize> = (0..to.len()).filter(|&d| to[d] != 1).map(|d| outer[d]).collect();
                     let y = b.reshape(y, &bare);
@@ -233,7 +234,7 @@ pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// The elementwise ops of a class with their operands.
+/// The elementwise ops of a class, with their operands.
 fn elementwise(b: &Builder, id: Id) -> Vec<(Op, Vec<Id>)> {
     let of = |op: &Op, c: &[Id]| {
         matches!(op, Op::Unary(_) | Op::Binary(_) | Op::Convert(_)).then(|| (op.clone(), c.to_vec()))
@@ -241,7 +242,7 @@ fn elementwise(b: &Builder, id: Id) -> Vec<(Op, Vec<Id>)> {
     b.find(id, of)
 }
 
-/// The op on the operands' sources, where each operand is a number or has a source that `source` gives with one key.
+/// The op applied to the sources of its operands. Each operand must be a number or have a source with the same key.
 fn on_sources<K: PartialEq + Clone>(
     b: &mut Builder,
     op: &Op,
@@ -270,7 +271,7 @@ fn on_sources<K: PartialEq + Clone>(
     None
 }
 
-/// An op on values that repeat others equally repeats its result on those.
+/// An op on operands that are repeated alike repeats its result on the originals.
 pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (op, operands) in elementwise(b, id) {
@@ -281,7 +282,7 @@ pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Dimensions of one element are added after an elementwise op rather than before it.
+/// Adds dimensions of size 1 after an elementwise op rather than before it.
 pub fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     if !shape.contains(&1) {
@@ -300,14 +301,14 @@ pub fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A transpose comes before an op of one value, where it may meet another.
+/// Moves a transpose before an op of one value, where it may meet another transpose.
 pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
         for (op, operands) in elementwise(b, x) {
             let values: Vec<Id> = operands.iter().copied().filter(|&o| b.number(o).is_none()).collect();
             let [value] = values[..] else { continue };
-            // Only where it meets a transpose, or what lets it pass, does it gain anything.
+            // This helps only if it meets another transpose, or an op that lets it pass.
             let passes = |op: &Op, _: &[Id]| match op {
                 Op::Composite(f) => matches!(f.function, Function::Rotary { .. }).then_some(()),
                 _ => None,
@@ -327,7 +328,7 @@ pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// To a wider float type and back is nothing; to a wider one twice is once.
+/// A conversion to a wider float type has no effect if another conversion follows it.
 pub fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
     let converts = |b: &Builder, id: Id| b.find(id, |op, c| matches!(op, Op::Convert(_)).then(|| c[0]));
     let holds = |wide: DType, narrow: DType| match (wide.float_format(), narrow.float_format()) {
@@ -348,7 +349,7 @@ pub fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A matmul reads its operands in any order, where the dimensions that it keeps stay in theirs.
+/// A matmul can read transposed operands directly if the free dimensions keep their order.
 pub fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     let dots = b.find(id, |op, c| match op {
         Op::DotGeneral(dot) => Some((dot.clone(), c[0], c[1])),
@@ -375,7 +376,7 @@ pub fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A factor of an operand is a factor of the product.
+/// Moves a scale from an operand of a matmul to its product.
 pub fn dot_of_scaled(b: &mut Builder, id: Id) -> Vec<Id> {
     let dots = b.find(id, |op, c| match op {
         Op::DotGeneral(_) => Some((op.clone(), c[0], c[1])),
@@ -411,7 +412,7 @@ pub fn scale_of_scale(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// A sign moves out of sums and means, and two are none.
+/// Moves a sign out of sums and means. Two signs cancel.
 pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
     let negated = |b: &Builder, x: Id| b.unary(x, Unary::Negate);
     let mut found: Vec<Id> = negated(b, id).into_iter().flat_map(|x| negated(b, x)).collect();
@@ -434,7 +435,7 @@ pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Looking up each row at its own place is taking the rows as they are.
+/// A lookup of each row at its own position is a slice of the table.
 pub fn lookup_in_order(b: &mut Builder, id: Id) -> Vec<Id> {
     let lookups = b.find(id, |op, c| match op {
         Op::Gather(gather) => Some((gather.dims.clone(), c[0], c[1])),
@@ -443,7 +444,7 @@ pub fn lookup_in_order(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (dims, table, indices) in lookups {
         let (rows, wanted, shape) = (b.shape(table), b.shape(indices), b.shape(id));
-        // One index for each row, and whole rows behind the indices' dimensions.
+        // One index per row, with whole rows after the indices' dimensions.
         let plain = dims.start_index_map == [0]
             && dims.collapsed_slice_dims == [0]
             && dims.operand_batching_dims.is_empty()

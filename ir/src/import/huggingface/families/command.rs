@@ -1,5 +1,5 @@
-//! Cohere's Command R and R7B: both parts of a layer side by side under one layer norm without a bias, rotary pairs that lie beside
-//! each other, and logits times a factor.
+//! Cohere's Command R and R7B. Both parts of a layer run in parallel under one layer norm without bias. Rotary pairs
+//! are interleaved, and logits are scaled.
 
 use super::llama::window_or;
 use crate::array::RotaryHalves;

@@ -11,13 +11,13 @@ use crate::import::huggingface::latent::Latent;
 use crate::import::huggingface::moe::{Experts, Gating, Mixture, Router, Scores, Shared};
 use crate::import::huggingface::rope::{Rope, sharpness};
 
-/// How many experts there are and how many each token goes to, by the names of their fields.
+/// The number of experts and the number chosen by each token, by the names of their fields.
 fn counts(
     fields: &Fields<'_>,
     (key, count): (&'static str, u64),
     (chosen_key, chosen): (&'static str, u64),
 ) -> Result<(u64, u64), ConfigError> {
-    // Without `output_router_logits` there is no loss that balances.
+    // Without `output_router_logits`, there is no load-balancing loss.
     fields.ignore(&["router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"]);
     if fields.flag_or("output_router_logits", false)? {
         return Err(fields.unsupported("output_router_logits", &["false"]));
@@ -27,7 +27,7 @@ fn counts(
     Ok((count, chosen))
 }
 
-/// Gives all layers that `which` names these experts.
+/// Gives these experts to all layers for which `which` holds.
 fn mix(decoder: &mut Decoder, name: &'static str, mixture: &Mixture, which: impl Fn(u64) -> bool) {
     decoder.each(|i, layer| {
         if which(i) {
@@ -53,14 +53,14 @@ fn activation(fields: &Fields<'_>) -> Result<Activation, ConfigError> {
     Activation::read(fields, "hidden_act", "silu")
 }
 
-/// The layers that have experts in Qwen's models: every so many, but those that are listed.
+/// The layers with experts in Qwen's models: one in every few, except those that are listed as dense.
 fn sparse_layers(fields: &Fields<'_>) -> Result<impl Fn(u64) -> bool, ConfigError> {
     let step = fields.size_or("decoder_sparse_step", 1)?;
     let dense = fields.numbers("mlp_only_layers")?.unwrap_or_default();
     Ok(move |i: u64| (i + 1).is_multiple_of(step) && !dense.contains(&(i as f64)))
 }
 
-/// Qwen1.5 and Qwen2 with experts: a perceptron beside them that has a gate of its own.
+/// Qwen1.5 and Qwen2 with experts, and a shared perceptron with its own gate.
 pub fn qwen2_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, hidden: 2048, inner: 5632, layers: 24, ..Defaults::LLAMA };
     let defaults = Defaults { heads: 16, kv_heads: Some(16), positions: 32_768, ..defaults };
@@ -106,7 +106,7 @@ pub fn qwen3_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError
     let (count, chosen) = counts(fields, ("num_experts", count), ("num_experts_per_tok", chosen))?;
     let width = fields.main_size("moe_intermediate_size", width)?;
     let mixture = Mixture {
-        // Of models of images and text the config does not say that gates are normalised.
+        // For models of images and text, the config does not state that gates are normalised.
         router: Router::softmax("gate", fields.flag_or("norm_topk_prob", part)?),
         experts: Experts::new(count, chosen, width, activation(fields)?),
         shared: None,
@@ -119,7 +119,7 @@ pub fn qwen3_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError
     decoder.build(b)
 }
 
-/// OLMoE (Muennighoff et al. 2024): norms of all queries and keys of a token.
+/// OLMoE (Muennighoff et al. 2024): norms over all queries and all keys of a token.
 pub fn olmoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 50_304, hidden: 2048, inner: 2048, layers: 16, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { heads: 16, positions: 4096, eps: 1e-5, ..defaults })?;
@@ -152,7 +152,7 @@ pub fn granitemoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErro
     decoder.build(b)
 }
 
-/// gpt-oss (OpenAI 2025): sinks beside the scores, windows in every other layer, and experts whose gates are cut off.
+/// gpt-oss (OpenAI 2025): attention sinks, windows in every other layer, and experts with clamped gates.
 pub fn gpt_oss(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 201_088,
@@ -206,8 +206,8 @@ pub fn gpt_oss(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
     decoder.build(b)
 }
 
-/// Llama 4 (Meta 2025), the text model: chunks of attention with positions, layers without them that see all tokens, and experts
-/// beside a perceptron in every so many layers.
+/// The text model of Llama 4 (Meta 2025). Layers with positions attend within chunks, and layers without see all
+/// tokens. One in every few layers has experts and a shared perceptron.
 pub fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 202_048,
@@ -277,12 +277,12 @@ pub fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         };
         layer.feeds = vec![("feed_forward", feed)];
     });
-    // Prompts for images, and what the router was trained with.
+    // A setting of a compression tool.
     fields.ignore(&["for_llm_compressor"]);
     decoder.build(b)
 }
 
-/// Experts that a sigmoid chooses, in groups, beside a perceptron, behind a few layers without experts.
+/// Experts in groups, chosen by a sigmoid, with a shared perceptron. The first layers have no experts.
 fn sigmoid_experts(
     fields: &Fields<'_>,
     decoder: &mut Decoder,
@@ -313,7 +313,8 @@ fn sigmoid_experts(
     };
     let dense = fields.count_or("first_k_dense_replace", dense)?;
     mix(decoder, "mlp", &mixture, |i| i >= dense);
-    // The layer that predicts tokens further ahead is no part of Transformers' model; the words name what is built here.
+    // The layer that predicts later tokens is not part of Transformers' model. The words below name the variants built
+    // here.
     fields.ignore(&["num_nextn_predict_layers", "num_mtp_layers", "ep_size", "moe_layer_freq"]);
     for (key, known) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
         if fields.word_or(key, known)? != known {
@@ -323,7 +324,7 @@ fn sigmoid_experts(
     Ok(())
 }
 
-/// DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, and experts in groups beside shared ones.
+/// DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, and experts in groups with shared ones.
 pub fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 129_280,
@@ -331,7 +332,7 @@ pub fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErr
         inner: 18_432,
         layers: 61,
         heads: 128,
-        // Heads are those of latent attention, which the width of the others says nothing about.
+        // Latent attention has its own heads, so this width is irrelevant.
         head_width: Some(64),
         positions: 4096,
         ..Defaults::LLAMA
@@ -344,19 +345,19 @@ pub fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErr
     if part.is_some() {
         return Err(fields.unsupported("partial_rotary_factor", &["1"]));
     }
-    // Scores are sharpened by the square, once for queries and once for keys.
+    // Scores are sharpened by the square: once for queries and once for keys.
     let sharper = rope.stretch.filter(|(_, all)| *all != 0.0).map_or(1.0, |(factor, all)| sharpness(factor, all));
     latent.scale *= sharper * sharper;
     decoder.ropes = vec![rope];
     decoder.each(|_, layer| layer.mixer.1 = Mixer::Latent(latent.clone()));
-    // Pairs lie as the original has them unless the config says that the matrices were permuted.
+    // Pairs are interleaved as in the original, unless the config says that the matrices were permuted.
     let interleaved = fields.flag_or("rope_interleave", true)?;
     decoder.halves = if interleaved { RotaryHalves::Interleaved } else { RotaryHalves::Split };
     sigmoid_experts(fields, &mut decoder, (256, 2048), (8, 4), 2.5, 3)?;
     decoder.build(b)
 }
 
-/// GLM-4.5 and its successors: grouped attention with positions in half of each head, and experts as DeepSeek-V3 has them.
+/// GLM-4.5 and its successors: grouped attention with positions in half of each head, and experts like DeepSeek-V3's.
 pub fn glm4_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 151_552,

@@ -1,6 +1,6 @@
-//! Gemma 1 to 3 (Gemma team 2024, 2025): embeddings times the root of the width, RMS norms whose weight is stored less one; from
-//! Gemma 2 on norms around each part and windows in most layers, with capped scores in Gemma 2 and norms of queries and keys in
-//! Gemma 3.
+//! Gemma 1 to 3 (Gemma team 2024, 2025). Embeddings are scaled by the root of the width, and RMS norms store their
+//! weight minus one. From Gemma 2 on, norms surround each part and most layers have windows. Gemma 2 caps scores, and
+//! Gemma 3 has norms of queries and keys.
 
 use super::llama::{qk_norms, window_or};
 use crate::import::huggingface::attention::NormOver;
@@ -38,7 +38,7 @@ fn decoder(fields: &Fields<'_>, b: &mut Builder, defaults: &Defaults) -> Result<
 pub fn gemma(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { hidden: 3072, inner: 24_576, layers: 28, heads: 16, kv_heads: Some(16), ..DEFAULTS };
     let mut decoder = decoder(fields, b, &defaults)?;
-    // Configs that say `gelu` mean the approximation, which the models were trained with.
+    // Configs with `gelu` mean its tanh approximation, with which the models were trained.
     decoder.each_gated(|gated| {
         if gated.activation == Activation::GeluErf {
             gated.activation = Activation::GeluTanh;
@@ -48,7 +48,7 @@ pub fn gemma(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// What Gemma 2 and 3 have in common. `period` says which layers see all tokens: every so many.
+/// The common settings of Gemma 2 and 3. One in every `period` layers sees all tokens.
 fn newer(fields: &Fields<'_>, decoder: &mut Decoder, period: u64) -> Result<Vec<bool>, ConfigError> {
     decoder.each(|_, layer| {
         layer.order = Order::Sequential {
@@ -80,17 +80,17 @@ pub fn gemma3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let period = fields.size_or("sliding_window_pattern", 6)?;
     let slides = newer(fields, &mut decoder, period)?;
     qk_norms(&mut decoder, NormOver::Head);
-    // The scores' cap is no part of Transformers' model, whatever the config says.
+    // Transformers' model does not cap the scores, whatever the config says.
     fields.ignore(&["attn_logit_softcapping"]);
     decoder.head.cap = cap_or(fields, "final_logit_softcapping", None)?;
 
-    // Layers with a window turn faster, by angles that are never stretched.
+    // Layers with a window have faster angles, which are never stretched.
     let local = fields.positive_or("rope_local_base_freq", 10_000.0)?;
     decoder.ropes_by_span(fields, &slides, [defaults.theta, local])?;
     decoder.build(b)
 }
 
-/// The number at which `key` caps; none where the config says null.
+/// The number at which `key` caps. `None` if the config says null.
 fn cap_or(fields: &Fields<'_>, key: &str, default: Option<f64>) -> Result<Option<f64>, ConfigError> {
     match (fields.has(key), fields.is_null(key)) {
         (true, _) => fields.positive(key).map(Some),

@@ -1,5 +1,5 @@
-//! GLM-4 (GLM team 2024): joined gates, biases of q, k and v, and rotary pairs that lie beside each other in half of each head;
-//! the newer GLM-4 has norms around each part.
+//! GLM-4 (GLM team 2024): joined gates, biases of q, k and v, and interleaved rotary pairs in half of each head. The
+//! newer GLM-4 has norms around each part.
 
 use crate::array::RotaryHalves;
 use crate::import::huggingface::blocks::Builder;

@@ -1,5 +1,5 @@
-//! GPT-2 and the decoders that came between it and Llama: layer norms, perceptrons without a gate, learnt positions, linear biases or
-//! rotary positions, and names of their own.
+//! GPT-2 and the decoders between it and Llama. They have layer norms, perceptrons without a gate, their own names, and
+//! learnt positions, linear biases or rotary positions.
 
 use crate::array::RotaryHalves;
 use crate::dtype::DType;
@@ -12,7 +12,7 @@ use crate::import::huggingface::decoder::{
 use crate::import::huggingface::error::ConfigError;
 use crate::import::huggingface::rope::Rope;
 
-/// Sizes of a decoder of this kind.
+/// The sizes of a decoder of this kind.
 struct Sizes {
     vocabulary: u64,
     hidden: u64,
@@ -28,7 +28,7 @@ impl Sizes {
         Ok(self.hidden / self.heads)
     }
 
-    /// One with a layer norm before each part; the head is tied.
+    /// A decoder with a layer norm before each part and a tied head.
     fn decoder(&self, names: Names, mixer: (&'static str, Mixer), feed: Plain, norm: Norm) -> Decoder {
         let layer = Layer {
             mixer,
@@ -53,7 +53,7 @@ impl Sizes {
     }
 }
 
-/// GPT-2 (Radford et al. 2019). Its linear layers are `[in, out]`, and q, k and v are one.
+/// GPT-2 (Radford et al. 2019). Its linear layers are `[in, out]`, and q, k and v are joined.
 pub fn gpt2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_257)?,
@@ -88,7 +88,8 @@ pub fn gpt2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// GPT-J (Wang and Komatsuzaki 2021): both parts side by side under one norm, rotary positions in a part of each head.
+/// GPT-J (Wang and Komatsuzaki 2021): both parts in parallel under one norm, with rotary positions in a part of each
+/// head.
 pub fn gptj(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_400)?,
@@ -124,7 +125,7 @@ pub fn gptj(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// GPT-NeoX and Pythia (Black et al. 2022): both parts side by side, each under a norm of its own.
+/// GPT-NeoX and Pythia (Black et al. 2022): both parts in parallel, each under its own norm.
 pub fn gpt_neox(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_432)?,
@@ -173,7 +174,7 @@ pub fn gpt_neox(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
     decoder.build(b)
 }
 
-/// Falcon (Almazrouei et al. 2023): joined projections whose keys have one head or a few, and both parts side by side.
+/// Falcon (Almazrouei et al. 2023): joined projections whose keys have one head or a few, and both parts in parallel.
 pub fn falcon(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 65_024)?,
@@ -238,7 +239,7 @@ pub fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         hidden: fields.main_size("hidden_size", 64)?,
         layers: fields.main_layers("n_layer", 2)?,
         heads: fields.main_size("n_head", 8)?,
-        // There is no limit; the models were trained on so many.
+        // There is no limit. This is the length that the models were trained on.
         positions: fields.size_or("seq_length", 2048)?,
     };
     let head_width = sizes.head_width(fields, "hidden_size", "n_head")?;
@@ -255,7 +256,7 @@ pub fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     if fields.flag_or("apply_residual_connection_post_layernorm", false)? {
         return Err(fields.unsupported("apply_residual_connection_post_layernorm", &["false"]));
     }
-    // How the checkpoints were written and trained.
+    // Fields about how the checkpoints were written and trained.
     let aside = ["attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi"];
     fields.ignore(&aside);
     fields.ignore(&["skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id", "n_inner"]);
@@ -269,7 +270,7 @@ pub fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// MPT (MosaicML 2023): linear biases, and no bias of any matrix or norm.
+/// MPT (MosaicML 2023): linear biases of the scores, and no bias of any matrix or norm.
 pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_368)?,
@@ -302,7 +303,7 @@ pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         own.ignore(&["attn_impl", "attn_uses_sequence_id", "alibi"]);
         b.without_dropout(own, &["attn_pdrop"])?;
     }
-    // Transformers adds these whatever the config says.
+    // Transformers adds linear biases whatever the config says.
     attention.alibi = Some(Alibi { slopes: Alibi::slopes_to(sizes.heads, most), dtype: None, scaled: false });
     let feed = Plain {
         up: "up_proj",
@@ -311,7 +312,7 @@ pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         activation: Activation::GeluErf,
         matrix: Matrix::default(),
     };
-    // Whatever these say, Transformers' model is the same.
+    // Transformers' model does not depend on these fields.
     fields.ignore(&["expansion_ratio", "learned_pos_emb", "no_bias", "norm_type", "embedding_fraction", "init_device"]);
     fields.ignore(&["logit_scale", "init_config", "tokenizer_name", "verbose", "fc_type", "ffn_config"]);
     let norm = Norm { bias: false, ..Norm::layer(fields.positive_or("layer_norm_epsilon", 1e-5)?) };
@@ -326,7 +327,7 @@ pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// OPT (Zhang et al. 2022): learnt positions whose table has two rows before the first.
+/// OPT (Zhang et al. 2022): learnt positions, whose table has two rows before the first position.
 pub fn opt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_272)?,

@@ -11,23 +11,23 @@ use crate::import::huggingface::error::ConfigError;
 use crate::import::huggingface::moe::{Experts, Mixture, Router};
 use crate::import::huggingface::state_space::StateSpace;
 
-/// What `key` clamps the steps of a state space to.
+/// The limits to which `key` clamps the steps of a state space.
 fn step_limits(fields: &Fields<'_>, key: &str) -> Result<(f64, f64), ConfigError> {
     match fields.numbers(key)?.as_deref() {
         None => Ok((0.0, f64::INFINITY)),
-        // JSON has no infinity, so that a great number stands for it.
+        // JSON has no infinity, so a large number stands for it.
         Some([least, most]) if least <= most => Ok((*least, if *most > 1e300 { f64::INFINITY } else { *most })),
         Some(_) => Err(fields.expected(key, "the least and the greatest step")),
     }
 }
 
-/// The width of all heads of a state space, and of what its groups share, is at most that of the widest layer.
+/// Checks that the width of all heads of a state space, and that of its shared projections, fit the widest layer.
 fn bounded(fields: &Fields<'_>, keys: [&str; 2], inner: u64, shared: u64) -> Result<(), ConfigError> {
     fields.at_most(keys[0], inner, "the widest layer", MAX_SIZE)?;
     fields.at_most(keys[1], shared, "the widest layer", MAX_SIZE)
 }
 
-/// Mamba-2 (Dao and Gu 2024): state spaces alone.
+/// Mamba-2 (Dao and Gu 2024): state spaces only.
 pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let hidden = fields.main_size("hidden_size", 4096)?;
     let heads = fields.main_size("num_heads", 128)?;
@@ -52,7 +52,7 @@ pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     };
     fields.divides("num_heads", heads, "n_groups", mixer.groups)?;
     bounded(fields, ["expand", "state_size"], inner, mixer.groups * mixer.state)?;
-    // How weights are first drawn.
+    // Fields about weight initialisation.
     fields.ignore(&["rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"]);
     fields.ignore(&["time_step_scale", "time_step_init_scheme", "rms_norm", "norm_before_gate"]);
     let norm = Norm::rms(eps);
@@ -75,7 +75,7 @@ pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         },
         vocabulary: fields.main_size("vocab_size", 32_768)?,
         hidden,
-        // There is no limit; the models were trained on so many.
+        // There is no limit. This is the length that the models were trained on.
         positions: 2048,
         embedding: Embedding::default(),
         ropes: Vec::new(),
@@ -140,7 +140,7 @@ pub fn bamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// Granite 4 (IBM 2025): attention in a few layers, with or without experts, beside a shared perceptron.
+/// Granite 4 (IBM 2025): attention in a few layers, with or without experts, and a shared perceptron.
 pub fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     let bias = fields.flag_or("attention_bias", false)?;

@@ -13,7 +13,7 @@ pub fn llama(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// The biases that `attention_bias` and `mlp_bias` ask for.
+/// Adds the biases that `attention_bias` and `mlp_bias` ask for.
 fn biases(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
     let (bias, mlp_bias) = (fields.flag_or("attention_bias", false)?, fields.flag_or("mlp_bias", false)?);
     decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, bias));
@@ -21,7 +21,7 @@ fn biases(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError>
     Ok(())
 }
 
-/// Mistral (Jiang et al. 2023): all layers see a window.
+/// Mistral (Jiang et al. 2023): all layers have a window.
 pub fn mistral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { inner: 14_336, kv_heads: Some(8), positions: 131_072, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &defaults)?;
@@ -30,12 +30,12 @@ pub fn mistral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
     decoder.build(b)
 }
 
-/// Qwen2 and Qwen2.5: biases of q, k and v, and a window in the layers from `max_window_layers` on, if at all.
+/// Qwen2 and Qwen2.5: biases of q, k and v, and optionally a window in the layers from `max_window_layers` on.
 pub fn qwen2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, inner: 22_016, positions: 32_768, ..Defaults::LLAMA };
     let mut defaults = Defaults { kv_heads: Some(32), ..defaults };
     if is_part(fields)? {
-        // Those of the decoders in Qwen2-VL and Qwen2.5-VL.
+        // The sizes of the decoders in Qwen2-VL and Qwen2.5-VL.
         let (vocabulary, hidden, inner, layers, heads) = (152_064, 8192, 29_568, 80, 64);
         let sizes = Defaults { vocabulary, hidden, inner, layers, heads, kv_heads: Some(8), ..defaults };
         defaults = Defaults { eps: 1e-5, theta: 1e6, ..sizes };
@@ -60,12 +60,12 @@ pub fn qwen3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// The fields are those of a decoder in a model of images and text.
+/// Returns true if the fields are those of a decoder in a model of images and text.
 pub fn is_part(fields: &Fields<'_>) -> Result<bool, ConfigError> {
     Ok(fields.word_or("model_type", "")?.contains("_vl"))
 }
 
-/// Norms `q_norm` and `k_norm` as the layer's own are.
+/// Adds norms `q_norm` and `k_norm` of the same kind as the layer's own.
 pub fn qk_norms(decoder: &mut Decoder, over: NormOver) {
     let Some(norm) = decoder.layers.first().map(|layer| layer.norm) else { return };
     let qk_norm = QkNorm { names: ["q_norm", "k_norm"], norm, over, after_rotary: false };
@@ -83,7 +83,7 @@ fn qwen_windows(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), Config
     Ok(())
 }
 
-/// `sliding_window`, which is `default` where it is missing and none where it is null.
+/// `sliding_window`, or `default` if it is missing, or `None` if it is null.
 pub fn window_or(fields: &Fields<'_>, default: u64) -> Result<Option<u64>, ConfigError> {
     let stated = fields.optional_size("sliding_window")?;
     Ok(stated.or((!fields.is_null("sliding_window")).then_some(default)))
@@ -116,7 +116,7 @@ pub fn smollm3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
     decoder.build(b)
 }
 
-/// Takes the positions from the layers that `no_rope_layers` marks with 0, and says which have them.
+/// Removes positions from the layers that `no_rope_layers` marks with 0. Returns for each layer if it has positions.
 pub fn turned_layers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<Vec<bool>, ConfigError> {
     let layers = decoder.layers.len();
     let interval = fields.size_or("no_rope_layer_interval", 4)?;
@@ -129,7 +129,7 @@ pub fn turned_layers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<Vec<b
     Ok(turned)
 }
 
-/// Ernie 4.5: rotary pairs that lie beside each other.
+/// Ernie 4.5: interleaved rotary pairs.
 pub fn ernie4_5(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(
         fields,
@@ -176,7 +176,7 @@ pub fn olmo(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// What `clip_qkv` clamps the projections to.
+/// Sets the limit to which `clip_qkv` clamps the projections.
 pub fn clip(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
     if fields.has("clip_qkv") {
         let most = fields.positive("clip_qkv")?;
@@ -185,7 +185,7 @@ pub fn clip(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigErro
     Ok(())
 }
 
-/// OLMo 2 and 3 (OLMo team 2024): norms of what each part gives, and of all queries and keys of a token.
+/// OLMo 2 and 3 (OLMo team 2024): norms of each part's result, and of all queries and all keys of a token.
 pub fn olmo2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let newer = fields.word_or("model_type", "")? == "olmo3";
     let defaults = Defaults { vocabulary: 50_304, eps: 1e-5, ..Defaults::LLAMA };
@@ -211,7 +211,7 @@ pub fn olmo2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-/// Granite: factors of the embeddings, of the scores, of what joins the residual stream and of the logits.
+/// Granite: factors of the embeddings, of the scores, of results added to the residual stream, and of the logits.
 pub fn granite(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     biases(fields, &mut decoder)?;
@@ -219,7 +219,7 @@ pub fn granite(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
     decoder.build(b)
 }
 
-/// The factors of Granite.
+/// Sets the factors of Granite.
 pub fn multipliers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
     decoder.embedding.scale = Some(fields.positive_or("embedding_multiplier", 1.0)?);
     decoder.head.scale = 1.0 / fields.positive_or("logits_scaling", 1.0)?;
@@ -230,8 +230,8 @@ pub fn multipliers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), Con
     Ok(())
 }
 
-/// Nemotron-4 (Parmar et al. 2024): perceptrons that square a ReLU and have no gate, layer norms whose weight is stored less
-/// one, and rotary positions in a part of each head.
+/// Nemotron-4 (Parmar et al. 2024): perceptrons with a squared ReLU and no gate, layer norms that store their weight
+/// minus one, and rotary positions in a part of each head.
 pub fn nemotron(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm { less_one: true, ..Norm::layer(fields.positive_or("norm_eps", 1e-5)?) };
     let defaults = Defaults { vocabulary: 256_000, hidden: 6144, inner: 24_576, heads: 48, ..Defaults::LLAMA };
@@ -258,7 +258,8 @@ pub fn starcoder2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErro
     decoder.build(b)
 }
 
-/// StableLM: layer norms, rotary positions in a part of each head, and in the larger models both parts of a layer side by side.
+/// StableLM: layer norms, and rotary positions in a part of each head. The larger models run both parts of a layer in
+/// parallel.
 pub fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm::layer(fields.positive_or("layer_norm_eps", 1e-5)?);
     let defaults = Defaults { vocabulary: 50_304, hidden: 2560, inner: 6912, kv_heads: Some(32), ..Defaults::LLAMA };
@@ -278,7 +279,7 @@ pub fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
     decoder.build(b)
 }
 
-/// Phi-1 and Phi-2: both parts of a layer side by side under one norm, and biases everywhere.
+/// Phi-1 and Phi-2: both parts of a layer in parallel under one norm, and biases everywhere.
 pub fn phi(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm::layer(fields.positive_or("layer_norm_eps", 1e-5)?);
     let defaults = Defaults { vocabulary: 51_200, hidden: 2048, inner: 8192, layers: 24, ..Defaults::LLAMA };
@@ -302,7 +303,7 @@ pub fn phi(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 impl Decoder {
-    /// Takes the gate from each perceptron and names its two matrices.
+    /// Removes the gate from each perceptron and names its two matrices.
     pub fn plain_feeds(&mut self, up: &'static str, down: &'static str) {
         self.each(|_, layer| {
             for (_, feed) in &mut layer.feeds {

@@ -1,5 +1,5 @@
-//! Families of decoders: how each maps its config onto the description in [`super::decoder`]. What a config does not state is what
-//! Transformers takes.
+//! Families of decoders: the mapping of each config to the description in [`super::decoder`]. Omitted fields have the
+//! defaults of Transformers.
 
 pub mod command;
 pub mod experts;

@@ -1,4 +1,4 @@
-//! Models encoded here: what they become, and what is said of those that are no models.
+//! Models encoded here, with their expected graphs or error messages.
 
 mod prepare;
 
@@ -13,7 +13,7 @@ use crate::op::{Op, Parameter};
 use crate::tensor;
 use prost::Message;
 
-/// `Add(a, b) -> y`.
+/// A node such as `Add(a, b) -> y`.
 fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> Node {
     let names = |list: &[&str]| list.iter().map(|s| s.to_string()).collect();
     Node { op_type: op.into(), input: names(inputs), output: names(outputs), ..Default::default() }
@@ -82,12 +82,12 @@ fn refused(model: Model, expected: &str) {
     }
 }
 
-/// Ops of the graph other than leaves.
+/// The ops of the graph other than leaves.
 fn ops(imported: &Imported) -> Vec<&'static str> {
     imported.graph.nodes.iter().filter(|n| !n.op.is_leaf()).map(|n| n.op.name()).collect()
 }
 
-/// The first output, where all elements of the leaves are `value`.
+/// The first output, if all elements of the leaves are `value`.
 fn run(imported: &Imported, value: f64) -> Vec<f64> {
     assert_eq!(imported.graph.verify(), []);
     let leaf = |v| tensor::Tensor::splat(imported.graph.ty(v).clone(), value);
@@ -124,7 +124,7 @@ fn module_paths_are_found() {
     }
 }
 
-/// What exporters write for `x.reshape(x.shape[0], -1)`.
+/// The nodes that exporters write for `x.reshape(x.shape[0], -1)`.
 #[test]
 fn shapes_are_computed_while_reading() {
     let nodes = vec![
@@ -187,7 +187,7 @@ fn functions_are_inlined_with_their_attributes() {
     let mut file = model(graph(vec![call], vec![input("x", &["2"])], vec![], &["y"]));
     file.functions.push(function);
     assert_eq!(run(&read(&file).unwrap(), -4.0), [-1.0; 2]);
-    // One that calls itself.
+    // A function that calls itself.
     let mut again = node("Leak", &["a"], &["b"]);
     again.domain = "mine".into();
     file.functions[0].node = vec![again];
@@ -206,7 +206,7 @@ fn known_branches_are_taken_and_loops_unrolled() {
     let x = || vec![input("x", &["2"])];
     assert_eq!(run(&read(&choice(condition(1), x())).unwrap(), 3.0), [-3.0; 2]);
     assert_eq!(run(&read(&choice(condition(0), x())).unwrap(), -3.0), [3.0; 2]);
-    // Where data decides, both branches are computed and one is chosen; they must be of one shape.
+    // If data decides, both branches are computed and one result is selected. They must have the same shape.
     let open = |model: &Model, other: Option<Graph>| {
         let mut open = model.clone();
         let graph_of = open.graph.as_mut().unwrap();
@@ -257,7 +257,7 @@ fn what_is_wrong_is_told_with_its_place() {
     refused(one(node("Reshape", &["x", "x"], &["y"])), "must follow from constants");
     refused(one(with(node("Cast", &["x"], &["y"]), int("to", 8))), "element type 8 is not supported");
     refused(one(node("Conv", &["x", "x"], &["y"])), "(Conv)");
-    // Every op that is not known, at once.
+    // All unknown ops are reported at once.
     let mut foreign = node("Frobnicate", &["a"], &["y"]);
     foreign.domain = "their.ops".into();
     let nodes = vec![node("Bernoulli", &["x"], &["a"]), node("Bernoulli", &["x"], &["b"]), foreign];
@@ -307,7 +307,7 @@ fn constants_have_the_bits_of_their_types() {
     assert_eq!(super::tensor::dtype_of(24), Ok(DType::F8E8M0FNU));
 }
 
-/// Whatever bytes are there, an error comes back.
+/// Damaged bytes give an error, never a panic.
 #[test]
 fn files_that_are_cut_off_or_garbled_are_refused() {
     let weights = vec![floats("w", &[3], &[1.0, 2.0, 3.0]), integers("shape", &[2, 3])];
@@ -321,7 +321,7 @@ fn files_that_are_cut_off_or_garbled_are_refused() {
         for flip in [1, 0x80, 0xff] {
             let mut garbled = bytes.clone();
             garbled[at] ^= flip;
-            // It may still be a model, but never a graph that does not hold together.
+            // It may still be a model, but then its graph must verify.
             if let Ok(imported) = import(&garbled, &Options::default(), &|_, _| None) {
                 assert_eq!(imported.graph.verify(), []);
             }
@@ -347,7 +347,7 @@ fn tensors_in_other_files_keep_to_the_folder() {
     }
 }
 
-/// An exporter that writes all weights as nodes: what layers use of them are parameters, and integers are not.
+/// For an exporter that writes all weights as nodes, floats that layers use are parameters, and integers are not.
 #[test]
 fn weights_in_nodes_are_parameters_where_there_are_no_others() {
     let held = |tensor: Tensor| {
@@ -367,11 +367,11 @@ fn weights_in_nodes_are_parameters_where_there_are_no_others() {
         imported.graph.parameters().map(|(_, name)| name.to_string()).collect::<Vec<_>>()
     };
     assert_eq!(of(vec![]), ["fc.w"]);
-    // Beside weights where they are expected, a constant is one.
+    // If there are initializers, a constant stays a constant.
     assert_eq!(of(vec![floats("other", &[2], &[1.0; 2])]), Vec::<String>::new());
 }
 
-/// Two samples of one and two steps: behind its end a sample gives zero, and its last state is that at the end.
+/// Two samples of one and two steps. After its end, a sample has zero results, and its last state is that at the end.
 #[test]
 fn recurrent_layers_end_where_samples_do() {
     let layer = |outputs: &[&str]| {

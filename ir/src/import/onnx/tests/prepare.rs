@@ -1,4 +1,4 @@
-//! What exporters merge, fold, leave out and expand.
+//! Tests the restoration of tensors that exporters merge, fold, omit or expand.
 
 use super::*;
 
@@ -62,7 +62,7 @@ fn parameters(imported: &Imported) -> Vec<&str> {
 #[test]
 fn merged_parameters_are_told_apart_and_tied_ones_are_not() {
     let all_but_the_tied = &ALL[..8];
-    // The scopes of nodes say the modules, or the order of the list does; data that is gone may be ones.
+    // Node scopes give the modules, or else the order of the list. Missing data may be ones.
     for (modules, gain) in [(true, Some(1.0)), (false, Some(1.0)), (true, None), (false, None)] {
         let file = perceptron(modules, &ALL, gain);
         let imported = read(&file).unwrap();
@@ -71,7 +71,7 @@ fn merged_parameters_are_told_apart_and_tied_ones_are_not() {
         assert_eq!(parameters(&imported), expected, "{modules} {gain:?}");
         let notes: Vec<String> = imported.notes.iter().map(Note::to_string).collect();
         assert!(notes[0].contains("2 are told apart again") && notes[1].contains("2 biases of zeros"), "{notes:?}");
-        // The weights have the same names, and the elements of what they were merged with.
+        // The weights have the same names, and the elements of the tensors that they were merged with.
         let weights = held(&file.encode_to_vec(), &|_, _| None).unwrap();
         let data = |name: &str| weights.iter().find(|t| t.name == name).map(|t| t.data.clone());
         let expected = gain.map_or(HeldData::Missing, |gain| HeldData::Inline(vec![f64::from(gain); 4]));
@@ -81,7 +81,7 @@ fn merged_parameters_are_told_apart_and_tied_ones_are_not() {
     // A norm that is applied twice is listed once.
     let shared = read(&perceptron(true, &[&ALL[..4], &ALL[6..7]].concat(), Some(1.0))).unwrap();
     assert_eq!(parameters(&shared), ["a.fc.bias", "a.fc.weight", "a.norm.bias", "a.norm.weight", "b.fc.weight"]);
-    // In order only where there are as many modules as nodes.
+    // Assignment in order requires as many modules as nodes.
     let fewer = read(&perceptron(false, &ALL[..5], Some(1.0))).unwrap();
     assert!(!parameters(&fewer).contains(&"b.norm.weight"));
 }
@@ -95,7 +95,7 @@ fn trained_vectors_that_are_equal_are_tied() {
     assert!(!parameters(&imported).contains(&"b.norm.weight") && parameters(&imported).contains(&"b.norm.bias"));
 }
 
-/// The older exporter copies what it merged, under the name of each parameter.
+/// The older exporter copies a merged parameter under the name of each parameter.
 #[test]
 fn copies_are_parameters() {
     let nodes = vec![
@@ -106,7 +106,7 @@ fn copies_are_parameters() {
     let imported =
         read(&model(graph(nodes, vec![input("x", &["2", "3"])], vec![floats("0.bias", &[3], &[0.0; 3])], &["y"])));
     assert_eq!(parameters(&imported.unwrap()), ["0.bias", "1.bias"]);
-    // And names nodes after modules, of which the tensor's own must be one.
+    // It also names nodes after modules. One of these must be the tensor's own.
     for (first, expected) in [("/a/Add", ["a.bias", "b.bias"].as_slice()), ("/c/Add", &["a.bias"])] {
         let add = |name: &str, x: &str, y: &str| Node { name: name.into(), ..node("Add", &[x, "a.bias"], &[y]) };
         let nodes = vec![add(first, "x", "h"), add("/b/Add", "h", "y")];
@@ -160,7 +160,7 @@ fn small_integers_beside_the_file_are_constants() {
     let files = |place: &External, most: u64| match place.location.as_str() {
         "ids" => numbers(&[4, 3, 2, 1, 0]),
         "index" => numbers(&(0..20).map(|i| i % 5).collect::<Vec<_>>()),
-        // Another length than the shape's.
+        // A length that does not match the shape.
         _ => numbers(&[1; 11]).filter(|bytes| bytes.len() as u64 <= most + 1),
     };
     let read = |files: Files| import(&file.encode_to_vec(), &Options::default(), files).unwrap();
@@ -170,7 +170,7 @@ fn small_integers_beside_the_file_are_constants() {
         imported.graph.inputs().map(|(v, name)| (name, imported.graph.shape(v))).collect();
     assert_eq!(inputs, [("x", [4, 5, 3].as_slice()), ("other", &[1, 1, 3])]);
     assert!(ops(&imported).contains(&"iota") && imported.notes.len() == 1);
-    // Without the files, what is not known is the same for every sample, and positions are counted.
+    // Without the files, unknown data counts as the same for every sample, and positions are counted.
     let imported = read(&|_, _| None);
     let notes: Vec<String> = imported.notes.iter().map(Note::to_string).collect();
     assert!(notes[0].contains("'index', 'other'") && notes[0].contains("same for every sample"), "{notes:?}");
@@ -225,7 +225,7 @@ fn held_data(file: &Model, name: &str) -> HeldData {
     weights.into_iter().find(|t| t.name == name).map(|t| t.data).unwrap()
 }
 
-/// A recurrent layer starts from a constant, or from what is given.
+/// The initial state of a recurrent layer is a constant, or an input.
 #[test]
 fn first_states_are_not_trained() {
     for (value, buffers) in [(Some(0.0), vec![]), (None, vec!["h".to_string()])] {
@@ -251,7 +251,7 @@ fn lookups_in_step_with_the_batch_stay_in_each_sample() {
         assert!(ops(&imported).contains(&expected), "{}", imported.graph);
         let batched = crate::batch::find_batch(&imported.graph, &[Some(0)]);
         assert_eq!((batched.doubt, batched.graph.node(batched.graph.outputs[0]).batch_dims), (None, 1));
-        // The numbers are those of the whole index vectors.
+        // The results equal those of the complete index vectors.
         let x: Vec<f64> = (0..12).map(f64::from).collect();
         let at = |i: usize| x[i / 3 * 3 + place.int64_data[i] as usize];
         let leaf = |v| tensor::Tensor::new(imported.graph.ty(v).clone(), x.clone());
