@@ -1,5 +1,6 @@
-//! Checks programs before anything runs, and what a step is given: a plan file is data from outside, and what is wrong with it must
-//! be an error with a place, not a hang or a panic of some device. Sessions of all kinds of devices do it here.
+//! Checks programs and the inputs of steps before anything runs. A plan file is untrusted data: a fault in it must
+//! become an error that names its place, not a hang or a panic of a device. The sessions of all kinds of devices use
+//! these checks.
 
 use crate::error::RuntimeError;
 use crate::host::HostTensor;
@@ -9,7 +10,7 @@ use altiplano_ir::op::{HostCopy, HostRoute, Op};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The first thing that is wrong with the programs.
+/// Returns the first fault of the programs as an error.
 pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
     for (index, program) in programs.programs.iter().enumerate() {
         check_buffers(index as u32, program)?;
@@ -34,8 +35,8 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
     check_schedules(programs)
 }
 
-/// The inputs that programs use of those given, in their buffers' element types: each is whole, its batch dimensions being
-/// `num_microbatches` times those of the buffer. Scalars have only to be there.
+/// Selects the given inputs that the programs use and casts them to the element types of their buffers. Each input must
+/// be whole: its batch dimensions are `num_microbatches` times those of the buffer. Scalars only have to be present.
 pub fn checked_inputs<'a>(
     programs: impl IntoIterator<Item = &'a Program>,
     num_microbatches: u32,
@@ -72,7 +73,7 @@ pub fn checked_inputs<'a>(
     Ok(inputs)
 }
 
-/// Fails where programs have what GPUs do not run: steps that begin before others have ended, and weights that come from elsewhere.
+/// Fails if programs use features that GPUs lack: steps that overlap, and weights received from parameter servers.
 pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
     let fail = |program: u32, problem| Err(RuntimeError::Program { program, problem });
     if let Some(program) = programs.programs.iter().position(|program| !program.late.is_empty()) {
@@ -85,7 +86,7 @@ pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
     }
 }
 
-/// The loss of a step from those of its microbatches; NaN where no program computes one.
+/// Combines the losses of a step's microbatches; NaN if no program computes one.
 pub fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
     let sum: f64 = losses.iter().sum();
     match losses.len() {
@@ -187,7 +188,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
     Ok(())
 }
 
-/// Fails where something else than a copy touches what is in host memory.
+/// Fails if anything but a copy touches a value in host memory.
 fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'static str)> {
     let of_host: BTreeMap<ValueId, bool> = body.reads.iter().map(|&(v, b)| (v, program.buffer(b).host)).collect();
     let in_host = |v: ValueId| of_host.get(&v).copied().unwrap_or_else(|| body.graph.node(v).op.stores_in_host());
@@ -213,7 +214,8 @@ fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'s
     Ok(())
 }
 
-/// Checks each call, then walks all schedules together, as devices will: each as far as what it waits for was sent.
+/// Checks each call, then simulates all schedules together: each program advances until it waits for a message that was
+/// not sent.
 fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
     for (p, program) in programs.programs.iter().enumerate() {
         for (c, call) in program.schedule.iter().chain(&program.flush).enumerate() {
@@ -256,7 +258,7 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
             return Err(RuntimeError::Program { program: p as u32, problem });
         }
     }
-    // Two steps show all that steps which overlap can wait for.
+    // Two steps suffice to show every wait between overlapping steps.
     let overlap = programs.programs.iter().any(Program::runs_ahead);
     let run = |program: &Program| -> Vec<usize> {
         let (prompt, end) = (program.num_prompt(), program.schedule.len());
@@ -270,7 +272,7 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
         let mut moved = false;
         for (p, program) in programs.programs.iter().enumerate() {
             while let Some(&position) = runs[p].get(at[p]) {
-                // Those of a flush are numbered on.
+                // Calls of a flush are numbered after those of the schedule.
                 let end = program.schedule.len();
                 let call = program.schedule.get(position).or_else(|| program.flush.get(position - end));
                 let Some(call) = call else { break };

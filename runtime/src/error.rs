@@ -1,5 +1,5 @@
-//! Everything that can go wrong when programs are executed or data files are read.
-//! Each variant names the place (device, body, op; or file and tensor), so that a caller can act on it.
+//! Errors of executing programs and reading data files. Each variant names the place (device, body, op; or file and
+//! tensor), so that a caller can act on it.
 
 use crate::devices::cuda::{CudaError, ExecutorError};
 use crate::tape::BuildError;
@@ -8,7 +8,7 @@ use altiplano_ir::program::{BufferId, TransferId};
 use altiplano_ir::types::TensorType;
 use std::path::PathBuf;
 
-/// What failed within an op.
+/// Errors of a single op or command, without their place.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum KernelError {
     #[error("needs {wanted_bytes} bytes more while {held_bytes} are held, above the limit of {limit_bytes} bytes")]
@@ -25,14 +25,15 @@ pub enum KernelError {
     InputShape { name: String, given: TensorType, wanted: TensorType, microbatch: Option<u32> },
     #[error("a message has {found} bytes where {expected} were expected")]
     MessageSize { expected: usize, found: usize },
-    /// `fused` are the ops of the kernel, where there are several; `infinite` is the first op of the step that made an infinity.
+    /// `fused` lists the ops of the kernel if there are several; `infinite` is the first op of the step that made an
+    /// infinity.
     #[error("made a NaN of numbers{}{}", one_of(.fused), after(.infinite.as_deref()))]
     MadeNaN { fused: Vec<(ValueId, &'static str)>, infinite: Option<Box<Place>> },
     #[error("'{buffer}' holds a NaN before any op of the body has run")]
     HoldsNaN { buffer: String },
     #[error("the command channel is closed")]
     Closed,
-    /// What carries words between processes failed, as where one of them is gone.
+    /// Communication between processes failed, for example because one of them is gone.
     #[error("{call}: {message}")]
     Carrier { call: String, message: String },
 }
@@ -43,21 +44,21 @@ fn one_of(fused: &[(ValueId, &'static str)]) -> String {
     if ops.len() < 2 { String::new() } else { format!(", in one of {}", ops.join(", ")) }
 }
 
-/// `, after ... made an infinity`, or nothing.
+/// `; the first infinity was made by ...`, or nothing.
 fn after(infinite: Option<&Place>) -> String {
     infinite.map(|place| format!("; the first infinity was made by {place}")).unwrap_or_default()
 }
 
-/// Where in a program something failed.
+/// The place in a program at which something failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Global id of the device.
     pub device: u32,
     pub program: u32,
-    /// Name of the body, or of the transfer, or what else was being done.
+    /// Name of the body or transfer, or a description of other work.
     pub activity: String,
     pub microbatch: Option<u32>,
-    /// The op at fault, with its value in the body's graph, where one was running.
+    /// The op that was running, with its value in the body's graph.
     pub op: Option<(ValueId, &'static str)>,
 }
 
@@ -163,7 +164,7 @@ impl From<ExecutorError> for RuntimeError {
     }
 }
 
-/// Why ranks cannot run a plan together.
+/// Reasons why ranks cannot run a plan together.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
     #[error("the plan has {devices} devices and {ranks} ranks were started; start one a device: mpirun -n {devices}")]
@@ -206,7 +207,7 @@ fn list(sizes: &[usize]) -> String {
     }
 }
 
-/// Why ranks cannot watch each other.
+/// Reasons why ranks cannot watch each other.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
     #[error("no place to listen for other ranks: {0}")]
@@ -221,7 +222,8 @@ pub enum WatchError {
     NoAddress,
 }
 
-/// Why processes that were started together did not find each other. Each names who is at fault and what to do.
+/// Reasons why processes that were started together did not find each other. Each names the process at fault and the
+/// remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum RendezvousError {
     #[error(
@@ -282,12 +284,12 @@ pub enum RendezvousError {
     Taken { directory: PathBuf, pid: u32, host: String },
     #[error("rank {rank} on {host} ended before all {size} processes had come to {}", directory.display())]
     Gone { rank: usize, host: String, size: usize, directory: PathBuf },
-    /// Rank 0 has told the user why.
+    /// Rank 0 has reported the reason.
     #[error("rank 0 ended the run before it began")]
     Ended,
 }
 
-/// `rank 3`, or `ranks 3, 5, 6` and how many more.
+/// `rank 3`, or `ranks 3, 5, 6 and 4 more`.
 fn ranks_of(ranks: &[usize]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();

@@ -1,4 +1,4 @@
-//! What can go wrong between a program and a GPU: each error is one line that names what is missing or failed, and what to do.
+//! Errors between a program and a GPU. Each is one line that names what is missing or has failed, and the remedy.
 
 use super::driver::Architecture;
 use super::library::{Kind, Version};
@@ -40,7 +40,7 @@ pub enum CudaError {
 }
 
 impl CudaError {
-    /// Whether the machine or what is installed on it is at fault, as opposed to work that failed.
+    /// Returns whether the machine or its installation is at fault, as opposed to work that failed.
     pub fn is_setup(&self) -> bool {
         !matches!(
             self,
@@ -59,7 +59,7 @@ fn largest(detail: &str) -> String {
     if detail.is_empty() { String::new() } else { format!("; {detail}") }
 }
 
-/// `: out of memory`, or nothing.
+/// ` (out of memory)`, or nothing.
 fn explained(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" ({text})") }
 }
