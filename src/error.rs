@@ -1,5 +1,5 @@
-//! Everything that the facade can fail with. Each message names the file and the place in it, or the option, so that the
-//! reader knows what to change.
+//! Errors of the facade. Each message names the file and the place in it, or the option, so that the reader knows what
+//! to change.
 
 use crate::arguments::ArgumentError;
 use crate::fidelity::{TableError, TraceError};
@@ -27,7 +27,7 @@ use altiplano_runtime::tape::BuildError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// How each framework writes a model that can be read.
+/// Ways to export a readable model from each framework.
 const RECIPES: &str = r#"  JAX:           open("model.mlir", "w").write(jax.jit(loss).lower(params, batch).as_text(debug_info=True))
   PyTorch:       torch.export.save(torch.export.export(module, (batch,)), "model.pt2"); then --loss cross-entropy
   ONNX:          model.onnx as it is, --loss cross-entropy, and --size NAME=N for sizes that it leaves open
@@ -41,7 +41,7 @@ pub enum Error {
     Read { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
     Write { file: PathBuf, error: std::io::Error },
-    /// Known before any work is done.
+    /// Detected before any work is done.
     #[error("{}: {error}", file.display())]
     NoPlace { file: PathBuf, error: std::io::Error },
     #[error("no tape for GPUs: {error}")]
@@ -144,7 +144,7 @@ pub enum Error {
     /// An option of other software.
     #[error("{problem}")]
     NoSuchOption { problem: String },
-    /// A launcher started processes that nobody told to share the work.
+    /// A launcher started processes without an option that makes them share the work.
     #[error(
         "a launcher started {size} processes, each of which would do all of the work by itself; to run them as one, one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process by itself)"
     )]
@@ -177,7 +177,7 @@ pub enum Error {
     Output(std::io::Error),
 }
 
-/// What is wrong with a file of data, weights or expected values.
+/// Faults of a file of data, weights or expected values.
 #[derive(Debug, thiserror::Error)]
 pub enum DataProblem {
     #[error("it has no tensor '{name}'")]
@@ -202,7 +202,7 @@ pub enum DataProblem {
     IndexOutOfRange { name: String, value: i64, table: String, rows: u64 },
 }
 
-/// What is wrong with a file of options.
+/// Faults of an options file.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsProblem {
     #[error("{}", .0.message())]
@@ -227,7 +227,7 @@ impl Error {
         Error::ProfileOption { error: Box::new(error) }
     }
 
-    /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
+    /// Returns whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),
@@ -262,8 +262,8 @@ impl Error {
         }
     }
 
-    /// What the program ends with: 1 where work failed, 2 for unusable options or input, and what shells expect of a program that a
-    /// signal ended.
+    /// The exit code: 1 if work failed, 2 for unusable options or input, and 128 plus the signal's number after a
+    /// signal.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
@@ -272,7 +272,7 @@ impl Error {
         }
     }
 
-    /// Whether all ranks that run together find the same, so that it does not matter which one says it.
+    /// Returns whether all ranks of a run find the same error, so that any of them may report it.
     pub fn is_of_all_ranks(&self) -> bool {
         match self {
             Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } | Error::Launched { .. } => true,
@@ -281,7 +281,7 @@ impl Error {
         }
     }
 
-    /// Whether this may only be since another rank was lost.
+    /// Returns whether the error may be a consequence of losing another rank.
     pub fn follows(&self) -> bool {
         let of_carrier = |error: &RuntimeError| match error {
             RuntimeError::Carrier(_) => true,
@@ -293,7 +293,7 @@ impl Error {
         matches!(self, Error::Runtime(error) if of_carrier(error))
     }
 
-    /// The reader of the output has gone away, which is no error.
+    /// Returns whether the reader of the output has closed it, which is no error.
     pub fn is_broken_pipe(&self) -> bool {
         matches!(self, Error::Output(error) if error.kind() == std::io::ErrorKind::BrokenPipe)
     }
@@ -317,13 +317,13 @@ impl From<CudaError> for Error {
     }
 }
 
-/// Ranks that do not fit the plan, or each other.
+/// Returns whether ranks do not fit the plan or each other.
 fn of_all_ranks(error: &RuntimeError) -> bool {
     let of_one = |error: &RanksError| matches!(error, RanksError::Gpus { .. });
     matches!(error, RuntimeError::Ranks(error) if !of_one(error))
 }
 
-/// A few names, for messages.
+/// A list of names, for messages.
 #[derive(Clone, Debug)]
 pub struct Names(pub Vec<String>);
 
@@ -339,7 +339,7 @@ impl fmt::Display for Names {
     }
 }
 
-/// Before the first update the learning rate has had no effect.
+/// A step number with an explanation. Before the first update the learning rate has had no effect.
 fn diverged(step: &u64) -> &'static str {
     match step {
         1 => "no update was made yet, so the weights or the data hold values that are no numbers, or too large ones",
@@ -347,7 +347,7 @@ fn diverged(step: &u64) -> &'static str {
     }
 }
 
-/// A file and a message, which follows directly where it starts with a line and a column.
+/// A file and a message, joined without a space if the message starts with line and column.
 struct At<'a, E>(&'a Path, &'a E);
 
 impl<E: fmt::Display> fmt::Display for At<'_, E> {
@@ -358,14 +358,14 @@ impl<E: fmt::Display> fmt::Display for At<'_, E> {
     }
 }
 
-/// `12:7: ...`
+/// Returns whether a message starts with a place, as in `12:7: ...`.
 fn starts_with_place(message: &str) -> bool {
     let mut parts = message.split(':');
     let mut number = || parts.next().is_some_and(|p| !p.is_empty() && p.bytes().all(|b| b.is_ascii_digit()));
     number() && number()
 }
 
-/// Where ops cannot be expressed, the first place of the first of them leads the list.
+/// If some ops are not supported, the place of the first one leads the list.
 fn stablehlo(file: &Path, error: &ImportError) -> String {
     match error {
         ImportError::Operations { unsupported, .. } if !unsupported.is_empty() => {
@@ -377,7 +377,7 @@ fn stablehlo(file: &Path, error: &ImportError) -> String {
     }
 }
 
-/// A syntax error has its place at the end of its message; it belongs behind the file's name.
+/// A syntax error has its place at the end of its message; this moves it behind the file's name.
 fn graph_json(file: &Path, error: &JsonError) -> String {
     match error {
         JsonError::Syntax(syntax) => not_json(file, syntax),
@@ -396,7 +396,7 @@ fn not_json(file: &Path, syntax: &serde_json::Error) -> String {
     format!("{}:{}:{}: not JSON: {}", file.display(), syntax.line(), syntax.column(), json::message(syntax))
 }
 
-/// The place of a cluster error is `line 3, column 5`; the file's name makes it complete. A preset has no file.
+/// The place of a cluster error is `line 3, column 5`, to which the file's name is added. A preset has no file.
 fn cluster(text: &str, error: &ClusterError) -> String {
     match error.to_string() {
         message if message.starts_with("line ") => {

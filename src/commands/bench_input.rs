@@ -1,4 +1,4 @@
-//! `altiplano bench-input MODEL --data PATH`: how fast batches are read, without training on them.
+//! `altiplano bench-input MODEL --data PATH`: measures how fast batches are read, without training.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
@@ -7,7 +7,7 @@ use altiplano::training::input_speed;
 use altiplano::units::{bytes, digits, seconds};
 use clap::Args;
 
-/// Read batches as `run` does, and say how fast they come
+/// Read batches as `run` does, and report the rate
 #[derive(Args)]
 pub struct BenchInput {
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `altiplano checkpoint DIR`: what checkpoints are there, whether they are whole, and their weights as one file.
+//! `altiplano checkpoint DIR`: lists and verifies checkpoints, and exports their weights as one file.
 
 use crate::commands::say;
 use altiplano::runtime::data::write_safetensors;
@@ -8,13 +8,13 @@ use altiplano::{Error, expect_writable};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Check the checkpoints of a run, or write the weights of one as a file
+/// Verify the checkpoints of a run, or export the weights of one
 #[derive(Args)]
 pub struct Checkpoint {
     /// The folder of a run's checkpoints, or one of them
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// Write the weights of the newest that is whole (.safetensors, as --weights takes it)
+    /// Write the weights of the newest complete checkpoint (.safetensors, for --weights)
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! `altiplano verify PLAN|MODEL`: does the plan compute what one device computes?
+//! `altiplano verify PLAN|MODEL`: verifies that a plan computes what one device computes.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
@@ -9,12 +9,12 @@ use altiplano::{Error, one_line};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Run a plan on its devices and on one, a CPU, and compare loss, gradients and updated weights
+/// Run a plan on its devices and on a single CPU device, and compare loss, gradients and updated weights
 #[derive(Args)]
 pub struct Verify {
     #[command(flatten)]
     plan: PlanOrModel,
-    /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
+    /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
     #[command(flatten)]
