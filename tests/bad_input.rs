@@ -1,11 +1,11 @@
-//! Whatever is fed to the command line, it answers with one clear message that names the place, and with exit code 2.
+//! For any invalid input, the command line prints one clear message that names the place, and exits with code 2.
 
 mod common;
 
 use common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::{Value, json};
 
-/// Runs and expects exit code 2 and a message that contains all of `expect`.
+/// Runs a command and expects exit code 2 and a message with all of `expect`.
 fn refused(arguments: &[&str], expect: &[&str]) {
     let output = altiplano(arguments);
     let said = &output.stderr;
@@ -268,7 +268,7 @@ fn plan_files() {
             refused(&[command, &file], &[&format!("{name}.json:"), place]);
         }
     }
-    // A model where a plan belongs, options where nothing is planned.
+    // A model instead of a plan, and options without anything to plan.
     refused(&["run", &file, "--dp", "4"], &["plan"]);
     refused(&["plan", &file], &["plan"]);
 }
@@ -313,7 +313,7 @@ fn rings_that_cannot_be() {
         ("some", "expected a number of blocks, auto or none"),
         ("1", "must be between 2 and 64"),
         ("65", "must be between 2 and 64"),
-        // Positions are a power of two.
+        // The number of positions is a power of two.
         ("63", "what no attention of the model can be cut into"),
     ];
     for (blocks, expected) in cases {
@@ -329,7 +329,7 @@ fn loss_chunks_that_cannot_be() {
         ("some", "expected a number of chunks, auto or none"),
         ("1", "must be between 2 and 256"),
         ("257", "must be between 2 and 256"),
-        // Positions are a power of two.
+        // The number of positions is a power of two.
         ("63", "what no cross-entropy over a linear layer of the model can be cut into"),
     ];
     for (chunks, expected) in cases {
@@ -339,7 +339,7 @@ fn loss_chunks_that_cannot_be() {
     }
 }
 
-/// On GPUs attention keeps no scores; here it would keep more of them than any machine has room for.
+/// On GPUs fused attention stores no scores; here they would exceed the memory of any machine.
 #[test]
 fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
     let scratch = Scratch::new();

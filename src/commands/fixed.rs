@@ -48,7 +48,7 @@ pub struct FixedOptions {
     #[arg(long, value_name = "0..3")]
     zero: Option<u8>,
     /// Offload to host memory: optimizer (its state), activations, both with a comma between, or all; auto offloads
-    /// only what is needed to fit, on GPUs [default: none]
+    /// only what is needed to fit, or where it beats recomputation, on GPUs [default: none]
     #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse)]
     offload: Option<OffloadName>,
     /// Recompute activations in the backward pass instead of keeping them
@@ -60,7 +60,8 @@ pub struct FixedOptions {
     /// When gradients update the weights; stale: one step late, reduced while the next step runs [default: synchronous]
     #[arg(long)]
     update: Option<UpdateName>,
-    /// Objective for a model that is run without training (--loss none) [default: latency]
+    /// Objective for a model that is run without training (--loss none): latency of a batch, or throughput of a stream of
+    /// batches [default: latency]
     #[arg(long, value_enum)]
     goal: Option<GoalName>,
 }
