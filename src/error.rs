@@ -50,9 +50,9 @@ pub enum Error {
     NoRank { rank: u32, devices: u32 },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}; the same as text can be read, which a Python with JAX writes:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
+    #[error("{}: this is {found}, which cannot be read; convert it to text by a Python with JAX:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
     Binary { file: PathBuf, found: &'static str, script: &'static str },
-    #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
+    #[error("{}:1:1: not a known model format; ways to export a model:\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
     #[error("{}: this is {found}; {advice}", file.display())]
     OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
@@ -77,7 +77,7 @@ pub enum Error {
     #[error("--loss: there is no result '{name}'; the results are {results}")]
     UnknownResult { name: String, results: Names },
     #[error(
-        "{}: the function trains by more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each by itself, with --loss '{other}' and --params for what it trains", file.display()
+        "{}: the function has more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each separately, with --loss '{other}' and --params for the parameters that it trains", file.display()
     )]
     SeveralLosses { file: PathBuf, loss: String, other: String, parameters: Names },
     #[error("--loss: the loss {error}")]
@@ -99,7 +99,7 @@ pub enum Error {
     )]
     UnknownValue { name: String },
     #[error(
-        "{option}: nothing that the plan decides on is called '{name}'; near to it are {near} (`altiplano show MODEL` prints all names)"
+        "{option}: the plan decides nothing named '{name}'; similar names are {near} (`altiplano show MODEL` prints all names)"
     )]
     NoSuchName { option: &'static str, name: String, near: Names },
     #[error("--layer: {asked} is not a layer of the plan, which has {layers} and counts them from 0")]
@@ -115,7 +115,7 @@ pub enum Error {
     #[error("{}:{line}: {error}", file.display())]
     Row { file: PathBuf, line: u64, error: Box<TableError> },
     #[error(
-        "--explain: nothing in the plan's programs is called '{name}'; `altiplano inspect PLAN --programs` prints all names"
+        "--explain: nothing in the plan's programs is named '{name}'; `altiplano inspect PLAN --programs` prints all names"
     )]
     UnknownOp { name: String },
     #[error("{}", At(file, error))]
@@ -146,15 +146,15 @@ pub enum Error {
     NoSuchOption { problem: String },
     /// A launcher started processes without an option that makes them share the work.
     #[error(
-        "a launcher started {size} processes, each of which would do all of the work by itself; to run them as one, one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process by itself)"
+        "a launcher started {size} processes, each of which would do all of the work; to run them together, with one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process separately)"
     )]
     Launched { size: usize, command: String },
     #[error("{}:{line}:{column}: {problem}", file.display())]
     Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
-    #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
+    #[error("the plan has {devices} devices; one machine runs at most {most} CPU workers")]
     TooManyWorkers { devices: u32, most: u32 },
     #[error(
-        "{who} would hold {} here, and this machine has {}; a smaller batch or sequence (--seq), or a smaller twin of the model (--reduce), needs less",
+        "{who} would need {} of memory here, but this machine has {}; use a smaller batch or sequence (--seq), or a downscaled model (--reduce)",
         bytes(*needed_bytes),
         bytes(*has_bytes)
     )]
@@ -185,14 +185,14 @@ pub enum DataProblem {
     #[error("tensor '{name}' is {found}, expected {expected}")]
     Type { name: String, found: TensorType, expected: TensorType },
     #[error(
-        "it holds one tensor, but the model has {}, and they are no tokens and labels [batch, sequence]; give a .safetensors file with their names", plural(*inputs as u64, "input")
+        "it holds one tensor, but the model has {}, which are not tokens and labels [batch, sequence]; give a .safetensors file with their names", plural(*inputs as u64, "input")
     )]
     OneTensor { inputs: usize },
     #[error(
         "the inputs '{}' and '{}' could be tokens and labels, but no name says which is which; give a .safetensors file with their names", inputs[0], inputs[1]
     )]
     WhichIsLabel { inputs: [String; 2] },
-    #[error("--token-type u16|u32 has to say what the ids in it are")]
+    #[error("give the type of its ids by --token-type u16|u32")]
     TokenType,
     #[error("there is no .safetensors file in it")]
     EmptyFolder,
@@ -217,9 +217,9 @@ pub enum OptionsProblem {
     Refused { said: String },
 }
 
-/// `; near to it are 'steps'`, or nothing.
+/// `; similar names are 'steps'`, or nothing.
 fn perhaps(near: &Names) -> String {
-    if near.0.is_empty() { String::new() } else { format!("; near to it are {near}") }
+    if near.0.is_empty() { String::new() } else { format!("; similar names are {near}") }
 }
 
 impl Error {
@@ -342,7 +342,7 @@ impl fmt::Display for Names {
 /// A step number with an explanation. Before the first update the learning rate has had no effect.
 fn diverged(step: &u64) -> &'static str {
     match step {
-        1 => "no update was made yet, so the weights or the data hold values that are no numbers, or too large ones",
+        1 => "no update was made yet, so the weights or the data hold NaN, infinite or too large values",
         _ => "training diverged; try a smaller --lr",
     }
 }

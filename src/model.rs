@@ -120,7 +120,7 @@ pub enum Warning {
     OtherResults(usize),
     #[error(
         "the loss is no mean or sum over samples{}, so the batch is not split into microbatches unless --allow-microbatch-semantics",
-        .0.as_ref().map_or(String::new(), |coupling| format!(", since {coupling} makes samples depend on each other or on their places"))
+        .0.as_ref().map_or(String::new(), |coupling| format!(", since {coupling} makes samples depend on each other or on their positions"))
     )]
     LossKind(Option<Coupling>),
     #[error("{0}")]
@@ -133,12 +133,12 @@ pub enum Warning {
         "the program was decomposed (run_decompositions), which drops detach and no_grad: gradients flow where the model may stop them; export without it, or say where with --stop-gradient NAME"
     )]
     Decomposed,
-    #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
+    #[error("the file leaves sizes open, which are set to {}; change them by --size NAME=N", .0.join(", "))]
     OpenSizes(Vec<String>),
-    #[error("the batch is taken to be one sample; --global-batch N says another number")]
+    #[error("the batch is set to one sample; change it by --global-batch N")]
     OneSample,
     #[error(
-        "the file is of version {found} of torch.export's format, of which {known} is the newest known here: parts of it may be misunderstood"
+        "the file has version {found} of torch.export's format, but {known} is the newest supported one: parts of it may be misread"
     )]
     Newer { found: i64, known: i64 },
     #[error("reduced: {}", smaller(.0))]
@@ -185,7 +185,7 @@ fn describe_step(
         n => format!(" ({n} more stay as they are)"),
     };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
+        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates replace the step's"
     )
 }
 
@@ -432,7 +432,7 @@ fn batch_remedy(file: &Path, graph: &Graph, options: &ImportOptions) -> String {
         _ => String::new(),
     };
     format!(
-        "Dimension {dim} of '{name}' ({size}) is taken to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
+        "Dimension {dim} of '{name}' ({size}) is assumed to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
     )
 }
 

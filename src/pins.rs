@@ -27,7 +27,7 @@ pub enum PinProblem {
     Rank { name: String, ty: TensorType, dims: usize },
     #[error("dimension {dim} of '{name}', which is {ty}, does not divide by {parts}")]
     Divides { name: String, ty: TensorType, dim: usize, parts: u64 },
-    #[error("the axis `{axis}` has the size that {option} says, which is not given")]
+    #[error("the size of axis `{axis}` is unknown; give it by {option}")]
     NoSize { axis: &'static str, option: &'static str },
     #[error("there is no axis `{axis}`; the axes are `data` and `tensor`")]
     UnknownAxis { axis: String },

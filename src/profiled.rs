@@ -139,7 +139,7 @@ fn measured_group(cluster: &Cluster) -> Result<&Group, Error> {
         [group] => Ok(group),
         _ => Err(Error::Option {
             option: "--profile",
-            problem: "is of one kind of machine, which cannot price a cluster of several groups of nodes",
+            problem: "covers one kind of machine, and cannot price a cluster of several groups of nodes",
         }),
     }
 }
@@ -408,7 +408,7 @@ impl Uncovered {
                 .map(|((family, dtype), (n, most))| format!("{n} of {family} {dtype} by up to {} times", digits(*most)))
                 .collect();
             lines.push(format!(
-                "sizes among {} are up to {} times outside of what the profile measured, where the nearest end is scaled by the roofline ({})",
+                "sizes among {} are up to {} times outside the measured range, where the roofline extrapolates the profile ({})",
                 plural(self.kernels as u64, "kernel"),
                 digits(*most),
                 shortened(&list)
@@ -418,7 +418,7 @@ impl Uncovered {
             let list: Vec<String> =
                 self.missing.iter().map(|((family, dtype), n)| format!("{n} of {family} {dtype}")).collect();
             lines.push(format!(
-                "of {}, the profile lacks some, which are priced by the roofline ({})",
+                "of {}, the profile lacks some, which the roofline prices ({})",
                 plural(self.kernels as u64, "kernel"),
                 shortened(&list)
             ));

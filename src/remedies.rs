@@ -318,7 +318,7 @@ pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (step, peak) = (seconds(self.step_s), bytes(self.peak_bytes));
-        write!(f, "{}: at most {step} a step, {peak} per device", self.change)
+        write!(f, "{}: at most {step} per step, {peak} per device", self.change)
     }
 }
 
@@ -327,7 +327,7 @@ impl fmt::Display for Shortage {
         let stage = if self.num_stages > 1 { format!(" on a device of stage{}", self.stage) } else { String::new() };
         writeln!(
             f,
-            "what comes closest holds {} of {}{stage} in {}; {} of the tensors held then are together more than a device has:",
+            "the closest plan holds {} of {}{stage} in {}; {} of its tensors at that moment exceed the memory of a device:",
             bytes(self.peak_bytes),
             bytes(self.limit_bytes),
             self.moment,
@@ -343,8 +343,8 @@ impl fmt::Display for Shortage {
             writeln!(f, "  {:>8}  in {} more", bytes(sum), rest.len())?;
         }
         match self.remedies.is_empty() {
-            true => write!(f, "none of the changes tried makes it fit")?,
-            false => writeln!(f, "what would make it fit, least device time a sample first:")?,
+            true => write!(f, "no change that was tried makes it fit")?,
+            false => writeln!(f, "changes that make it fit, least device time per sample first:")?,
         }
         let lines: Vec<String> = self.remedies.iter().map(|remedy| format!("  {remedy}")).collect();
         write!(f, "{}", lines.join("\n"))

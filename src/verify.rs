@@ -195,7 +195,7 @@ pub fn verify(
     };
     let tolerance = Tolerance::of(plan);
     let one = single_device(plan)?;
-    expect_memory("one device, which the plan is compared with,", &programs(&one)?)?;
+    expect_memory("the single device for comparison", &programs(&one)?)?;
     if !plan.schedule.trains() {
         let values = |plan: &Plan| results_of(plan, &weights, &batch).map(as_numbers);
         let ours = values(plan)?;

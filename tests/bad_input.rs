@@ -295,7 +295,7 @@ fn pins_of_what_is_not_there() {
         (&["--tp", "4", "--pin", "params['h*']['nothing']=[{tensor}]"], "no parameter or value has such a name"),
         (&["--tp", "3", "--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "dimension 1 of 'params['h0']['fc']['w']'"),
         (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{tensor}]"], "is f32[128,512], and the sharding is of 1"),
-        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "--tp says, which is not given"),
+        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "give it by --tp"),
         (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{}, {x}]"], "there is no axis `x`"),
         (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}"], "expected PATTERN="),
     ];
@@ -350,6 +350,6 @@ fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
         let said = altiplano(&[command, &config, "--seq", "524288", "--cluster", "dgx-h100:1"]);
         assert_eq!(said.code, Some(2), "{}", said.stderr);
         let error = said.stderr.lines().find(|line| line.starts_with("error: ")).expect("an error");
-        assert!(error.contains("would hold") && error.contains("--seq"), "{error}");
+        assert!(error.contains("would need") && error.contains("--seq"), "{error}");
     }
 }

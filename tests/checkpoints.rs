@@ -275,7 +275,7 @@ fn a_damaged_checkpoint_is_passed_over() {
     flipped(&good.join("tensors-00000.safetensors"), 77);
     let output = run(&["--steps", "3", "--checkpoint", &folder_text, "--resume"]);
     assert_eq!(output.code, Some(2), "{}", output.stderr);
-    assert!(output.stderr.contains("of 2 checkpoints none is whole"), "{}", output.stderr);
+    assert!(output.stderr.contains("none of 2 checkpoints is complete"), "{}", output.stderr);
     let output = altiplano(&["checkpoint", &folder_text]);
     assert_eq!(output.stdout.matches("checksum does not hold").count(), 2, "{}", output.stdout);
 }
@@ -294,9 +294,9 @@ fn what_does_not_fit_is_refused() {
     refused(run(&["--checkpoint", &format!("{file}/below")]), "below: ");
     let missing = run(&["--steps", "1", "--checkpoint", &text, "--resume"]);
     assert_eq!(missing.code, Some(0), "{}", missing.stderr);
-    assert!(missing.stdout.contains("no checkpoint yet: from the start"), "{}", missing.stdout);
+    assert!(missing.stdout.contains("no checkpoint yet: starting from the beginning"), "{}", missing.stdout);
     let before = content(&folder.join("step-000001"));
-    refused(run(&["--checkpoint", &text]), "add --resume to go on");
+    refused(run(&["--checkpoint", &text]), "add --resume to continue");
     refused(run(&["--checkpoint", &text, "--resume", "--optimizer", "sgd"]), "of another optimizer");
     refused(run(&["--checkpoint", &text, "--resume", "--beta2", "0.95"]), "of another optimizer");
     refused(
@@ -424,7 +424,7 @@ fn other_data_is_noticed_when_a_run_goes_on() {
         assert!(named(&data) && named(other), "{}", output.stderr);
     }
     let output = go_on("2", &[]);
-    assert!(output.code == Some(2) && output.stderr.contains("has batches that are made up;"), "{}", output.stderr);
+    assert!(output.code == Some(2) && output.stderr.contains("has synthetic batches;"), "{}", output.stderr);
     let output = go_on("2", &["--data", &moved]);
     assert_eq!(output.code, Some(0), "{}", output.stderr);
 }

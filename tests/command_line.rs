@@ -243,7 +243,7 @@ fn nothing_is_called_agreement_that_is_none() {
     assert!(output.stderr.contains("the weights or the data"), "{}{}", output.stdout, output.stderr);
     let output = altiplano(&["run", &file, "--cluster", "local:2", "--check-nan"]);
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
-    for part in ["step 1: device ", "made a NaN of numbers", "divide"] {
+    for part in ["step 1: device ", "made a NaN from inputs without NaN", "divide"] {
         assert!(output.stderr.contains(part), "'{part}' is missing: {}", output.stderr);
     }
 }
@@ -282,7 +282,7 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     let output = altiplano(&["plan", DEMO, "--cluster", &cluster]);
     assert_eq!(output.code, Some(1), "{}", output.stderr);
     for part in
-        ["what comes closest holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
+        ["the closest plan holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
     {
         assert!(output.stderr.contains(part), "'{part}' is missing:\n{}", output.stderr);
     }
@@ -292,7 +292,7 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
         rest.split_once(after).expect("a number").0.to_string()
     };
     let needed = number("no plan fits in memory: the best needs ", " per device");
-    assert_eq!(number("what comes closest holds ", " of 10.0 MB"), needed);
+    assert_eq!(number("the closest plan holds ", " of 10.0 MB"), needed);
     let megabytes: f64 = number("  devices with ", " MB").parse().expect("megabytes");
     let text = std::fs::read_to_string(&cluster).expect("the cluster");
     let larger = scratch.file("larger.toml", text.replace("1e7", &format!("{:e}", megabytes * 1.005e6)));

@@ -191,7 +191,7 @@ fn stops_at_a_nan(gpus: u32, plan: &str) {
     let error = gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 1)).expect_err("a NaN");
     let text = error.to_string();
     assert!(
-        text.contains("made a NaN of numbers") && text.contains("of rank ") && text.contains("(launch to"),
+        text.contains("made a NaN from inputs without NaN") && text.contains("of rank ") && text.contains("(launch to"),
         "{text}"
     );
     assert!(matches!(gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 2)), Err(RuntimeError::Stopped)));

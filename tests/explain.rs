@@ -66,7 +66,7 @@ fn what_is_not_there_is_said_with_what_is_near() {
     let scratch = Scratch::new();
     let plan = planned(&scratch, "plan.json", PIPELINE);
     let cases = [
-        (["--param", "wte"], "near to it are 'params['wte']'"),
+        (["--param", "wte"], "similar names are 'params['wte']'"),
         (["--op", "mlp/dot_genral"], "mlp/dot_general'"),
         (["--stage", "2"], "2 is not a stage of the plan, which has 2"),
     ];
@@ -105,7 +105,7 @@ fn what_cannot_be_names_the_conflict_and_what_can() {
     let plan = planned(&scratch, "plan.json", PIPELINE);
     let refused = altiplano(&["why-not", &plan, "--tp", "3"]);
     assert_eq!(refused.code, Some(2), "{}", refused.stderr);
-    for part in ["--tp 3", "what has a plan instead", "--tp 2: at most", "--tp left free: at most"] {
+    for part in ["--tp 3", "changes with which there is a plan", "--tp 2: at most", "--tp left free: at most"] {
         assert!(refused.stderr.contains(part), "'{part}': {}", refused.stderr);
     }
     let nothing = altiplano(&["why-not", &plan]);

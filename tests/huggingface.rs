@@ -62,7 +62,7 @@ fn what_is_taken_for_granted_is_said() {
         let config = scratch.file(name, content);
         altiplano(&[&[command, &config], options].concat())
     };
-    let one_sample = "note: the batch is taken to be one sample; --global-batch N says another number";
+    let one_sample = "note: the batch is set to one sample; change it by --global-batch N";
     assert!(said("a.json", GPT2, "plan", &[]).stderr.contains(one_sample));
     assert!(!said("a.json", GPT2, "plan", &["--global-batch", "4"]).stderr.contains(one_sample));
     assert!(!said("a.json", GPT2, "show", &[]).stderr.contains(one_sample));

@@ -313,7 +313,7 @@ fn late_gradients_are_asked_for_said_and_resumed() {
         run(&name("parts"), "6", false);
         let (said, resumed) = run(&name("parts"), "8", true);
         assert!(
-            said.contains("going on after step 6") && said.contains("1f1b") != said.contains("pipedream"),
+            said.contains("resuming after step 6") && said.contains("1f1b") != said.contains("pipedream"),
             "{said}"
         );
         assert!(whole == resumed, "{options:?}");

@@ -289,7 +289,7 @@ fn a_run_that_goes_on_does_so_with_its_scale() {
     // With another loss scale, the state would have another meaning.
     let other = run("parted", "30", &["--cluster", "local:2", "--dp", "2", "--loss-scale", "128"]);
     assert_eq!(other.code, Some(2), "{}", other.stdout);
-    assert!(other.stderr.contains("say the same --loss-scale"), "{}", other.stderr);
+    assert!(other.stderr.contains("use the same --loss-scale"), "{}", other.stderr);
     assert_eq!(run("parted", "30", &scaled).code, Some(0));
     let [whole, parted] = ["whole", "parted"].map(|name| lines(&scratch.path(name).with_extension("jsonl")));
     assert_eq!(whole, parted);

@@ -126,13 +126,13 @@ fn who_does_not_come_is_named_to_the_user_once() {
     std::thread::sleep(Duration::from_millis(300));
     let first = looks(&scratch, (0, 3), &directory, "2");
     let (first, second) = (first.end(), second.end());
-    refused(&first, &["of 3 processes rank 2 did not come to", &directory, "within 2 s", "--rendezvous-timeout"]);
+    refused(&first, &["rank 2 (of 3 processes) did not arrive at", &directory, "within 2 s", "--rendezvous-timeout"]);
     assert!(first.seconds < 20.0, "{first:?}");
     // The first process reports it for all.
     assert_eq!((second.code, second.stderr.as_str()), (Some(2), ""), "{second:?}");
     assert_eq!(std::fs::read_dir(&directory).expect("a folder").count(), 0, "nothing is left");
     // Without the first, none reports for the others.
-    refused(&looks(&scratch, (1, 2), &directory, "1").end(), &["rank 1 on ", "no word of rank 0", &directory, "1 s"]);
+    refused(&looks(&scratch, (1, 2), &directory, "1").end(), &["rank 1 on ", "no address of rank 0", &directory, "1 s"]);
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn two_runs_in_one_directory_are_told_apart() {
     let first = looks(&scratch, (0, 3), &name, "60");
     wait_for_call(&directory);
     let pid = format!("process {}", first.child.id());
-    refused(&looks(&scratch, (0, 3), &name, "60").end(), &["is the rendezvous of another run", &pid, "of its own"]);
+    refused(&looks(&scratch, (0, 3), &name, "60").end(), &["is the rendezvous of another run", &pid, "its own directory"]);
     // The run keeps waiting, and the processes of the other run get the error.
     let second = looks(&scratch, (1, 3), &name, "60");
     while std::fs::read_dir(&directory).is_ok() && second.start.elapsed() < Duration::from_secs(1) {
@@ -176,7 +176,7 @@ fn two_runs_in_one_directory_are_told_apart() {
     }
     let of_other = looks(&scratch, (1, 3), &name, "60");
     let pids = [format!("process {}", second.child.id()), format!("process {}", of_other.child.id())];
-    refused(&first.end(), &["say that they are rank 1", &pids[0], &pids[1], "two rendezvous directories"]);
+    refused(&first.end(), &["claim rank 1", &pids[0], &pids[1], "its own rendezvous directory"]);
     assert_eq!(second.end().code, Some(2));
     assert_eq!(of_other.end().code, Some(2));
 }
@@ -191,7 +191,7 @@ fn processes_that_do_not_fit_are_named() {
     let of_four = looks(&scratch, (3, 4), &name, "60");
     refused(&first.end(), &["rank 3 on ", "was started as one of 4, rank 0 as one of 2"]);
     assert_eq!(of_four.end().code, Some(2), "the first has said why");
-    refused(&looks(&scratch, (2, 2), &name, "1").end(), &["RANK is '2'", "counted from 0"]);
+    refused(&looks(&scratch, (2, 2), &name, "1").end(), &["RANK is '2'", "numbered from 0"]);
     // A path that cannot be a directory.
     let file = scratch.file("a-file", "");
     refused(&looks(&scratch, (0, 2), &file, "1").end(), &["rank 0 on ", "cannot write", &file, "--rendezvous"]);
@@ -217,7 +217,7 @@ fn processes_that_do_not_fit_are_named() {
         String::from_utf8_lossy(&bare.expect("the binary starts").stderr).into_owned()
     };
     assert!(started(&["--device", "cuda", "--engine", "processes"]).contains("srun, mpirun or torchrun"));
-    assert!(started(&["--engine", "processes"]).contains("is for GPUs (--device cuda)"));
+    assert!(started(&["--engine", "processes"]).contains("needs GPUs (--device cuda)"));
     assert!(started(&["--rendezvous", "d"]).contains("--rendezvous"));
     let no_directory = Process::start(&scratch, (1, 2), &["run", "p.json", "--device", "cuda"]).end();
     refused(&no_directory, &["rank 1 of 2 does not know where the others are", "--rendezvous DIR"]);
@@ -420,7 +420,7 @@ fn one_of_the_others_says_that_the_first_is_lost() {
         return;
     }
     let plan = plan(&scratch, "local:4", &["--dp", "4", "--tp", "1", "--pp", "1"]);
-    for (signal, how) in [("KILL", "is gone"), ("STOP", "has not been heard of for 2 s")] {
+    for (signal, how) in [("KILL", "is gone"), ("STOP", "has been silent for 2 s")] {
         let mut all = processes(&scratch, 4, &["run", &plan, "--device", "cuda", "--steps", "100000"]);
         all[0].wait_for("step   20");
         all[0].signal(signal);

@@ -269,13 +269,13 @@ fn servers_are_asked_for_said_and_resumed() {
         let (_, whole) = run(&name("whole"), "6", options);
         run(&name("parts"), "4", options);
         let (said, parts) = run(&name("parts"), "6", &resumed);
-        assert!(said.contains("going on after step 4") && said.contains("server0"), "{said}");
+        assert!(said.contains("resuming after step 4") && said.contains("server0"), "{said}");
         assert!(whole == parts, "{options:?}");
         // To a pipeline and back.
         run(&name("other"), "2", options);
         run(&name("other"), "4", &["--dp", "2", "--pp", "2", "--resume"]);
         let (said, _) = run(&name("other"), "6", &resumed);
-        assert!(said.contains("going on after step 4"), "{said}");
+        assert!(said.contains("resuming after step 4"), "{said}");
     }
 }
 

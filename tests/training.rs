@@ -47,7 +47,7 @@ fn files_of_ids_are_trained_on() {
         assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
         assert!(output.stderr.contains(expected), "{}", output.stderr);
     };
-    refused(&["--data", &bin], "--token-type u16|u32 has to say");
+    refused(&["--data", &bin], "by --token-type u16|u32");
     refused(&["--data", &scratch.file("few.u16", &bytes[..200])], "fewer than the 8 of one batch");
     refused(&["--data", &scratch.file("odd.u16", &bytes[..201])], "multiple of an element");
     refused(&["--data", &scratch.file("large.u16", bytes.iter().map(|_| 255).collect::<Vec<u8>>())], "holds 65535");
@@ -92,7 +92,7 @@ fn options_come_from_a_file() {
     }
 
     for (text, place) in [
-        ("steps = 5\nsteeps = 4\n", ":2:1: `run` has no option 'steeps'; near to it are 'steps'"),
+        ("steps = 5\nsteeps = 4\n", ":2:1: `run` has no option 'steeps'; similar names are 'steps'"),
         ("steps = 5\n\nlr = \"fast\"\n", ":3:6: invalid value 'fast' for '--lr <X>'"),
         ("steps = [5]\n", ":1:9: 'steps' takes a string or a number"),
         ("steps = 5\nresume = 3\n", ":2:10: 'resume' is true or false"),

@@ -38,7 +38,7 @@ impl ArrayFile {
         let npy = |problem| RuntimeError::Npy { file: file.to_path_buf(), problem };
         let NpyHeader { ty, big_endian, data } = npy_header(&start).map_err(npy)?;
         if !ty.check() || ty.bytes() != length.saturating_sub(data) {
-            return Err(npy("has more or fewer bytes than its shape says"));
+            return Err(npy("has a size in bytes that does not match its shape"));
         }
         let open = Arc::new(Mutex::new(open));
         Ok(ArrayFile { file: file.to_path_buf(), ty, open, offset: data, big_endian })
@@ -71,7 +71,7 @@ impl ArrayFile {
             let (from, to) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
             let inside = start.checked_add(to).is_some_and(|end| end <= length);
             if !ty.check() || to.checked_sub(from) != Some(ty.bytes()) || !inside {
-                return Err(fail("has more or fewer bytes than its shape says"));
+                return Err(fail("has a size in bytes that does not match its shape"));
             }
             let array =
                 ArrayFile { file: file.to_path_buf(), ty, open: open.clone(), offset: start + from, big_endian: false };
@@ -84,7 +84,7 @@ impl ArrayFile {
     pub fn raw(file: &Path, dtype: DType) -> Result<ArrayFile, RuntimeError> {
         let (open, length) = opened(file)?;
         if length % dtype.bytes() != 0 {
-            let problem = "has a length that is no multiple of an element's";
+            let problem = "has a length that is no multiple of its element size";
             return Err(RuntimeError::Tensor { file: file.to_path_buf(), tensor: dtype.to_string(), problem });
         }
         let ty = TensorType::new(dtype, [length / dtype.bytes()]);

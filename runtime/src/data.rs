@@ -76,7 +76,7 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
         let dtype = dtype_of(view.dtype()).ok_or(fail("has an element type that is not supported"))?;
         let ty = TensorType::new(dtype, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>());
         if !ty.check() || ty.bytes() != view.data().len() as u64 {
-            return Err(fail("has more or fewer bytes than its shape says"));
+            return Err(fail("has a size in bytes that does not match its shape"));
         }
         let data = decode(dtype, view.data());
         tensors.insert(name, HostTensor { ty, data });
@@ -199,7 +199,7 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
     let NpyHeader { ty, big_endian, data } = npy_header(bytes)?;
     let data = bytes.get(data as usize..).unwrap_or(&[]);
     if !ty.check() || ty.bytes() != data.len() as u64 {
-        return Err("has more or fewer bytes than its shape says");
+        return Err("has a size in bytes that does not match its shape");
     }
     if !big_endian {
         let data = decode(ty.dtype, data);
@@ -387,14 +387,14 @@ mod tests {
             (b"\x93NUMPY".to_vec(), "ends before"),
             (b"\x93NUMPY\x01\x00\xff\xff{}".to_vec(), "ends before"),
             (b"\x93NUMPY\x09\x00\x02\x00{}".to_vec(), "version"),
-            (npy(good, &[0; 7]), "more or fewer bytes"),
-            (npy(good, &[0; 9]), "more or fewer bytes"),
+            (npy(good, &[0; 7]), "does not match its shape"),
+            (npy(good, &[0; 9]), "does not match its shape"),
             (npy(&good.replace("False", "True"), &[0; 8]), "Fortran"),
             (npy(&good.replace("<f4", "<c8"), &[0; 8]), "element type"),
             (npy(&good.replace("<f4", ""), &[0; 8]), "element type"),
             (npy(&good.replace("(2,)", "(x,)"), &[0; 8]), "list of sizes"),
             (npy(&good.replace("(2,)", "2"), &[0; 8]), "no shape"),
-            (npy(&good.replace("(2,)", "(99999999999, 99999999999)"), &[0; 8]), "more or fewer"),
+            (npy(&good.replace("(2,)", "(99999999999, 99999999999)"), &[0; 8]), "does not match"),
             (npy("{}", &[]), "order"),
         ];
         for (bytes, expected) in cases {

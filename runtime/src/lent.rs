@@ -32,7 +32,7 @@ impl Lent {
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn part<T: Pod>(&self, range: Range<usize>) -> &mut [T] {
         let elements = self.storage.bytes() / size_of::<T>();
-        assert!(range.start <= range.end && range.end <= elements, "a part of what is lent lies within it");
+        assert!(range.start <= range.end && range.end <= elements, "a part lies within its tensor");
         // SAFETY: the block holds this range, checked above, and the caller has exclusive access to it. The block is
         // aligned to eight bytes, and no element needs more.
         unsafe { std::slice::from_raw_parts_mut(self.first.cast::<T>().add(range.start), range.len()) }

@@ -565,7 +565,7 @@ fn the_op_that_makes_a_nan_is_named() {
         }
     };
     let text = stopped(false, 1.0).expect("0 / 0 is noticed");
-    assert!(text.contains("divide") && text.contains("made a NaN of numbers"), "{text}");
+    assert!(text.contains("divide") && text.contains("made a NaN from inputs without NaN"), "{text}");
     assert!(!text.contains("infinity"), "{text}");
     let text = stopped(true, 100.0).expect("infinity - infinity is noticed");
     assert!(text.contains("subtract") && text.contains("the first infinity was made by"), "{text}");

@@ -49,9 +49,7 @@ impl Advise {
         drop(bar);
         eprintln!("planned {} times in {}", found.len(), seconds(took_s));
         if stopped {
-            eprintln!(
-                "note: the time was up, or the search was stopped; some of these are the best that were found by then"
-            );
+            eprintln!("note: a search ran out of time or was cancelled; some of these are its best plans by then");
         }
         if self.json {
             return say(format!("{:#}", advice_json(&plan, &found, self.noise_scale)?));

@@ -24,7 +24,7 @@ impl Checkpoint {
         if let Some(file) = &self.output {
             expect_writable(file)?;
             let damaged = |error: &Error| {
-                eprintln!("warning: {error}; looking at the one before");
+                eprintln!("warning: {error}; trying the previous one");
                 Ok(())
             };
             let (manifest, weights) = weights(&self.folder, damaged)?;
@@ -47,7 +47,7 @@ impl Checkpoint {
                     let (model, optimizer) = (&manifest.model, manifest.optimizer.name());
                     let samples = manifest.data.position.samples;
                     say(format!(
-                        "{}: whole; '{model}' after step {} and {samples} samples, {optimizer}, {} in {files}",
+                        "{}: complete; '{model}' after step {} and {samples} samples, {optimizer}, {} in {files}",
                         place.display(),
                         manifest.step,
                         bytes(size)

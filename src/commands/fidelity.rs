@@ -68,7 +68,7 @@ fn figures(found: &Found) -> Result<(), Error> {
     let s = &found.statistics;
     for reading in &found.readings {
         say(format!(
-            "note: {} rows on {} state full recomputation, but their steps agree with none: they are read so (mean error {:.1} % instead of {:.1} %; --recompute stated keeps to the table)",
+            "note: {} rows on {} state full recomputation, but their step times match none, and they are predicted so (mean error {:.1} % instead of {:.1} %; --recompute stated keeps to the table)",
             reading.rows, reading.cluster, reading.read_mape_percent, reading.stated_mape_percent
         ))?;
     }

@@ -146,7 +146,7 @@ impl FixedOptions {
         if self.goal.is_some() && request.trains() {
             return Err(Error::Option {
                 option: "--goal",
-                problem: "is of models that are run, not trained (--loss none)",
+                problem: "applies only to models that are run without training (--loss none)",
             });
         }
         request.goal = match self.goal {

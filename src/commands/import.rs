@@ -24,7 +24,7 @@ impl Import {
     pub fn run(self) -> Result<(), Error> {
         let options = self.options.import();
         if !options.stop_gradients.is_empty() {
-            let problem = "a graph file does not hold it; give it to plan, run or verify";
+            let problem = "a graph file cannot store it; give it to plan, run or verify instead";
             return Err(Error::Option { option: "--stop-gradient", problem });
         }
         let model = load_all_results(&self.model, &options)?;

@@ -45,7 +45,7 @@ use std::path::Path;
 pub fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
-        eprintln!("warning: {}: {error}; what the search found is not kept", cache.file().display());
+        eprintln!("warning: {}: {error}; the search results are not cached", cache.file().display());
     }
 }
 
@@ -132,7 +132,7 @@ fn load_to_ask(file: &Path) -> Result<Plan, Error> {
     let plan = load_plan(file)?;
     if let Some(measured) = &plan.profile {
         eprintln!(
-            "note: the plan was judged by the {measured}; here it is by the cluster's figures, as all that is set beside it"
+            "note: the plan was predicted by the {measured}; here the cluster's figures predict it, as all other plans"
         );
     }
     by_cluster(plan)
@@ -155,7 +155,7 @@ fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> R
         Some(Explained::Memory(shortage)) => bar.suspend(|| eprintln!("{shortage}")),
         Some(Explained::Choices(fixes)) if !fixes.is_empty() => {
             let lines: Vec<String> = fixes.iter().map(|fix| format!("\n  {fix}")).collect();
-            bar.suspend(|| eprintln!("what has a plan instead, fastest first:{}", lines.concat()));
+            bar.suspend(|| eprintln!("changes with which there is a plan, fastest first:{}", lines.concat()));
         }
         _ => {}
     }

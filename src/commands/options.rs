@@ -113,7 +113,7 @@ fn not_negative(text: &str) -> Result<f64, &'static str> {
 /// Parses a decay factor of an average.
 fn below_one(text: &str) -> Result<f64, &'static str> {
     let number: f64 = text.parse().map_err(|_| "expected a number")?;
-    if (0.0..1.0).contains(&number) { Ok(number) } else { Err("expected a number from 0, below 1") }
+    if (0.0..1.0).contains(&number) { Ok(number) } else { Err("expected a number of at least 0 and below 1") }
 }
 
 /// Parses a number above 0.
@@ -153,7 +153,7 @@ impl Scaling {
             return Err(Error::Option { option, problem });
         }
         if self.0.is_some_and(|scale| !scale.is_of_staleness(is_late.into())) {
-            let problem = "is found from the gradients of the step before, which late gradients (--schedule pipedream, --update stale) do not tell in time; give it a number";
+            let problem = "is found from the gradients of the previous step, which are not known in time if gradients are late (--schedule pipedream, --update stale); give a fixed number";
             return Err(Error::Option { option, problem });
         }
         Ok(self.0)
@@ -338,7 +338,8 @@ impl OptimizerSettings {
     /// Fails if the optimizer lacks a setting.
     fn set(&self, optimizer: &mut Optimizer) -> Result<(), Error> {
         for (option, name, value) in self.given() {
-            let problem = "the optimizer has no such setting; --help says which have it, and --optimizer takes another";
+            let problem =
+                "the optimizer has no such setting; see --help for those that have it, or choose another --optimizer";
             *optimizer.setting(name).ok_or(Error::Option { option, problem })? = value;
         }
         Ok(())
@@ -425,7 +426,7 @@ impl PlanOptions {
     pub fn expect_no_profile(&self) -> Result<(), Error> {
         match self.profile {
             Some(_) => {
-                Err(Error::Option { option: "--profile", problem: "is of this machine alone, not of several nodes" })
+                Err(Error::Option { option: "--profile", problem: "covers only this machine, not several nodes" })
             }
             None => Ok(()),
         }
@@ -457,7 +458,10 @@ impl PlanOptions {
             if !devices.apply(&mut cluster) {
                 let (file, names) = (file.display(), devices.names().collect::<Vec<_>>().join(", "));
                 let found: Vec<&str> = cluster.groups.iter().map(|g| g.device.name.as_str()).collect();
-                eprintln!("warning: {file}: has {names}, and the cluster has {}; it changes nothing", found.join(", "));
+                eprintln!(
+                    "warning: {file}: it describes {names}, but the cluster has {}; it has no effect",
+                    found.join(", ")
+                );
             }
         }
         // A config's model gets the requested batch.
@@ -508,7 +512,7 @@ impl PlanOptions {
                 let (target, kind) = match Format::of(bytes) {
                     Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
                     Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
-                    _ => (Target::Altiplano, "of no framework's own form"),
+                    _ => (Target::Altiplano, "in no framework's own format"),
                 };
                 eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
                 target
@@ -519,7 +523,7 @@ impl PlanOptions {
             Some(FusedName::No) => Some(false),
             Some(FusedName::Yes) if request.cluster.groups.iter().all(|g| g.device.kind.is_gpu()) => Some(true),
             Some(FusedName::Yes) => {
-                let problem = "yes is of GPUs: CPU workers write the scores of attention";
+                let problem = "yes needs GPUs: CPU workers write attention scores";
                 return Err(Error::Option { option: "--fused-attention", problem });
             }
         };
@@ -535,7 +539,8 @@ impl PlanOptions {
             request.search = SearchKind::Alpa;
         }
         if request.target != Target::Altiplano {
-            let problem = "with --target megatron, fsdp or xla is synchronous: these do not train with late gradients";
+            let problem =
+                "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
             let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
             let late = late.into_iter().chain([("--update", request.update == Update::Stale)]);
             if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
@@ -544,7 +549,7 @@ impl PlanOptions {
         }
         request.servers = self.parameter_servers.map(|count| OverServers { count, asynchronous: self.asynchronous });
         if request.servers.is_some() && self.search.is_some() {
-            let problem = "is of plans without --parameter-servers, which leave nothing of it to search";
+            let problem = "conflicts with --parameter-servers, which leaves nothing to search";
             return Err(Error::Option { option: "--search", problem });
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
@@ -553,7 +558,7 @@ impl PlanOptions {
     }
 }
 
-pub const OF_TRAINING: &str = "says how to train, which --loss none does not";
+pub const OF_TRAINING: &str = "is a training option, but --loss none does not train";
 
 /// Predicts a plan by the profile in a file.
 pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
@@ -609,7 +614,7 @@ impl PlanOrModel {
             if fixed {
                 return Err(Error::Option {
                     option: "PLAN",
-                    problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
+                    problem: "a plan file already has a cluster, a model and degrees; planning options need a model file",
                 });
             }
             let mut plan = plan_of(&self.file, &bytes)?;
@@ -625,12 +630,11 @@ impl PlanOrModel {
                 plan.loss_scale = scaling.of(loss, plan.staleness() > 0)?;
             }
             if plan.servers.is_some() && plan.loss_scale.is_some() {
-                let problem = "is of plans without parameter servers, which do not tell workers when to change it";
+                let problem = "conflicts with parameter servers, which do not tell workers when to change it";
                 return Err(Error::Option { option: "--loss-scale", problem });
             }
             if plan.updates_of_step() > 1 && plan.clip_norm.is_some() {
-                let problem =
-                    "needs the norm of all gradients at once, and the plan's servers update by one push after another";
+                let problem = "needs the norm of all gradients at once, but the plan's servers update after each push";
                 return Err(Error::Option { option: "--clip-norm", problem });
             }
             if let Some(file) = &self.plan.profile {

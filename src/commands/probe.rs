@@ -68,7 +68,7 @@ impl Probe {
         }
         let name = format!("{} x {}", group.devices_per_node, group.device.name);
         let cluster = Cluster { name, groups: vec![group], between_groups: None, storage: None };
-        let text = format!("# What was found; latencies are usual ones.\n{}", print(&cluster));
+        let text = format!("# Detected values; latencies are typical ones.\n{}", print(&cluster));
         match &self.output {
             Some(file) => write_file(file, &text),
             None => say(text.trim_end()),
@@ -112,7 +112,7 @@ fn nvidia_smi(arguments: &[&str]) -> Option<String> {
         return Some(text);
     }
     let reason = text.lines().chain(String::from_utf8_lossy(&output.stderr).lines()).next().unwrap_or("").to_string();
-    eprintln!("warning: nvidia-smi {} failed and is passed over: {reason}", arguments[0]);
+    eprintln!("warning: nvidia-smi {} failed and is ignored: {reason}", arguments[0]);
     None
 }
 

@@ -44,7 +44,7 @@ enum Device {
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
         if self.engine.is_mpi() && self.device == Device::Cuda {
-            let problem = "measures links between ranks of MPI, which are workers, and not GPUs";
+            let problem = "measures links between MPI ranks on CPUs, not GPUs";
             return Err(Error::Option { option: "--engine mpi", problem });
         }
         self.engine.expect_alone()?;
@@ -52,11 +52,11 @@ impl Profile {
             (None, false) => self.measure_kernels(),
             (Some(profile), true) => self.engine.clone().on_team(|team| self.measure_links(profile, team)),
             (None, true) => {
-                let problem = "measures links between ranks, and needs --add-to FILE: the profile of a node, as `altiplano profile -o FILE` writes it there";
+                let problem = "measures links between ranks, and needs --add-to FILE: the profile of a node, written there by `altiplano profile -o FILE`";
                 Err(Error::Option { option: "--engine mpi", problem })
             }
             (Some(_), false) => {
-                let problem = "is for links between ranks, which --engine mpi measures";
+                let problem = "applies only to links between ranks (--engine mpi)";
                 Err(Error::Option { option: "--add-to", problem })
             }
         }

@@ -94,11 +94,11 @@ impl RankArguments {
     /// ends all of them and does not return.
     pub fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         let engine = self.engine(cuda)?;
-        let of_ranks = "says how ranks run a plan; it needs --engine mpi";
-        let of_cpus = "says how ranks add up on CPUs; NCCL adds up as it likes";
-        let of_many = "says how several processes run a plan, which --engine processes or mpi makes of them";
-        let of_gpus = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
-        let of_processes = "is where the processes of --engine processes find each other";
+        let of_ranks = "applies only to MPI ranks; it needs --engine mpi";
+        let of_cpus = "applies only to CPUs; NCCL chooses its own order of summation";
+        let of_many = "applies only to several processes; it needs --engine processes or mpi";
+        let of_gpus = "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
+        let of_processes = "applies only to --engine processes";
         let refused = [
             (engine == EngineName::Processes && !cuda, "--engine processes", of_gpus),
             (self.reduce_in_order && engine != EngineName::Mpi, "--reduce-in-order", of_ranks),

@@ -60,7 +60,7 @@ impl Rate {
             return Err(Error::Option { option: "--lr-final", problem });
         }
         if shape == Shape::Step && self.lr_every.is_none() {
-            let problem = "says after how many steps `step` falls, and is needed for it";
+            let problem = "is required: it gives the steps between two drops of `step`";
             return Err(Error::Option { option: "--lr-every", problem });
         }
         Ok(RateSchedule {

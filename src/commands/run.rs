@@ -102,24 +102,23 @@ impl Run {
         let (mut plan, given) = self.plan.plan_and_step()?;
         plan.measure_noise = self.measure_noise_scale;
         if plan.measure_noise && plan.staleness() > 0 {
-            let problem =
-                "measures the gradient of a step when it ends, which the plan's late gradients are not known by";
+            let problem = "measures gradients at the end of a step, when the plan's late gradients are not known";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         if plan.measure_noise && plan.servers.is_some() {
-            let problem =
-                "is of plans without parameter servers, which see the gradients of workers one after the other";
+            let problem = "conflicts with parameter servers, which get the gradients of workers one after the other";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         if self.check_nan && plan.loss_scale.is_some() {
-            let problem = "stops at numbers that a scaled loss makes on purpose, to find how large its scale may be; with it, --loss-scale off";
+            let problem =
+                "conflicts with loss scaling, which overflows on purpose to find its scale; add --loss-scale off";
             return Err(Error::Option { option: "--check-nan", problem });
         }
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;
             if let Some(option) = of_many {
-                let problem = "runs plans that train so far; without it this one runs on threads";
+                let problem = "supports only training so far; without it this plan runs on threads";
                 return Err(Error::Option { option, problem });
             }
         }
@@ -158,7 +157,7 @@ impl Run {
             steps: self.eval_steps.unwrap_or(8),
         });
         if self.output.is_some() && plan.schedule.trains() {
-            let problem = "a training step gives no results; --loss none runs the model instead";
+            let problem = "a training step has no results; use --loss none to run the model";
             return Err(Error::Option { option: "--output", problem });
         }
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
@@ -210,7 +209,7 @@ impl Run {
                 Some(noise) => {
                     format!("{noise}\n  `altiplano scale --noise-scale {:.0}` weighs batches by it", noise.samples)
                 }
-                None => "gradient noise scale: not told from infinity over so few steps; more --steps or a larger batch tell it"
+                None => "gradient noise scale: not measurable in so few steps; use more --steps or a larger batch"
                     .to_string(),
             })?;
         }
@@ -262,18 +261,18 @@ fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
             say(format!("held out, after step {step}  loss {loss:<9.6}  {}", seconds(*time_s)))
         }
         Event::Resumed { step, place } if *step >= steps => {
-            say(format!("{} has all {steps} steps: nothing is left to do", place.display()))
+            say(format!("{} has all {steps} steps: nothing to do", place.display()))
         }
-        Event::Resumed { step, place } => say(format!("going on after step {step}, from {}", place.display())),
+        Event::Resumed { step, place } => say(format!("resuming after step {step} from {}", place.display())),
         Event::Data { description } => say(description),
-        Event::FromTheStart => say("no checkpoint yet: from the start"),
+        Event::FromTheStart => say("no checkpoint yet: starting from the beginning"),
         Event::Written { step, place } => say(format!("checkpoint of step {step}: {}", place.display())),
         Event::Damaged { error } => {
-            eprintln!("warning: {error}; looking at the one before");
+            eprintln!("warning: {error}; trying the previous one");
             Ok(())
         }
         Event::NotWritten { step, error } => {
-            eprintln!("warning: no checkpoint of step {step} was written, those before it are as they were: {error}");
+            eprintln!("warning: no checkpoint of step {step} was written, and earlier ones are unaffected: {error}");
             Ok(())
         }
     }

@@ -107,7 +107,7 @@ impl Scale {
         let mut found = found?;
         if found.rows.iter().all(|row| row.point.is_none()) {
             let Some(first) = found.rows.pop() else {
-                return Err(Error::Option { option: "--nodes", problem: "stopped before any count had a plan" });
+                return Err(Error::Option { option: "--nodes", problem: "cancelled before any count had a plan" });
             };
             // The largest number of nodes comes closest to a plan.
             if let Err(failure) = first.plan {
@@ -152,7 +152,7 @@ impl Scale {
         };
         let asked = self.sample_bytes.is_some() || self.samples_per_file.is_some();
         if asked && request.cluster.storage.is_none() {
-            let problem = "the cluster says nothing of where samples are read from; its file needs [storage]";
+            let problem = "the cluster does not describe the storage of samples; add [storage] to its file";
             return Err(Error::Option { option: "--sample-bytes", problem });
         }
         let samples = request.cluster.storage.map(|_| Samples {

@@ -42,7 +42,7 @@ impl Simulate {
         };
         if let (Some(measured), None) = (&plan.profile, &profile) {
             eprintln!(
-                "note: the plan was judged by the {measured}; without --profile it is played by the cluster's figures"
+                "note: the plan was predicted by the {measured}; without --profile the cluster's figures simulate it"
             );
         }
         let simulation = Simulation::new(plan, profile.as_ref())?;

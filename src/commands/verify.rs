@@ -43,14 +43,14 @@ impl Verify {
         match given {
             Some(_) if verified.given.is_empty() => {
                 say(
-                    "against the step's own gradients: not compared, since they cannot be told from what is done to them",
+                    "against the step's own gradients: not compared, since the step changes them before they can be read",
                 )?;
             }
             Some(_) => say(table("the step's own gradients", &verified.given))?,
             None => {}
         }
         if verified.no_gradient {
-            eprintln!("warning: all gradients are zero, in the plan and on one device: that they agree says little");
+            eprintln!("warning: all gradients are zero, in the plan and on one device: their agreement means little");
         }
         match verified.failure() {
             None => say("the numbers agree"),

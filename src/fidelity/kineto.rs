@@ -21,15 +21,15 @@ use thiserror::Error;
 pub enum TraceError {
     #[error("{line}:{column}: {error}")]
     Json { line: usize, column: usize, error: String },
-    #[error("the trace names no device (`deviceProperties`); it is of no GPU, or of another profiler")]
+    #[error("the trace names no device (`deviceProperties`); it is not of a GPU, or it is from another profiler")]
     NoDevice,
     #[error("the trace is of `{name}`, which is not in the catalogue of devices")]
     UnknownDevice { name: String },
     #[error("no kernel of the trace belongs to an op with shapes; record with `record_shapes=True`")]
     NoKernels,
-    #[error("none of the trace's {ops} ops with kernels is a matmul or goes over memory once")]
+    #[error("none of the trace's {ops} ops with kernels is a matmul or streams over memory")]
     NothingUsed { ops: usize },
-    #[error("a kernel of {name} took {seconds:e} s, which cannot be")]
+    #[error("a kernel of {name} took {seconds:e} s, which is impossible")]
     Duration { name: String, seconds: f64 },
 }
 

@@ -149,10 +149,8 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
 /// The reason why a folder holds no model.
 fn no_config(folder: &Path) -> &'static str {
     match ["adapter_config.json", "model_index.json"].map(|name| folder.join(name).exists()) {
-        [true, _] => {
-            "a folder of an adapter alone, which has no config.json; give the folder of the model that it adapts"
-        }
-        [_, true] => "a folder of several models; give the folder of one of them, in which its config.json is",
+        [true, _] => "a folder with only an adapter and no config.json; give the folder of the model that it adapts",
+        [_, true] => "a folder of several models; give the folder of one of them, with its config.json",
         _ => "a folder without a config.json; a Hugging Face model's folder has one",
     }
 }
@@ -189,8 +187,7 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
     let format = Format::of(bytes);
     let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
     if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && format != Format::HuggingFaceConfig) {
-        let problem =
-            "only the model of a Hugging Face config takes it; others have the sizes that they were traced with";
+        let problem = "applies only to Hugging Face configs; other models keep their traced sizes";
         return Err(Error::Option { option, problem });
     }
     match format {

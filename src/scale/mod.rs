@@ -240,7 +240,7 @@ pub fn node_counts(text: &str) -> Result<Vec<u32>, Error> {
     }
     counts.sort_unstable();
     match counts.windows(2).any(|pair| pair[0] == pair[1]) {
-        true => wrong("a count is there twice"),
+        true => wrong("a count occurs twice"),
         false => Ok(counts),
     }
 }
@@ -251,7 +251,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
         Err(Error::Option { option, problem })
     }
     let [group] = request.cluster.groups.as_slice() else {
-        return wrong("--nodes", "counts nodes that are all alike, and the cluster has several groups of them");
+        return wrong("--nodes", "needs equal nodes, but the cluster has several groups");
     };
     let (Some(&fewest), Some(&most)) = (question.nodes.first(), question.nodes.last()) else {
         return wrong("--nodes", "names no count");
@@ -260,7 +260,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
         return wrong("--nodes", "more than 1000000 devices");
     }
     if question.growth == Growth::Weak && request.graph.batch == 0 {
-        return wrong("--weak", "the model's batch was not found, so that it cannot grow");
+        return wrong("--weak", "the model's batch was not found, so it cannot grow");
     }
     let batch = global_batch(request);
     let of_count = |&nodes: &u32| {
@@ -268,10 +268,13 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
         of_count.cluster.groups[0].nodes = nodes;
         if question.growth == Growth::Weak {
             let Some(samples) = batch.checked_mul(u64::from(nodes)) else {
-                return wrong("--weak", "the batch of the largest count is no number of samples");
+                return wrong("--weak", "the batch of the largest count is too large");
             };
             if !samples.is_multiple_of(u64::from(fewest)) {
-                return wrong("--weak", "a batch would not be whole; --global-batch is that of the smallest count");
+                return wrong(
+                    "--weak",
+                    "a batch would not be a whole number of samples; --global-batch is that of the smallest count",
+                );
             }
             of_count.global_batch = Some(samples / u64::from(fewest));
         }

@@ -21,11 +21,11 @@ struct Wait {
 pub enum QueueProblem {
     #[error("{0}; a table of waits has the columns nodes and hours")]
     Csv(#[from] csv::Error),
-    #[error("{hours} hours are no wait")]
+    #[error("{hours} hours is no valid wait")]
     Hours { hours: f64 },
-    #[error("{nodes} nodes are there twice")]
+    #[error("{nodes} nodes occur twice")]
     Twice { nodes: u32 },
-    #[error("no wait of {nodes} nodes is known: the table goes from {least} to {most}")]
+    #[error("the wait for {nodes} nodes is unknown: the table covers {least} to {most}")]
     Beyond { nodes: u32, least: u32, most: u32 },
     #[error("the table has no rows")]
     Empty,
@@ -112,7 +112,7 @@ mod tests {
         let cases: [(&[u8], &str); 7] = [
             (b"", "no rows"),
             (b"nodes,hours\n", "no rows"),
-            (b"nodes,hours\n1,2\n1,3\n", "1 nodes are there twice"),
+            (b"nodes,hours\n1,2\n1,3\n", "1 nodes occur twice"),
             (b"nodes,hours\n1,-2\n", "-2 hours"),
             (b"nodes,hours\n1,NaN\n", "NaN hours"),
             (b"nodes,hours\n1,soon\n", "nodes and hours"),

@@ -100,7 +100,8 @@ impl Team {
             Team::Ranks { world, anywhere, .. } => (world, anywhere),
         };
         let Some(options) = &training.cuda else {
-            let problem = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
+            let problem =
+                "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
             return Err(Error::Option { option: "--engine processes", problem });
         };
         let layout = Layout { nodes: nodes(plan), anywhere };

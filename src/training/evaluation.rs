@@ -63,7 +63,7 @@ impl Evaluation {
                 Devices::Own(Box::new(session(&plan, &options)?))
             }
             Engine::Cuda(_) => {
-                let problem = "held-out data is looked at by CPU workers only so far";
+                let problem = "only CPU workers evaluate held-out data so far";
                 return Err(Error::Option { option: "--eval-data", problem });
             }
             #[cfg(feature = "mpi")]

@@ -44,7 +44,7 @@ impl NoiseScale {
     pub fn measure(&mut self, engine: &mut Engine) -> Result<(), Error> {
         let squares = engine.state_of_step(MEASURED_SQUARES)?;
         if squares == 0.0 {
-            let problem = "needs several microbatches, or data parallelism in which gradients are added up once a step";
+            let problem = "needs several microbatches, or data parallelism with one reduction of gradients per step";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         let variance = engine.state_of_step(GRADIENT_VARIANCE)?;

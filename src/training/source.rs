@@ -455,7 +455,7 @@ mod tests {
         refused(&[input("x", &[2, 4], 0), input("y", &[2, 3], 0)], None, "2 inputs");
         refused(&[input("x", &[4, 2], 1)], None, "1 input");
         std::fs::write(&file, &ids[..23]).unwrap();
-        refused(&both, None, "multiple of an element");
+        refused(&both, None, "multiple of its element");
         std::fs::remove_file(file).unwrap();
     }
 }

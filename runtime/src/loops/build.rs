@@ -18,7 +18,7 @@ use std::collections::{BTreeSet, HashMap};
 
 /// A kernel for which there is no loop program.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("no loops are made of '{op}' ({value})")]
+#[error("no loop program exists for '{op}' ({value})")]
 pub struct Unsupported {
     pub value: ValueId,
     pub op: &'static str,

@@ -26,7 +26,7 @@ pub struct Text {
 
 /// A type for which the text has no arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("elements of type {0} are not computed with on CUDA devices")]
+#[error("CUDA devices do not compute with elements of type {0}")]
 pub struct NoArithmetic(pub DType);
 
 /// Threads of a block, whether each takes rows of its own or all share one.

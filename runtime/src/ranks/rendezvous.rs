@@ -56,7 +56,7 @@ impl Place {
             };
             let at = Place { rank: number(rank, &of_rank)?, size: number(size, &of_size)?, run: None, shared: None };
             if at.rank >= at.size {
-                let problem = "ranks are counted from 0 to one less than there are";
+                let problem = "ranks are numbered from 0 to one less than their count";
                 return Err(RendezvousError::Variable { name: rank, value: of_rank, problem });
             }
             let run: Vec<String> = of_run.iter().filter_map(|name| variable(name)).collect();
@@ -402,7 +402,7 @@ mod tests {
         assert_eq!((found.run.as_deref(), found.shared), (Some("9-3"), Some("/home/u/.altiplano-rendezvous".into())));
         // A batch script is no step.
         assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).expect("nothing"), None);
-        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "counted from 0")] {
+        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "numbered from 0")] {
             let error = of(&[("RANK", rank), ("WORLD_SIZE", size)]).expect_err("it is refused").to_string();
             assert!(error.contains(problem), "{error}");
         }

@@ -292,7 +292,7 @@ impl Watcher {
                 return self.end(ending);
             }
             if std::os::unix::process::parent_id() != self.parent {
-                let message = Some(format!("what started {} is gone", name(&self.peers, self.me)));
+                let message = Some(format!("the parent process of {} is gone", name(&self.peers, self.me)));
                 return self.end(Ending { code: 1, message });
             }
             if let Some((code, message, follows)) = failed {
@@ -331,7 +331,7 @@ impl Watcher {
             if start.elapsed() > self.lost_after {
                 let seconds = self.lost_after.as_secs_f64();
                 let message =
-                    format!("the run is done, but after {seconds} s these have not ended: {}", open.join(", "));
+                    format!("the run is done, but these have not ended after {seconds} s: {}", open.join(", "));
                 return self.end(Ending { code: 1, message: Some(message) });
             }
         }
@@ -380,14 +380,14 @@ impl Watcher {
             let link = &self.links[l];
             let how = match gone {
                 true => "is gone".to_string(),
-                false => format!("has not been heard of for {} s", self.lost_after.as_secs_f64()),
+                false => format!("has been silent for {} s", self.lost_after.as_secs_f64()),
             };
             format!("{} {how}; it was last {}", name(&self.peers, link.peer), link.activity)
         };
         const SHOWN: usize = 4;
         let mut parts: Vec<String> = lost.iter().take(SHOWN).map(said).collect();
         if lost.len() > SHOWN {
-            parts.push(format!("and so with {} more", lost.len() - SHOWN));
+            parts.push(format!("and {} more are lost", lost.len() - SHOWN));
         }
         parts.extend(self.detail.as_ref().map(|at| format!("{} waits in {at}", name(&self.peers, self.me))));
         Some(Ending { code: 1, message: Some(parts.join("; ")) })
@@ -512,7 +512,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_closes_its_connection_or_falls_silent_is_lost() {
-        for (silent, how) in [(false, "is gone"), (true, "has not been heard of for 2 s")] {
+        for (silent, how) in [(false, "is gone"), (true, "has been silent for 2 s")] {
             let hub = Hub::listen().expect("a hub");
             let peer = |rank| Peer { rank, host: "here".to_string() };
             let (did, all_did) = channel();
@@ -566,7 +566,7 @@ mod tests {
         let start = Instant::now();
         hub.finish();
         assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
-        let text = "the run is done, but after 2 s these have not ended: rank 2 on here".to_string();
+        let text = "the run is done, but these have not ended after 2 s: rank 2 on here".to_string();
         assert_eq!(all(&did, Duration::from_millis(100)), [Did::Said(0, text), Did::Exited(0, 1)]);
         drop(stays);
     }

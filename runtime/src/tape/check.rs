@@ -34,29 +34,29 @@ pub enum Flaw {
     Race { at: At, other: u32, content: Content },
     #[error("{at} reads bytes of {content:?} that nothing has written")]
     Unwritten { at: At, content: Content },
-    #[error("{at} reads {content:?}, of which bytes were written over by {by:?}")]
+    #[error("{at} reads {content:?}, some bytes of which {by:?} has overwritten")]
     Overwritten { at: At, content: Content, by: Content },
     #[error("{at} writes bytes of {content:?} that it reads elsewhere")]
     Overlap { at: At, content: Content },
-    #[error("{at} touches more than there is of {content:?}: {bytes} bytes at {offset}")]
+    #[error("{at} exceeds {content:?}: {bytes} bytes at {offset}")]
     Outside { at: At, content: Content, offset: u64, bytes: u64 },
     #[error("{at} writes a constant, {content:?}")]
     ConstantWritten { at: At, content: Content },
-    #[error("{at} waits for event {}, which no command before it records", .event.0)]
+    #[error("{at} waits for event {}, which no earlier command records", .event.0)]
     Unrecorded { at: At, event: EventId },
     #[error("{at} records event {}, as another command does", .event.0)]
     RecordedTwice { at: At, event: EventId },
-    #[error("{at} names something that the tape does not have")]
+    #[error("{at} names something that is not in the tape")]
     Unknown { at: At },
     #[error("{at} has parameters that the loop program does not take")]
     Parameters { at: At },
-    #[error("{at} and {other} meet in {communicator:?} and do not do the same")]
+    #[error("{at} and {other} disagree about their operation in {communicator:?}")]
     Differ { at: At, other: At, communicator: Communicator },
-    #[error("{at} waits for others in {communicator:?} that never come")]
+    #[error("{at} waits for members of {communicator:?} that never arrive")]
     Alone { at: At, communicator: Communicator },
     #[error("{at} waits forever")]
     Stuck { at: At },
-    #[error("rank {rank} is not where the tapes have it, or is in no group that it takes part in")]
+    #[error("rank {rank} is not at its position among the tapes, or uses a group to which it does not belong")]
     Rank { rank: u32 },
 }
 

@@ -20,7 +20,7 @@ pub enum Move {
 
 /// A deadlock of the schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("program {program} waits at call {call} for what is never sent")]
+#[error("program {program} waits at call {call} for a transfer that is never sent")]
 pub struct Stuck {
     pub program: u32,
     pub call: u32,

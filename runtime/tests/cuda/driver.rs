@@ -32,8 +32,8 @@ fn failures_say_what_to_do() {
             assert!(text.contains(part), "{name}: '{part}' is missing: {text}");
         }
     };
-    check("no-device", &["-DINIT=100"], &["no GPU to offer", "CUDA_ERROR_NO_DEVICE", "container"]);
-    check("none", &["-DDEVICES=0"], &["no GPU to offer"]);
+    check("no-device", &["-DINIT=100"], &["finds no GPU", "CUDA_ERROR_NO_DEVICE", "container"]);
+    check("none", &["-DDEVICES=0"], &["finds no GPU"]);
     check("old", &["-DVERSION=11040", "-DOLD"], &["CUDA 11.4", "12.0 or newer", "nvidia-driver"]);
     check("init", &["-DINIT=999"], &["cuInit failed", "CUDA_ERROR_UNKNOWN", "it is a fake"]);
     // A code that this driver cannot name, as a newer one may return.

@@ -172,10 +172,10 @@ impl TensorOf<'_> {
 pub enum CheckpointProblem {
     #[error("{0}")]
     Io(std::io::Error),
-    #[error("another run{by} writes its checkpoints here; end it, or give this one a folder of its own")]
+    #[error("another run{by} writes its checkpoints here; end it, or give this run its own folder")]
     InUse { by: String },
     #[error(
-        "there are checkpoints of an earlier run (the last is of step {step}): add --resume to go on with it, or give this one a folder of its own"
+        "there are checkpoints of an earlier run (the last is of step {step}): add --resume to continue it, or give this run its own folder"
     )]
     NotEmpty { step: u64 },
     #[error("not a checkpoint: its manifest is no {FORMAT} JSON")]
@@ -203,21 +203,21 @@ pub enum CheckpointProblem {
     OtherModel { found: String, expected: String },
     #[error("the checkpoint is of another optimizer: it was made with {found}, and the plan has {expected}")]
     OtherOptimizer { found: String, expected: String },
-    #[error("the checkpoint was made with {}, and this run has {}; say the same --clip-norm", clip(*found), clip(*expected))]
+    #[error("the checkpoint was made with {}, and this run has {}; use the same --clip-norm", clip(*found), clip(*expected))]
     OtherClip { found: Option<f64>, expected: Option<f64> },
     #[error(
-        "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a run of its own from the checkpoint's weights"
+        "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a new run from the checkpoint's weights"
     )]
     OtherData { found: String, expected: String },
-    #[error("the checkpoint was made with {}, and this run has {}; say the same --loss-scale", scale(*found), scale(*expected))]
+    #[error("the checkpoint was made with {}, and this run has {}; use the same --loss-scale", scale(*found), scale(*expected))]
     OtherScale { found: Option<LossScale>, expected: Option<LossScale> },
     #[error("there is no checkpoint")]
     None,
-    #[error("of {} none is whole; the newest: {newest}", plural(*count, "checkpoint"))]
+    #[error("none of {} is complete; the newest: {newest}", plural(*count, "checkpoint"))]
     NoneWhole { count: u64, newest: Box<Error> },
     #[error("the last checkpoint, of step {step}, was not written: {error}")]
     NotWritten { step: u64, error: Box<Error> },
-    #[error("writing ended early; nothing was kept of it")]
+    #[error("writing ended early, and nothing was kept")]
     Abandoned,
 }
 
@@ -242,7 +242,7 @@ impl DataState {
                 format!("'{file}' ({bytes} bytes, CRC-32 {crc32}{samples})")
             }
             (Some(file), None) => format!("'{file}'"),
-            (None, _) => "batches that are made up".to_string(),
+            (None, _) => "synthetic batches".to_string(),
         }
     }
 }
@@ -252,7 +252,7 @@ fn clip(norm: Option<f64>) -> String {
 }
 
 fn scale(scale: Option<LossScale>) -> String {
-    scale.map_or("the loss as it is".to_string(), |scale| format!("the loss scaled: {scale}"))
+    scale.map_or("no loss scaling".to_string(), |scale| format!("the loss scaled: {scale}"))
 }
 
 fn same_name(found: &str, expected: &str) -> &'static str {

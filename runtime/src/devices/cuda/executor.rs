@@ -35,9 +35,11 @@ pub enum ExecutorError {
     Command { at: Box<At>, error: Box<CudaError> },
     #[error("{at}: {error}")]
     Exchange { at: Box<At>, error: Box<KernelError> },
-    #[error("{at} made a NaN of numbers")]
+    #[error("{at} made a NaN from inputs without NaN")]
     NaN { at: Box<At> },
-    #[error("the device of rank {rank} has no lasting region of buffer {buffer}, or of other than {bytes} bytes")]
+    #[error(
+        "the device of rank {rank} has no lasting region of buffer {buffer}, or one of another size than {bytes} bytes"
+    )]
     NoBuffer { rank: u32, buffer: BufferId, bytes: usize },
 }
 
@@ -434,7 +436,7 @@ impl Executor {
             Peers::Host(_) => None,
         };
         let none = Failure::Tape("it has no communicator");
-        let beyond = Failure::Tape("a region lies beyond the arena");
+        let beyond = Failure::Tape("a region exceeds the arena");
         let start = |region: RegionId| self.address(region, self.used_bytes(region));
         // SAFETY (of both below): regions are in the arena, as is checked, which stays allocated until all streams are
         // done. The tape guarantees that nothing else uses them meanwhile.
@@ -591,12 +593,12 @@ fn issue(
     let address = |region: RegionId| {
         let region = tape.region(region);
         let bytes = region.elements * region.dtype.bytes();
-        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region lies beyond the arena"))?;
+        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region exceeds the arena"))?;
         Ok::<_, Failure>((address, bytes, region.dtype))
     };
     let in_host = |bytes: u64| {
         let place = staged[index].and_then(|place| host.range(place, bytes as usize));
-        place.ok_or(Failure::Tape("it has no place on the host"))
+        place.ok_or(Failure::Tape("it has no staging memory on the host"))
     };
     // SAFETY (of all below): regions are in the arena, as is checked. The arena, kernels and host memory stay allocated
     // until all streams are done. The tape guarantees that nothing else uses the regions meanwhile.
@@ -646,14 +648,14 @@ fn issue(
             let bytes = used(*from).min(used(*to));
             let kept = |offset: u64| {
                 let place = offloaded.range(offset as usize, bytes as usize);
-                place.ok_or(Failure::Tape("a region lies beyond the arena"))
+                place.ok_or(Failure::Tape("a region exceeds the arena"))
             };
             // SAFETY (of all three): as above, and offloaded memory stays allocated as long.
             match (tape.in_host(*from), tape.in_host(*to)) {
                 (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
                 (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
                 (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
-                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within the memory of the host")),
+                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within host memory")),
             }
         }
         What::Upload { to, .. } => {
@@ -667,7 +669,7 @@ fn issue(
             unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
         }
         What::Collective { .. } | What::Exchange { .. } => {
-            return Err(Failure::Tape("what is exchanged cannot be recorded"));
+            return Err(Failure::Tape("communication cannot be recorded"));
         }
     }
     if let Some(EventId(event)) = command.records {
@@ -680,7 +682,7 @@ fn issue(
 fn expect_arguments(launch: &Launch, regions: usize, coordinates: usize) -> Result<(), Failure> {
     match launch.params.len() == regions && launch.coordinates.len() == coordinates {
         true => Ok(()),
-        false => Err(Failure::Tape("it has other arguments than its program has parameters")),
+        false => Err(Failure::Tape("its arguments do not match the parameters of its program")),
     }
 }
 
