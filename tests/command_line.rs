@@ -281,8 +281,7 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     write(1);
     let output = altiplano(&["plan", DEMO, "--cluster", &cluster]);
     assert_eq!(output.code, Some(1), "{}", output.stderr);
-    for part in
-        ["the closest plan holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
+    for part in ["the closest plan holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
     {
         assert!(output.stderr.contains(part), "'{part}' is missing:\n{}", output.stderr);
     }

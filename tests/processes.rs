@@ -132,7 +132,10 @@ fn who_does_not_come_is_named_to_the_user_once() {
     assert_eq!((second.code, second.stderr.as_str()), (Some(2), ""), "{second:?}");
     assert_eq!(std::fs::read_dir(&directory).expect("a folder").count(), 0, "nothing is left");
     // Without the first, none reports for the others.
-    refused(&looks(&scratch, (1, 2), &directory, "1").end(), &["rank 1 on ", "no address of rank 0", &directory, "1 s"]);
+    refused(
+        &looks(&scratch, (1, 2), &directory, "1").end(),
+        &["rank 1 on ", "no address of rank 0", &directory, "1 s"],
+    );
 }
 
 #[test]
@@ -168,7 +171,10 @@ fn two_runs_in_one_directory_are_told_apart() {
     let first = looks(&scratch, (0, 3), &name, "60");
     wait_for_call(&directory);
     let pid = format!("process {}", first.child.id());
-    refused(&looks(&scratch, (0, 3), &name, "60").end(), &["is the rendezvous of another run", &pid, "its own directory"]);
+    refused(
+        &looks(&scratch, (0, 3), &name, "60").end(),
+        &["is the rendezvous of another run", &pid, "its own directory"],
+    );
     // The run keeps waiting, and the processes of the other run get the error.
     let second = looks(&scratch, (1, 3), &name, "60");
     while std::fs::read_dir(&directory).is_ok() && second.start.elapsed() < Duration::from_secs(1) {

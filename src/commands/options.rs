@@ -256,7 +256,7 @@ pub struct PlanOptions {
     /// heads and the devices]
     #[arg(long, value_name = "auto|yes|no", value_enum)]
     fused_attention: Option<FusedName>,
-    /// Count the attention FLOPs in the MFU that masks leave (computed), or all, as PaLM and Megatron-LM do (full)
+    /// Attention FLOPs in the MFU: those that masks leave (computed), or all, as PaLM and Megatron-LM count (full)
     /// [default: computed]
     #[arg(long, value_enum)]
     mfu_convention: Option<ConventionName>,
