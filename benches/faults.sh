@@ -189,7 +189,7 @@ for ((i = 0; hit < runs && i < 2 * runs; i++)); do
         ((resumed++))
         losses "$metrics" | awk '{ last[$1] = $2 } END { for (s in last) print s, last[s] }' | sort -n > "$scratch/found"
         # What was told to be written is what it goes on from, or a later one.
-        after="$(sed -n 's/^going on after step \([0-9]*\),.*/\1/p' "$scratch/log")"
+        after="$(sed -n 's/^resuming after step \([0-9]*\) .*/\1/p' "$scratch/log")"
         ((${after:-0} < ${told:-0})) && { ((lost++)); echo "  lost: step $told was written, and it went on after ${after:-none}" >&2; }
         if cmp -s "$scratch/found" "$scratch/expected"; then ((equal++)); else diff "$scratch/found" "$scratch/expected" | head -4; fi
     else

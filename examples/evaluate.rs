@@ -1,12 +1,13 @@
-//! Compares single functions with recorded results: every `NAME.mlir`, `NAME.onnx` and `NAME.pt2` of the files and folders given is run by the
-//! reference interpreter and by the CPU kernels, and its results are held against those in `NAME.safetensors`.
+//! Compares single functions with recorded results. The reference interpreter and the CPU kernels run every
+//! `NAME.mlir`, `NAME.onnx` and `NAME.pt2` of the given files and folders, and the results are compared with
+//! `NAME.safetensors`.
 //!
 //!     cargo run --release --example evaluate -- FOLDER|FILE.mlir...
 //!
-//! The file has the arguments as `input/0` and so on, or under their names (inputs as `input/NAME`), and results as
-//! `result/0` and so on, with `tolerance/0` beside them: two numbers, which times the expected value and which times the
-//! largest expected value a result may be off. Where it has a `loss`, the function is differentiated with respect to the
-//! arguments that are named as parameters, and `grad/NAME` is compared. Exit code 1 where anything differs.
+//! The recorded file has the arguments as `input/0` and so on, or under their names (inputs as `input/NAME`), and
+//! results as `result/0` and so on. Beside each is `tolerance/0`: two factors, one of the expected value and one of the
+//! largest expected value, whose sum limits the error. If it has a `loss`, the function is differentiated with respect
+//! to the arguments that are named as parameters, and `grad/NAME` is compared. The exit code is 1 if anything differs.
 
 use altiplano::arguments::{Argument, Stated, roles, with_roles};
 use altiplano::ir::autodiff::differentiate;
@@ -24,9 +25,9 @@ use std::process::ExitCode;
 
 type Tensors = BTreeMap<String, HostTensor>;
 
-/// What came of a case that does not agree.
+/// The failure of a case.
 enum Failure {
-    /// It cannot be imported or differentiated: nothing was computed.
+    /// It cannot be imported or differentiated, so nothing was computed.
     Unsupported(String),
     Differs(String),
 }
@@ -50,7 +51,7 @@ fn main() -> ExitCode {
     let (mut agree, mut unsupported, mut differ, mut known) = (0, 0, 0, 0);
     for case in &cases {
         let name = case.file_stem().unwrap_or_default().to_string_lossy();
-        // A case that panics must not hide what comes of the others.
+        // A case that panics must not hide the results of the others.
         let outcome = std::panic::catch_unwind(|| check(case));
         let outcome = outcome.unwrap_or_else(|_| Err(Failure::Differs("it panics".to_string())));
         match (outcome, limits.get(name.as_ref())) {
@@ -80,7 +81,7 @@ fn main() -> ExitCode {
     if agree + known == cases.len() && agree > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Names of cases that are known not to agree, and why: `name: reason`, one a line.
+/// Names of cases with known failures, and the reasons: `name: reason`, one per line.
 fn known_limits(file: &str) -> BTreeMap<String, String> {
     let text = std::fs::read_to_string(file).unwrap_or_default();
     let lines = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.split_once(": "));
@@ -115,7 +116,7 @@ fn check(file: &Path) -> Result<(), Failure> {
         None => {
             let imported =
                 onnx::import(&bytes, &onnx::Options::default(), &|_, _| None).map_err(|e| unsupported(&e))?;
-            // The importer has names of its own for what the exporter merged or folded.
+            // The importer names tensors that the exporter merged or folded.
             for tensor in onnx::held(&bytes, &|_, _| None).map_err(|e| unsupported(&e))? {
                 if let onnx::HeldData::Inline(data) = tensor.data {
                     recorded.insert(tensor.name, HostTensor::from_f64(tensor.ty, &data));
@@ -129,14 +130,14 @@ fn check(file: &Path) -> Result<(), Failure> {
     let leaves = leaves(&graph, &arguments, &recorded).map_err(Failure::Differs)?;
     let mut expected = Vec::new();
     if let Some(loss) = recorded.get("loss") {
-        // Some formats say themselves what is trained.
+        // Some formats state which arguments are trained.
         if graph.parameters().next().is_none() {
             let roles = roles(&arguments, None, Stated::default()).map_err(|e| unsupported(&e))?;
             graph = with_roles(&graph, &arguments, &roles);
         }
         graph = with_gradients(&graph).map_err(|e| unsupported(&e))?;
         expected.push(("loss".to_string(), loss));
-        // An exporter may have merged weights, whose gradients nobody recorded then; of most there are some.
+        // An exporter may have merged weights, whose gradients are then not recorded; most others are.
         let names: Vec<String> = graph.trained_parameters().map(|(_, name)| format!("grad/{name}")).collect();
         let mut outputs = vec![graph.outputs[0]];
         for (name, &output) in names.into_iter().zip(&graph.outputs[1..]) {
@@ -174,10 +175,10 @@ fn check(file: &Path) -> Result<(), Failure> {
             }
         }
     };
-    // The interpreter computes with reals: only what it returns is rounded to the result's type.
+    // The interpreter computes with reals; only results are rounded to their type.
     let rounded = reference.iter().map(HostTensor::from_reference);
     compare("interpreter", &rounded.map(|t| (t.ty.clone(), t.to_f64())).collect::<Vec<_>>());
-    // Kernels are compiled from what is left after simplification, as in training.
+    // Kernels are compiled from the simplified graph, as in training.
     match evaluate(&simplify(&graph), &leaves) {
         Ok(results) => compare("kernels", &results.into_iter().map(|t| (t.ty.clone(), t.to_f64())).collect::<Vec<_>>()),
         Err(error) => problems.push(format!("kernels: {error}")),
@@ -185,8 +186,8 @@ fn check(file: &Path) -> Result<(), Failure> {
     if problems.is_empty() { Ok(()) } else { Err(Failure::Differs(problems.join("; "))) }
 }
 
-/// The graph of an exported program, and its arguments: those that are neither parameters nor buffers first, so that they may
-/// be recorded by number.
+/// The graph of an exported program, and its arguments. Those that are neither parameters nor buffers come first, so
+/// that they can be recorded by number.
 fn program(bytes: &[u8]) -> Result<(Graph, Vec<Argument>), Failure> {
     let imported = torch_export::import(bytes, &Default::default());
     let imported = imported.map_err(|e| Failure::Unsupported(e.to_string()))?;
@@ -208,7 +209,7 @@ fn leaf(graph: &Graph, v: altiplano::ir::graph::ValueId) -> (&str, &TensorType) 
     }
 }
 
-/// The arguments' values by the names of the leaves, in the leaves' types: files cannot say all of these.
+/// The values of arguments by the names of the leaves, in the leaves' types, some of which files lack.
 fn leaves(graph: &Graph, arguments: &[Argument], recorded: &Tensors) -> Result<Tensors, String> {
     let mut leaves = Tensors::new();
     for (i, argument) in arguments.iter().enumerate() {
@@ -224,8 +225,8 @@ fn leaves(graph: &Graph, arguments: &[Argument], recorded: &Tensors) -> Result<T
     Ok(leaves)
 }
 
-/// The graph whose outputs are the loss and the gradient of each parameter. Where the loss does not depend on one, its
-/// gradient is zero.
+/// The graph whose outputs are the loss and the gradient of each parameter. If the loss does not depend on a parameter,
+/// its gradient is zero.
 fn with_gradients(graph: &Graph) -> Result<Graph, altiplano::ir::autodiff::AutodiffError> {
     let differentiated = differentiate(graph, &[])?;
     let parameters: Vec<_> = graph.trained_parameters().map(|(v, _)| v).collect();
@@ -240,7 +241,7 @@ fn with_gradients(graph: &Graph) -> Result<Graph, altiplano::ir::autodiff::Autod
     Ok(all)
 }
 
-/// What is wrong with a result, if anything. Integers and booleans must be equal.
+/// Describes the error of a result, if any. Integers and booleans must be equal.
 fn difference(ty: &TensorType, found: &[f64], expected: &HostTensor, tolerance: &[f64]) -> Option<String> {
     // A scalar may be recorded as one element.
     if ty.shape != expected.ty.shape && ty.elements().max(expected.ty.elements()) != 1 {
@@ -258,7 +259,7 @@ fn difference(ty: &TensorType, found: &[f64], expected: &HostTensor, tolerance: 
         (0.0, 0.0)
     };
     let allowed = |e: f64| relative * e.abs() + absolute;
-    // What is infinite is matched by nothing else.
+    // An infinity matches only itself.
     let near = |f: f64, e: f64| e.is_finite() && (f - e).abs() <= allowed(e);
     let differs = |(f, e): (f64, f64)| !(f == e || f.is_nan() && e.is_nan() || near(f, e));
     let differing: Vec<usize> = (0..expected.len()).filter(|&i| differs((found[i], expected[i]))).collect();

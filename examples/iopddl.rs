@@ -1,10 +1,11 @@
-//! Solves an instance of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl, where the
-//! format is described): one strategy per op, node and edge costs minimised, memory within a limit at every time.
+//! Solves an instance of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (github.com/google/iopddl, which
+//! describes the format). It chooses one strategy per op, minimises node and edge costs, and keeps memory within a
+//! limit at every time.
 //!
 //! `cargo run --release --example iopddl -- INSTANCE.json[.gz] --time-limit SECONDS`
 //!
-//! The limit is on the whole run, reading included. Lines on stdout: `cost:`, `lower_bound:`, `gap:`, `peak_usage:`, seconds
-//! by phase, and last `solution:` with one strategy index per node.
+//! The limit covers the whole run, reading included. Lines on stdout: `cost:`, `lower_bound:`, `gap:`, `peak_usage:`,
+//! seconds by phase, and last `solution:` with one strategy index per node.
 
 use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
 use clap::Parser;
@@ -19,10 +20,10 @@ use std::time::Instant;
 struct Arguments {
     /// A `.json` file, or one compressed as `.json.gz`.
     instance: PathBuf,
-    /// Seconds for everything.
+    /// Time limit of the whole run in seconds
     #[arg(long, default_value_t = 60.0)]
     time_limit: f64,
-    /// Say on stderr how far the search is.
+    /// Print the progress of the search to stderr
     #[arg(long)]
     verbose: bool,
 }
@@ -52,7 +53,7 @@ struct EdgeFields {
     costs: Vec<Vec<Cost>>,
 }
 
-/// 10^18 and more stand for infinity.
+/// A cost; 10^18 and more stand for infinity.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(from = "u64")]
 struct Cost(f64);
@@ -67,7 +68,7 @@ fn floats(costs: Vec<Cost>) -> Vec<f64> {
     costs.into_iter().map(|c| c.0).collect()
 }
 
-/// Reads an instance without holding its text.
+/// Reads an instance without holding its text in memory.
 fn read(path: &PathBuf) -> Result<Problem, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let mut file = BufReader::with_capacity(1 << 20, std::fs::File::open(path).map_err(|e| told(&e))?);
@@ -111,7 +112,7 @@ fn main() -> ExitCode {
         }
     };
     let read_s = start.elapsed().as_secs_f64();
-    // Writing the answer and freeing what was used takes a moment.
+    // Writing the answer and freeing memory take a moment.
     let left_s = (0.96 * arguments.time_limit - read_s - 0.3).max(0.0);
     let options = Options { time_limit_s: left_s, effort: f64::MAX / 1e10, ..Options::default() };
     let mut phases: BTreeMap<&str, f64> = BTreeMap::new();

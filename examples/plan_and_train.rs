@@ -1,4 +1,4 @@
-//! Plans a model, says what was found, and trains it for a few steps: all that a Rust program needs.
+//! Plans a model, prints the report, and trains it for a few steps: everything that a Rust program needs.
 //!
 //!     cargo run --release --example plan_and_train -- examples/models/gpt-small-demo.mlir local:4
 

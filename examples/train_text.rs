@@ -1,9 +1,9 @@
-//! Trains a small GPT on the characters of this project's own documents, looks at held-out text on the way, and writes some text in
-//! the end: from a config, over a plan, to letters.
+//! Trains a small GPT on the characters of this project's own documents, evaluates it on held-out text, and generates
+//! some text: from a config through a plan to letters.
 //!
 //!     cargo run --release --example train_text -- --steps 600 --workers 2 --seed 0
 //!
-//! `--measure-noise-scale` also says up to which batch larger ones would save steps.
+//! `--measure-noise-scale` also estimates up to which batch size larger batches would save steps.
 
 use altiplano::ir::plan::Plan;
 use altiplano::ir::types::TensorType;
@@ -32,25 +32,25 @@ const BATCH: u64 = 16;
 const CONFIG: &str =
     r#"{"model_type": "gpt2", "vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}"#;
 
-/// What a run is asked for.
+/// The options of a run.
 pub struct Asked {
     pub steps: u64,
     pub workers: u32,
     pub seed: u64,
-    /// Characters to write in the end.
+    /// Number of characters to generate.
     pub characters: usize,
     pub measure_noise: bool,
 }
 
-/// What came of it, in nats a character.
+/// The results of a run, in nats per character.
 pub struct Learnt {
-    /// What it takes to guess by how often each character occurs.
+    /// The entropy of the character frequencies.
     pub unigram_entropy: f64,
     pub first_loss: f64,
     pub last_loss: f64,
     pub held_out_loss: f64,
     pub written: String,
-    /// In samples of 64 characters.
+    /// The noise scale in samples of 64 characters.
     pub noise: Option<NoiseEstimate>,
     /// Half of the steps were faster.
     pub median_step_s: f64,
@@ -79,19 +79,19 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Trains, and tells `say` how it goes.
+/// Trains the model, and reports progress to `say`.
 pub fn learn(asked: &Asked, say: &mut dyn FnMut(String)) -> Result<Learnt, Error> {
     let folder = std::env::temp_dir().join(format!("altiplano-train-text-{}-{}", std::process::id(), asked.seed));
     std::fs::create_dir_all(&folder).map_err(|error| Error::Write { file: folder.clone(), error })?;
     let learnt = learn_in(&folder, asked, say);
-    // What is left of a folder of temporary files is no reason to fail.
+    // Failing to remove a temporary folder is no reason to fail.
     let _ = std::fs::remove_dir_all(&folder);
     learnt
 }
 
 fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result<Learnt, Error> {
     let text = characters();
-    // Every tenth page, so that what is held out is of the same kinds as what is learnt.
+    // Every tenth page, so that held-out text is of the same kinds as training text.
     let pages = |held_out: bool| -> Vec<u8> {
         let of = text.chunks(1024).enumerate().filter(|(i, _)| (i % 10 == 9) == held_out);
         of.flat_map(|(_, page)| page.iter().copied()).collect()
@@ -167,7 +167,7 @@ fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result
     })
 }
 
-/// The model planned for the cores of this machine, to be trained, or with another `loss`.
+/// Plans the model for the cores of this machine, for training or with another `loss`.
 fn planned(folder: &Path, batch: u64, loss: Option<&str>, workers: u32) -> Result<Plan, Error> {
     let file = folder.join("config.json");
     std::fs::write(&file, CONFIG).map_err(|error| Error::Write { file: file.clone(), error })?;
@@ -180,7 +180,7 @@ fn planned(folder: &Path, batch: u64, loss: Option<&str>, workers: u32) -> Resul
     let mut request = request(&load_model(&file, &import)?, load_cluster(&format!("local:{workers}"))?);
     request.global_batch = Some(batch);
     request.baselines = false;
-    // Parts of a batch tell how noisy its gradient is.
+    // The parts of a batch show how noisy its gradient is.
     request.num_microbatches = Some(if batch > 1 { 2 } else { 1 });
     Ok(plan(&request, &Silent)?)
 }
@@ -208,14 +208,14 @@ fn unigram_entropy(text: &[u8]) -> f64 {
     -counts.iter().filter(|&&n| n > 0).map(|&n| part(n) * part(n).ln()).sum::<f64>()
 }
 
-/// Characters drawn one after the other by the model's own probabilities, a little sharpened.
+/// Samples characters from the model's probabilities, slightly sharpened.
 fn write(session: &mut Session, begin: &str, count: usize, seed: u64) -> Result<String, Error> {
     let mut text: Vec<u8> = begin.bytes().collect();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     for _ in 0..count {
         let first = text.len().saturating_sub(POSITIONS as usize);
         let seen = &text[first..];
-        // What comes after the text is not seen by what is before it.
+        // Padding after the text does not affect the positions before it.
         let ids: Vec<f64> = (0..POSITIONS as usize).map(|i| f64::from(seen.get(i).copied().unwrap_or(b' '))).collect();
         let ty = TensorType::new(altiplano::ir::dtype::DType::I32, [1, POSITIONS]);
         let batch = BTreeMap::from([("input_ids".to_string(), HostTensor::from_f64(ty, &ids))]);
@@ -229,7 +229,7 @@ fn write(session: &mut Session, begin: &str, count: usize, seed: u64) -> Result<
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// The character at `at` of the way through the probabilities of `logits`.
+/// The character at quantile `at` of the probabilities of `logits`.
 fn drawn(logits: &[f64], temperature: f64, at: f64) -> u8 {
     let most = logits.iter().copied().fold(f64::MIN, f64::max);
     let weights: Vec<f64> = logits.iter().map(|x| ((x - most) / temperature).exp()).collect();

@@ -1,6 +1,8 @@
-//! What limits a plan, what would make it faster, and what a larger batch does to training. Limits follow from where the seconds of
-//! the plan go; what more devices, faster links, more memory or more samples would give is found by planning for them; and what is
-//! known of batch sizes and learning rates is stated with its source.
+//! Advice on a plan: its bottlenecks, the changes that would make it faster, and the effect of a larger batch on
+//! training.
+//!
+//! Bottlenecks follow from the plan's time account. The gain from more devices, faster links, more memory or more
+//! samples is found by planning for each. Statements on batch sizes and learning rates cite their source.
 
 use crate::error::Error;
 use crate::report::{Grid, side};
@@ -17,16 +19,16 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-/// Something that could be otherwise, and the best plan then.
+/// A hypothetical change, and the best plan with it.
 #[derive(Debug)]
 pub struct Scenario {
-    /// `one node more`.
+    /// A description such as `one node more`.
     pub change: String,
     pub request: Request,
     pub plan: Result<Plan, PlanFailure>,
 }
 
-/// Stops a search when its time is up, or when another one is told to stop.
+/// Stops a search at its deadline, or when the user cancels the enclosing one.
 struct Deadline<'a> {
     progress: &'a dyn Progress,
     end: Instant,
@@ -42,18 +44,18 @@ impl Progress for Deadline<'_> {
     }
 }
 
-/// What limits a plan, on its own devices.
+/// The bottlenecks of a plan on its own devices.
 #[derive(Clone, Debug, Serialize)]
 pub struct Limits {
     pub time: TimeLimit,
-    /// Where there are several lanes.
+    /// Present if there are several lanes.
     pub bubble: Option<Bubble>,
-    /// What is sent for the longest part of a step, if anything is, and over which links.
+    /// The communication that takes most of a step, if any, and its links.
     pub link: Option<LinkLimit>,
     pub memory: MemoryLimit,
 }
 
-/// Where the seconds of the devices go that wait least.
+/// The time account of the devices that wait least.
 #[derive(Clone, Debug, Serialize)]
 pub struct TimeLimit {
     pub lane: String,
@@ -65,7 +67,7 @@ pub struct PartOfStep {
     pub part: &'static str,
     pub seconds: f64,
     pub of_step: f64,
-    /// What it is most of, and for how long.
+    /// Its largest part, and the time of that.
     pub longest: Option<Longest>,
 }
 
@@ -75,7 +77,7 @@ pub struct Longest {
     pub seconds: f64,
 }
 
-/// Parts of a step that devices wait: all of them on average, and those that wait most.
+/// Parts of a step in which devices are idle: the mean over all devices, and that of the idlest.
 #[derive(Clone, Debug, Serialize)]
 pub struct Bubble {
     pub of_step: f64,
@@ -91,7 +93,7 @@ pub struct LinkLimit {
     pub of_step: f64,
 }
 
-/// The fullest devices.
+/// The devices with the highest peak memory.
 #[derive(Clone, Debug, Serialize)]
 pub struct MemoryLimit {
     pub lane: String,
@@ -149,7 +151,7 @@ impl Limits {
         Limits { time, bubble, link, memory }
     }
 
-    /// In words, a line each.
+    /// The bottlenecks in words, one per line.
     pub fn lines(&self) -> Vec<String> {
         let Limits { time, bubble, link, memory } = self;
         let parts: Vec<String> = time
@@ -189,8 +191,8 @@ impl MemoryLimit {
     }
 }
 
-/// What could be otherwise of a request: nothing, a node more, links and memory of twice what they are, and half, twice and four times
-/// the batch. Degrees that are fixed stay so.
+/// Changed requests: one more node, links twice as fast, twice the memory, and half, twice and four times the batch.
+/// The first entry is unchanged. Fixed degrees stay fixed.
 pub fn changes(request: &Request) -> Vec<(String, Request)> {
     let changed = |what: &str, change: &dyn Fn(&mut Request)| {
         let mut new = request.clone();
@@ -232,8 +234,8 @@ pub fn changes(request: &Request) -> Vec<(String, Request)> {
     all
 }
 
-/// Plans for each of some requests, side by side, none slower than `plan` as it is; a search that is not done within `limit` gives the
-/// best that it has found.
+/// Plans several requests in parallel. No result is slower than `plan` itself. A search that is not done within `limit`
+/// returns its best plan so far.
 pub fn scenarios(
     plan: &Plan,
     changes: Vec<(String, Request)>,
@@ -256,8 +258,8 @@ pub fn scenarios(
     changes.into_par_iter().map(planned).collect()
 }
 
-/// The plan as it is where other things are: on another cluster, or with more microbatches of the same size. `None` where it cannot be
-/// so, or does not fit.
+/// Applies a plan to a changed request: on another cluster, or with more microbatches of the same size. `None` if that
+/// is impossible or does not fit in memory.
 fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
     let degrees = request.dp.or(request.tp).or(request.pp).or(request.virtual_stages).is_some();
     let ways = request.zero.is_some() || request.recompute.is_some() || request.schedule.is_some();
@@ -279,30 +281,31 @@ fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
     fits(&moved).then_some(moved)
 }
 
-/// How many steps and samples a batch needs to come as far as another one, by its gradient's noise scale `B` (McCandlish et al. 2018,
-/// equation 2.7: `S = S_min (1 + B/b)` steps and `E = E_min (1 + b/B)` samples for a batch of `b`).
+/// Relative number of steps and samples that a batch size needs to reach a given loss. It follows from the gradient
+/// noise scale `B` (McCandlish et al. 2018, equation 2.7): a batch of `b` needs `S = S_min (1 + B/b)` steps and `E =
+/// E_min (1 + b/B)` samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchEffort {
-    /// As multiples of the fewest that any batch needs.
+    /// As multiples of the minimum over all batch sizes.
     pub steps: f64,
     pub samples: f64,
 }
 
 impl BatchEffort {
-    /// With `b = B` both are twice the fewest.
+    /// The effort of a batch size; with `b = B` both are twice the minimum.
     pub fn of(batch: f64, noise_scale: f64) -> BatchEffort {
         BatchEffort { steps: 1.0 + noise_scale / batch, samples: 1.0 + batch / noise_scale }
     }
 }
 
-/// Factors by which the learning rate is scaled with the batch: linearly (Goyal et al. 2017, section 2.1), and by the square root
-/// (Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4).
+/// Factors by which the learning rate grows with the batch: linearly (Goyal et al. 2017, section 2.1), and by the
+/// square root (Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4).
 pub fn learning_rates(batch: u64, other: u64) -> [f64; 2] {
     let ratio = other as f64 / batch.max(1) as f64;
     [ratio, ratio.sqrt()]
 }
 
-/// Scenarios as a table, beside the plan.
+/// Prints the scenarios as a table beside the plan.
 pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
     let base = plan.predicted.samples_per_s;
     let mut table = Grid::new(&["what if", "s/step", "samples/s", "more", "a device", "GB/device", "how"]);
@@ -329,19 +332,19 @@ pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
     table.right_but_last()
 }
 
-/// What a batch means for training beside the plan's own.
+/// The effect of a batch size on training, relative to the plan's own.
 #[derive(Clone, Debug, Serialize)]
 pub struct Batch {
     pub samples: u64,
     pub step_time_s: f64,
-    /// Factors of the learning rate, see [`learning_rates`].
+    /// Factors of the learning rate; see [`learning_rates`].
     pub rate_linear: f64,
     pub rate_square_root: f64,
-    /// Where the noise scale is known.
+    /// Present if the noise scale is known.
     pub effort: Option<RelativeEffort>,
 }
 
-/// What it takes to come as far, as multiples of what it takes with the plan's own batch.
+/// The effort to reach the same loss, relative to the plan's own batch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct RelativeEffort {
     pub steps: f64,
@@ -349,7 +352,7 @@ pub struct RelativeEffort {
     pub time: f64,
 }
 
-/// The plan's own batch, and those that were planned for, smallest first.
+/// The plan's own batch and those of the scenarios, smallest first.
 fn batches(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Vec<Batch> {
     let own = (plan.global_batch, plan.predicted.step_time_s);
     let others = scenarios.iter().filter_map(|s| s.plan.as_ref().ok());
@@ -368,7 +371,8 @@ fn batches(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Vec
     all.into_iter().map(batch).collect()
 }
 
-/// What batches mean for training: learning rates, warm-up, and with a noise scale how far a larger batch helps.
+/// Describes the effect of batch sizes on training: learning rates, warm-up and, with a noise scale, the benefit of a
+/// larger batch.
 pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> String {
     let batch = plan.global_batch;
     let mut out = String::new();
@@ -412,10 +416,10 @@ pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f6
     out
 }
 
-/// All of it in words: limits, scenarios and batches.
+/// The complete advice in words: bottlenecks, scenarios and batches.
 ///
 /// # Errors
-/// Where the plan cannot be lowered.
+/// Fails if the plan cannot be lowered.
 pub fn advice(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Result<String, Error> {
     let simulation = Simulation::new(plan.clone(), None)?;
     let mut out = String::from("What limits this plan\n");
@@ -434,10 +438,10 @@ pub fn advice(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> 
     Ok(out)
 }
 
-/// All of it as `docs/advice.schema.json` says.
+/// The complete advice as JSON (`docs/advice.schema.json`).
 ///
 /// # Errors
-/// Where the plan cannot be lowered.
+/// Fails if the plan cannot be lowered.
 pub fn advice_json(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Result<Value, Error> {
     let simulation = Simulation::new(plan.clone(), None)?;
     let scenario = |s: &Scenario| match &s.plan {
@@ -467,7 +471,7 @@ mod tests {
     fn batches_of_the_noise_scale_need_twice_of_both() {
         assert_eq!(BatchEffort::of(512.0, 512.0), BatchEffort { steps: 2.0, samples: 2.0 });
         assert_eq!(BatchEffort::of(128.0, 512.0), BatchEffort { steps: 5.0, samples: 1.25 });
-        // McCandlish et al. 2018, equation 2.7: (S / S_min - 1)(E / E_min - 1) = 1, whatever the batch.
+        // McCandlish et al. 2018, equation 2.7: (S / S_min - 1)(E / E_min - 1) = 1 for every batch.
         for batch in [1.0, 37.0, 4096.0] {
             let effort = BatchEffort::of(batch, 300.0);
             assert!(((effort.steps - 1.0) * (effort.samples - 1.0) - 1.0).abs() < 1e-12);

@@ -1,8 +1,8 @@
-//! Which arguments of an imported function are trained and which are the batch.
+//! Decides which arguments of an imported function are parameters and which are the batch.
 //!
-//! A framework exports one flat list of arguments. Names tell them apart where there are names (`params['h0']['w']`,
-//! `tokens`), options where there are none. A wrong guess would train the data, so what is not clear is asked. Weights that are
-//! not trained are parameters all the same: they are loaded, stored and saved like the others.
+//! A framework exports one flat list of arguments. Their names tell the roles, if there are any (`params['h0']['w']`,
+//! `tokens`); options do so otherwise. A wrong guess would train the data, so an unclear case is an error that asks the
+//! user. Frozen weights are parameters as well: they are loaded, stored and saved like the others.
 
 use crate::pins::matches;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -14,13 +14,13 @@ use std::fmt;
 /// An argument of the model's function.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Argument {
-    /// The name that the file gives it, where it gives one.
+    /// The name in the file, if it has one.
     pub name: Option<String>,
     pub ty: TensorType,
     pub value: ValueId,
 }
 
-/// Why arguments cannot be told apart.
+/// Reasons why the roles of arguments cannot be determined.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ArgumentError {
     #[error("--{option}: '{selection}' names no argument; the arguments are\n{list}")]
@@ -37,7 +37,7 @@ pub enum ArgumentError {
     Unclear { example: String, list: Listing },
 }
 
-/// The arguments, one a line.
+/// The arguments, one per line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listing(Vec<(String, TensorType)>);
 
@@ -53,10 +53,10 @@ impl fmt::Display for Listing {
     }
 }
 
-/// Names of the first argument group that mean: trained.
+/// Names of the first argument group that mark trained weights.
 const TRAINED: [&str; 9] = ["params", "param", "parameters", "weights", "weight", "w", "state", "variables", "model"];
 
-/// Names that mean: part of the batch, or given anew for each step.
+/// Names that mark parts of the batch, or other inputs of each step.
 const GIVEN: [&str; 29] = [
     "tokens",
     "token",
@@ -89,22 +89,23 @@ const GIVEN: [&str; 29] = [
     "dropout_key",
 ];
 
-/// Names of argument groups that mean: weights that are not trained.
+/// Names of argument groups that mark frozen weights.
 const FROZEN: [&str; 6] = ["frozen", "frozen_params", "base", "base_params", "pretrained", "pretrained_params"];
 
-/// What a training run does with an argument.
+/// The role of an argument in training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A parameter that steps change.
+    /// A parameter that steps update.
     Trained,
-    /// A parameter that no step changes.
+    /// A parameter that no step updates.
     Frozen,
-    /// It is given anew for each step.
+    /// An input of each step.
     Given,
 }
 
-/// The roles that the user states. Each entry selects arguments by position (`3`), range (`0-11`), whole name (`params['wte']`),
-/// group (`params`: the part before the first bracket, dot or slash) or a pattern in which `*` stands for anything (`*lora*`).
+/// The roles that the user states. Each entry selects arguments by position (`3`), range (`0-11`), whole name
+/// (`params['wte']`), group (`params`: the part before the first bracket, dot or slash) or pattern (`*lora*`, where `*`
+/// matches anything).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Stated<'a> {
     pub params: &'a [String],
@@ -112,11 +113,14 @@ pub struct Stated<'a> {
     pub freeze: &'a [String],
 }
 
-/// The role of each argument. `known` are those that the file states, where it does: arguments that no option names keep them,
-/// except that with `params` all other parameters are frozen. Without `known`, names decide where no option does.
+/// Returns the role of each argument.
+///
+/// `known` holds the roles that the file states, if it does. Arguments that no option selects keep these, except that
+/// `params` freezes all other parameters. Without `known`, names decide for arguments that no option selects.
 ///
 /// # Errors
-/// [`ArgumentError`] where a selection names nothing, where two contradict each other, and where nothing says what is trained.
+/// Fails with [`ArgumentError`] if a selection matches nothing, if two contradict each other, or if nothing marks the
+/// trained arguments.
 pub fn roles(arguments: &[Argument], known: Option<&[Role]>, stated: Stated<'_>) -> Result<Vec<Role>, ArgumentError> {
     let trained = select("params", stated.params, arguments)?;
     let given = select("inputs", stated.inputs, arguments)?;
@@ -165,7 +169,7 @@ pub fn roles(arguments: &[Argument], known: Option<&[Role]>, stated: Stated<'_>)
         };
     }
     if known.is_none() && !stated.params.is_empty() && stated.inputs.is_empty() {
-        // What is left over of a tree of weights is weights.
+        // The remaining leaves of a tree of weights are weights.
         let group_of = |i: usize| arguments[i].name.as_deref().map(group);
         let trained: BTreeSet<&str> =
             (0..roles.len()).filter(|&i| roles[i] == Role::Trained).filter_map(group_of).collect();
@@ -188,7 +192,7 @@ pub fn roles(arguments: &[Argument], known: Option<&[Role]>, stated: Stated<'_>)
     }
 }
 
-/// The graph in which arguments have these roles.
+/// Rebuilds the graph with these roles of its arguments.
 pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Graph {
     let mut graph = graph.clone();
     for (argument, role) in arguments.iter().zip(roles) {
@@ -203,16 +207,16 @@ pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Grap
     graph
 }
 
-/// True if the name of a leaf of a tree of weights says that these are not trained.
+/// True if the name of a leaf of a tree of weights marks the tree as frozen.
 pub fn is_frozen_by_name(argument: &Argument) -> bool {
     let name = argument.name.as_deref().unwrap_or_default();
     argument.ty.dtype.is_float() && group(name) != name && FROZEN.contains(&group(name))
 }
 
-/// Leaves parameters out of weight decay that are selected as by [`Stated`].
+/// Excludes parameters from weight decay, selected as in [`Stated`].
 ///
 /// # Errors
-/// [`ArgumentError`] where a selection names no parameter.
+/// Fails with [`ArgumentError`] if a selection matches no parameter.
 pub fn without_decay(graph: &mut Graph, arguments: &[Argument], selections: &[String]) -> Result<(), ArgumentError> {
     let is_parameter = |a: &&Argument| matches!(graph.node(a.value).op, Op::Parameter(_));
     let parameters: Vec<Argument> = arguments.iter().filter(is_parameter).cloned().collect();
@@ -225,7 +229,7 @@ pub fn without_decay(graph: &mut Graph, arguments: &[Argument], selections: &[St
     Ok(())
 }
 
-/// The first group is trained where its name says so, or where all other groups are named like a batch.
+/// Roles by name. The first group is trained if its name says so, or if all other groups are named like a batch.
 fn by_name(arguments: &[Argument]) -> Result<Vec<Role>, ArgumentError> {
     let groups: Option<Vec<&str>> = arguments.iter().map(|a| a.name.as_deref().map(group)).collect();
     let unclear = || ArgumentError::Unclear { example: example(arguments), list: listing(arguments) };
@@ -249,7 +253,7 @@ fn by_name(arguments: &[Argument]) -> Result<Vec<Role>, ArgumentError> {
     Err(unclear())
 }
 
-/// `params` of `params['h0']['w']`, `params.h0.w` or `params/h0/w`.
+/// The group of a name: `params` in `params['h0']['w']`, `params.h0.w` or `params/h0/w`.
 pub fn group(name: &str) -> &str {
     name.split(['[', '.', '/']).next().unwrap_or(name)
 }
@@ -262,7 +266,7 @@ fn listing(arguments: &[Argument]) -> Listing {
     Listing(arguments.iter().enumerate().map(|(i, a)| (display_name(i, a), a.ty.clone())).collect())
 }
 
-/// What the options would look like if the leading floats were what is trained.
+/// Example options, as if the leading float arguments were the trained ones.
 fn example(arguments: &[Argument]) -> String {
     let floats = arguments.iter().take_while(|a| a.ty.dtype.is_float()).count();
     let range = |from: usize, to: usize| if from + 1 == to { from.to_string() } else { format!("{from}-{}", to - 1) };
@@ -368,7 +372,7 @@ mod tests {
         check(&["base['w']", "adapters['a']", "x#"], None, [&[]; 3], &[Frozen, Trained, Given]);
         check(&["params['a']", "net['w']", "x#"], None, [&[], &[], &["net"]], &[Trained, Frozen, Given]);
         check(&["?", "?", "?#"], None, [&["0"], &["2"], &["1"]], &[Trained, Frozen, Given]);
-        // A file that says what its parameters are keeps its word where no option speaks against it.
+        // Roles that a file states hold unless an option contradicts them.
         let known: &[Role] = &[Trained, Trained, Frozen, Given];
         let names = ["a.w", "a.lora", "b.w", "x"];
         check(&names, Some(known), [&[]; 3], known);
@@ -382,7 +386,7 @@ mod tests {
         check(&["params['a']", "params['b']", "tokens#"], &[], &[], Some(&[true, true, false]));
         check(&["net.a", "net.b", "tokens#", "labels"], &[], &[], Some(&[true, true, false, false]));
         check(&["params['step']#", "params['b']", "batch['x']"], &[], &[], Some(&[false, true, false]));
-        // Nothing says that `p` is trained and `q` is not.
+        // Nothing marks `p` as trained and `q` as not.
         check(&["p['a']", "q"], &[], &[], None);
         check(&["?", "?", "?#"], &[], &[], None);
         check(&["tokens#", "labels#"], &[], &[], None);
@@ -392,7 +396,8 @@ mod tests {
         check(&["p['a']", "p['b']", "q"], &["p"], &[], Some(&[true, true, false]));
         check(&["p['a']", "p['b']", "q"], &["p['a*"], &["q", "1"], Some(&[true, false, false]));
         check(&["params['a']", "x"], &["params"], &["x"], Some(&[true, false]));
-        // Beyond the last, selected twice, left over, not a float, not a selection.
+        // Selections past the end, of one argument twice, of too few arguments, of a non-float, and one that is
+        // malformed.
         check(&["?", "?"], &["0-2"], &[], None);
         check(&["?", "?"], &["0-1"], &["1"], None);
         check(&["?", "?"], &["0"], &["0"], None);

@@ -1,11 +1,11 @@
-//! The cluster that `--cluster` names: a preset with a count, or a TOML file.
+//! Loads the cluster that `--cluster` names: a preset with a count, or a TOML file.
 
 use crate::error::Error;
 use altiplano_cost_models::{Devices, parse, parse_devices, preset};
 use altiplano_ir::cluster::Cluster;
 use std::path::Path;
 
-/// A preset (`local:4`, `p3.16xlarge:8`) or the path of a TOML file.
+/// Loads a preset (`local:4`, `p3.16xlarge:8`) or a TOML file.
 ///
 /// ```
 /// let cluster = altiplano::load_cluster("dgx-a100:4")?;
@@ -20,7 +20,7 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
     }
     match preset(text) {
         Ok(cluster) => Ok(cluster),
-        // No preset has a slash in its name (`local:1/2` has one in its count): what is wrong is the path.
+        // No preset has a slash in its name (`local:1/2` has one in its count), so the text must be a wrong path.
         Err(_) if path.is_dir() || text.split(':').next().is_some_and(|name| name.contains('/')) => {
             load_cluster_file(path)
         }
@@ -28,18 +28,18 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
     }
 }
 
-/// The cluster of a TOML file.
+/// Loads a cluster from a TOML file.
 pub fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     cluster_of(file, &text)
 }
 
-/// [`load_cluster_file`] of a file that was read already, which a pipe can be only once.
+/// As [`load_cluster_file`], for a file that is already in memory; a pipe can be read only once.
 pub fn cluster_of(file: &Path, text: &str) -> Result<Cluster, Error> {
     parse(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }
 
-/// Devices in a TOML file, which take the place of the catalogue's of the same names.
+/// Loads devices from a TOML file. They replace those of the catalogue with the same names.
 pub fn load_devices(file: &Path) -> Result<Devices, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     parse_devices(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })

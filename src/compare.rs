@@ -1,7 +1,8 @@
-//! A plan against another one, or against a configuration that somebody runs today.
+//! Compares a plan with another one, or with a configuration in use today.
 //!
-//! Such a configuration is stated as its users state it (`tp=4 pp=2 mbs=1 recompute`), becomes a plan on the same cluster, and is
-//! judged by the same judge. Where its step was measured, the error of the judge on it is a correction for the plan as well.
+//! Users state such a configuration in their own terms (`tp=4 pp=2 mbs=1 recompute`). It becomes a plan on the same
+//! cluster, and the same cost model predicts it. If its step time was measured, the prediction error also corrects the
+//! plan's prediction.
 
 use crate::error::Error;
 use crate::moved::{Moves, layouts, layouts_table, posed_differently, stages};
@@ -19,15 +20,15 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::str::FromStr;
 
-/// A configuration as its users state it; what is left out follows from the cluster, or is not done.
+/// A configuration in the user's terms. Omitted degrees follow from the cluster; omitted features are off.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Baseline {
     pub target: Target,
     pub tp: u32,
     pub pp: u32,
-    /// Default: the devices that tensor and pipeline parallelism leave.
+    /// Default: the devices that remain after tensor and pipeline parallelism.
     pub dp: Option<u32>,
-    /// Samples that one replica takes at a time.
+    /// Samples per replica and microbatch.
     pub micro_batch: u64,
     pub zero: u8,
     pub recompute: Recompute,
@@ -36,7 +37,7 @@ pub struct Baseline {
 impl FromStr for Baseline {
     type Err = String;
 
-    /// Reads `tp=4 pp=2 dp=8 mbs=1 zero=1 recompute target=megatron`, in any order, split by spaces or commas.
+    /// Parses `tp=4 pp=2 dp=8 mbs=1 zero=1 recompute target=megatron`, in any order, separated by spaces or commas.
     fn from_str(text: &str) -> Result<Baseline, String> {
         let target = Target::Megatron;
         let recompute = Recompute::None;
@@ -95,10 +96,10 @@ impl FromStr for Baseline {
 }
 
 impl Baseline {
-    /// The plan of this configuration for the model, batch and cluster of another one.
+    /// Builds the plan of this configuration for the model, batch and cluster of another plan.
     ///
     /// # Errors
-    /// Where the degrees do not fit the cluster or the batch, or there is no such plan.
+    /// Fails if the degrees do not fit the cluster or the batch, or if there is no such plan.
     pub fn plan(&self, like: &Plan) -> Result<Plan, Error> {
         let option = |problem| Error::Option { option: "--baseline", problem };
         let devices = like.cluster.num_devices();
@@ -119,7 +120,7 @@ impl Baseline {
         }
         let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
         let mut request = Request::of_plan(like);
-        // What runs today is synchronous.
+        // The software in use today is synchronous.
         let is_late = like.schedule == Schedule::PipeDream;
         request.schedule = Some(if is_late { Schedule::OneFOneB } else { like.schedule });
         request.update = Update::Synchronous;
@@ -155,7 +156,7 @@ pub struct Comparison<'a> {
 
 impl<'a> Comparison<'a> {
     /// # Errors
-    /// Where one of them cannot be lowered.
+    /// Fails if one of the plans cannot be lowered.
     pub fn new(names: [&'a str; 2], one: &Plan, other: &Plan) -> Result<Self, Error> {
         let simulations = [Simulation::new(one.clone(), None)?, Simulation::new(other.clone(), None)?];
         Ok(Comparison { names, simulations })
@@ -165,13 +166,14 @@ impl<'a> Comparison<'a> {
         self.simulations.each_ref().map(Simulation::plan)
     }
 
-    /// Whether parameters can move from the one to the other: they are kept by the same devices.
+    /// Returns whether parameters can move from one plan to the other, because the same devices hold them.
     fn share_devices(&self) -> bool {
         let [one, other] = self.plans();
         one.cluster == other.cluster && one.model == other.model
     }
 
-    /// What the plans are for where that differs, what they take and why, and what moves from one to the other.
+    /// Describes the differences in words: in the problem, in predicted times and their causes, and in the placement of
+    /// tensors.
     pub fn text(&self) -> String {
         let (mut out, names, [one, other]) = (String::new(), self.names, self.plans());
         let posed = posed_differently(one, other);
@@ -195,7 +197,7 @@ impl<'a> Comparison<'a> {
         out.trim_end().to_string()
     }
 
-    /// All of it, as `docs/comparison.schema.json` says.
+    /// The comparison as JSON (`docs/comparison.schema.json`).
     pub fn json(&self) -> Value {
         let [one, other] = self.plans();
         let mut json = side_by_side_json(self.names, self.simulations.each_ref());
@@ -210,7 +212,8 @@ impl<'a> Comparison<'a> {
         json
     }
 
-    /// The plan beside a configuration that runs today; `measured_s` are seconds of a step of that.
+    /// Describes the plan beside a configuration in use today; `measured_s` is the measured step time of that
+    /// configuration.
     pub fn text_of_baseline(&self, measured_s: Option<f64>) -> String {
         let [plan, baseline] = self.plans();
         let mut out = side_by_side(self.names, self.simulations.each_ref());
@@ -231,7 +234,7 @@ impl<'a> Comparison<'a> {
         out.trim_end().to_string()
     }
 
-    /// [`Comparison::json`] with what was measured, and what the plan takes where it is off by as much.
+    /// As [`Comparison::json`], with the measured step time, and the plan's prediction corrected by the same error.
     pub fn json_of_baseline(&self, measured_s: Option<f64>) -> Value {
         let mut json = self.json();
         if let Some(measured_s) = measured_s {
@@ -243,7 +246,7 @@ impl<'a> Comparison<'a> {
     }
 }
 
-/// Seconds as people write them: `5.3`, `5.3s`, `830ms`.
+/// Parses seconds as people write them: `5.3`, `5.3s`, `830ms`.
 pub fn duration(text: &str) -> Result<f64, &'static str> {
     let (number, unit) = match text.strip_suffix("ms") {
         Some(number) => (number, 1000.0),

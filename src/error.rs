@@ -1,5 +1,5 @@
-//! Everything that the facade can fail with. Each message names the file and the place in it, or the option, so that the
-//! reader knows what to change.
+//! Errors of the facade. Each message names the file and the place in it, or the option, so that the reader knows what
+//! to change.
 
 use crate::arguments::ArgumentError;
 use crate::fidelity::{TableError, TraceError};
@@ -27,7 +27,7 @@ use altiplano_runtime::tape::BuildError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// How each framework writes a model that can be read.
+/// Ways to export a readable model from each framework.
 const RECIPES: &str = r#"  JAX:           open("model.mlir", "w").write(jax.jit(loss).lower(params, batch).as_text(debug_info=True))
   PyTorch:       torch.export.save(torch.export.export(module, (batch,)), "model.pt2"); then --loss cross-entropy
   ONNX:          model.onnx as it is, --loss cross-entropy, and --size NAME=N for sizes that it leaves open
@@ -41,7 +41,7 @@ pub enum Error {
     Read { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
     Write { file: PathBuf, error: std::io::Error },
-    /// Known before any work is done.
+    /// Detected before any work is done.
     #[error("{}: {error}", file.display())]
     NoPlace { file: PathBuf, error: std::io::Error },
     #[error("no tape for GPUs: {error}")]
@@ -50,9 +50,9 @@ pub enum Error {
     NoRank { rank: u32, devices: u32 },
     #[error("{}:1:1: the file is empty", file.display())]
     Empty { file: PathBuf },
-    #[error("{}: this is {found}; the same as text can be read, which a Python with JAX writes:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
+    #[error("{}: this is {found}, which cannot be read; convert it to text by a Python with JAX:\n\npython - {} > model.mlir <<'EOF'\n{script}\nEOF", file.display(), file.display())]
     Binary { file: PathBuf, found: &'static str, script: &'static str },
-    #[error("{}:1:1: not a model that is known here; ways to one are\n{RECIPES}", file.display())]
+    #[error("{}:1:1: not a known model format; ways to export a model:\n{RECIPES}", file.display())]
     UnknownFormat { file: PathBuf },
     #[error("{}: this is {found}; {advice}", file.display())]
     OtherArtefact { file: PathBuf, found: &'static str, advice: &'static str },
@@ -77,7 +77,7 @@ pub enum Error {
     #[error("--loss: there is no result '{name}'; the results are {results}")]
     UnknownResult { name: String, results: Names },
     #[error(
-        "{}: the function trains by more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each by itself, with --loss '{other}' and --params for what it trains", file.display()
+        "{}: the function has more losses than '{loss}': gradients of {parameters} are those of '{other}'. A plan has one loss: plan each separately, with --loss '{other}' and --params for the parameters that it trains", file.display()
     )]
     SeveralLosses { file: PathBuf, loss: String, other: String, parameters: Names },
     #[error("--loss: the loss {error}")]
@@ -99,7 +99,7 @@ pub enum Error {
     )]
     UnknownValue { name: String },
     #[error(
-        "{option}: nothing that the plan decides on is called '{name}'; near to it are {near} (`altiplano show MODEL` prints all names)"
+        "{option}: the plan decides nothing named '{name}'; similar names are {near} (`altiplano show MODEL` prints all names)"
     )]
     NoSuchName { option: &'static str, name: String, near: Names },
     #[error("--layer: {asked} is not a layer of the plan, which has {layers} and counts them from 0")]
@@ -115,7 +115,7 @@ pub enum Error {
     #[error("{}:{line}: {error}", file.display())]
     Row { file: PathBuf, line: u64, error: Box<TableError> },
     #[error(
-        "--explain: nothing in the plan's programs is called '{name}'; `altiplano inspect PLAN --programs` prints all names"
+        "--explain: nothing in the plan's programs is named '{name}'; `altiplano inspect PLAN --programs` prints all names"
     )]
     UnknownOp { name: String },
     #[error("{}", At(file, error))]
@@ -144,17 +144,17 @@ pub enum Error {
     /// An option of other software.
     #[error("{problem}")]
     NoSuchOption { problem: String },
-    /// A launcher started processes that nobody told to share the work.
+    /// A launcher started processes without an option that makes them share the work.
     #[error(
-        "a launcher started {size} processes, each of which would do all of the work by itself; to run them as one, one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process by itself)"
+        "a launcher started {size} processes, each of which would do all of the work; to run them together, with one device each, type\n  mpirun -n {size} {command}\nor start one process, without a launcher, whose threads are the devices (--engine threads runs each process separately)"
     )]
     Launched { size: usize, command: String },
     #[error("{}:{line}:{column}: {problem}", file.display())]
     Options { file: PathBuf, line: usize, column: usize, problem: Box<OptionsProblem> },
-    #[error("the plan has {devices} devices; at most {most} CPU workers are run on one machine")]
+    #[error("the plan has {devices} devices; one machine runs at most {most} CPU workers")]
     TooManyWorkers { devices: u32, most: u32 },
     #[error(
-        "{who} would hold {} here, and this machine has {}; a smaller batch or sequence (--seq), or a smaller twin of the model (--reduce), needs less",
+        "{who} would need {} of memory here, but this machine has {}; use a smaller batch or sequence (--seq), or a downscaled model (--reduce)",
         bytes(*needed_bytes),
         bytes(*has_bytes)
     )]
@@ -177,7 +177,7 @@ pub enum Error {
     Output(std::io::Error),
 }
 
-/// What is wrong with a file of data, weights or expected values.
+/// Faults of a file of data, weights or expected values.
 #[derive(Debug, thiserror::Error)]
 pub enum DataProblem {
     #[error("it has no tensor '{name}'")]
@@ -185,14 +185,14 @@ pub enum DataProblem {
     #[error("tensor '{name}' is {found}, expected {expected}")]
     Type { name: String, found: TensorType, expected: TensorType },
     #[error(
-        "it holds one tensor, but the model has {}, and they are no tokens and labels [batch, sequence]; give a .safetensors file with their names", plural(*inputs as u64, "input")
+        "it holds one tensor, but the model has {}, which are not tokens and labels [batch, sequence]; give a .safetensors file with their names", plural(*inputs as u64, "input")
     )]
     OneTensor { inputs: usize },
     #[error(
         "the inputs '{}' and '{}' could be tokens and labels, but no name says which is which; give a .safetensors file with their names", inputs[0], inputs[1]
     )]
     WhichIsLabel { inputs: [String; 2] },
-    #[error("--token-type u16|u32 has to say what the ids in it are")]
+    #[error("give the type of its ids by --token-type u16|u32")]
     TokenType,
     #[error("there is no .safetensors file in it")]
     EmptyFolder,
@@ -202,7 +202,7 @@ pub enum DataProblem {
     IndexOutOfRange { name: String, value: i64, table: String, rows: u64 },
 }
 
-/// What is wrong with a file of options.
+/// Faults of an options file.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsProblem {
     #[error("{}", .0.message())]
@@ -217,9 +217,9 @@ pub enum OptionsProblem {
     Refused { said: String },
 }
 
-/// `; near to it are 'steps'`, or nothing.
+/// `; similar names are 'steps'`, or nothing.
 fn perhaps(near: &Names) -> String {
-    if near.0.is_empty() { String::new() } else { format!("; near to it are {near}") }
+    if near.0.is_empty() { String::new() } else { format!("; similar names are {near}") }
 }
 
 impl Error {
@@ -227,7 +227,7 @@ impl Error {
         Error::ProfileOption { error: Box::new(error) }
     }
 
-    /// Whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
+    /// Returns whether the input or the options are at fault (exit code 2), as opposed to work that failed (1).
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),
@@ -262,8 +262,8 @@ impl Error {
         }
     }
 
-    /// What the program ends with: 1 where work failed, 2 for unusable options or input, and what shells expect of a program that a
-    /// signal ended.
+    /// The exit code: 1 if work failed, 2 for unusable options or input, and 128 plus the signal's number after a
+    /// signal.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Interrupted { signal, .. } => u8::try_from(128 + signal).unwrap_or(1),
@@ -272,7 +272,7 @@ impl Error {
         }
     }
 
-    /// Whether all ranks that run together find the same, so that it does not matter which one says it.
+    /// Returns whether all ranks of a run find the same error, so that any of them may report it.
     pub fn is_of_all_ranks(&self) -> bool {
         match self {
             Error::Interrupted { .. } | Error::Diverged { .. } | Error::Option { .. } | Error::Launched { .. } => true,
@@ -281,7 +281,7 @@ impl Error {
         }
     }
 
-    /// Whether this may only be since another rank was lost.
+    /// Returns whether the error may be a consequence of losing another rank.
     pub fn follows(&self) -> bool {
         let of_carrier = |error: &RuntimeError| match error {
             RuntimeError::Carrier(_) => true,
@@ -293,7 +293,7 @@ impl Error {
         matches!(self, Error::Runtime(error) if of_carrier(error))
     }
 
-    /// The reader of the output has gone away, which is no error.
+    /// Returns whether the reader of the output has closed it, which is no error.
     pub fn is_broken_pipe(&self) -> bool {
         matches!(self, Error::Output(error) if error.kind() == std::io::ErrorKind::BrokenPipe)
     }
@@ -317,13 +317,13 @@ impl From<CudaError> for Error {
     }
 }
 
-/// Ranks that do not fit the plan, or each other.
+/// Returns whether ranks do not fit the plan or each other.
 fn of_all_ranks(error: &RuntimeError) -> bool {
     let of_one = |error: &RanksError| matches!(error, RanksError::Gpus { .. });
     matches!(error, RuntimeError::Ranks(error) if !of_one(error))
 }
 
-/// A few names, for messages.
+/// A list of names, for messages.
 #[derive(Clone, Debug)]
 pub struct Names(pub Vec<String>);
 
@@ -339,15 +339,15 @@ impl fmt::Display for Names {
     }
 }
 
-/// Before the first update the learning rate has had no effect.
+/// A step number with an explanation. Before the first update the learning rate has had no effect.
 fn diverged(step: &u64) -> &'static str {
     match step {
-        1 => "no update was made yet, so the weights or the data hold values that are no numbers, or too large ones",
+        1 => "no update was made yet, so the weights or the data hold NaN, infinite or too large values",
         _ => "training diverged; try a smaller --lr",
     }
 }
 
-/// A file and a message, which follows directly where it starts with a line and a column.
+/// A file and a message, joined without a space if the message starts with line and column.
 struct At<'a, E>(&'a Path, &'a E);
 
 impl<E: fmt::Display> fmt::Display for At<'_, E> {
@@ -358,14 +358,14 @@ impl<E: fmt::Display> fmt::Display for At<'_, E> {
     }
 }
 
-/// `12:7: ...`
+/// Returns whether a message starts with a place, as in `12:7: ...`.
 fn starts_with_place(message: &str) -> bool {
     let mut parts = message.split(':');
     let mut number = || parts.next().is_some_and(|p| !p.is_empty() && p.bytes().all(|b| b.is_ascii_digit()));
     number() && number()
 }
 
-/// Where ops cannot be expressed, the first place of the first of them leads the list.
+/// If some ops are not supported, the place of the first one leads the list.
 fn stablehlo(file: &Path, error: &ImportError) -> String {
     match error {
         ImportError::Operations { unsupported, .. } if !unsupported.is_empty() => {
@@ -377,7 +377,7 @@ fn stablehlo(file: &Path, error: &ImportError) -> String {
     }
 }
 
-/// A syntax error has its place at the end of its message; it belongs behind the file's name.
+/// A syntax error has its place at the end of its message; this moves it behind the file's name.
 fn graph_json(file: &Path, error: &JsonError) -> String {
     match error {
         JsonError::Syntax(syntax) => not_json(file, syntax),
@@ -396,7 +396,7 @@ fn not_json(file: &Path, syntax: &serde_json::Error) -> String {
     format!("{}:{}:{}: not JSON: {}", file.display(), syntax.line(), syntax.column(), json::message(syntax))
 }
 
-/// The place of a cluster error is `line 3, column 5`; the file's name makes it complete. A preset has no file.
+/// The place of a cluster error is `line 3, column 5`, to which the file's name is added. A preset has no file.
 fn cluster(text: &str, error: &ClusterError) -> String {
     match error.to_string() {
         message if message.starts_with("line ") => {

@@ -1,4 +1,4 @@
-//! Running a plan that trains nothing: batches in, results out.
+//! Runs a plan without training: batches in, results out.
 
 use crate::error::Error;
 use crate::simulate::Recorded;
@@ -7,19 +7,20 @@ use altiplano_ir::plan::{Goal, Plan};
 use altiplano_runtime::{HostData, HostTensor, Options};
 use std::collections::BTreeMap;
 
-/// What a model gives for a batch: its results as `result/0`, `result/1` and so on.
+/// A model's results for a batch, as `result/0`, `result/1` and so on.
 pub type Results = BTreeMap<String, HostTensor>;
 
-/// One batch.
+/// Timing of one batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pass {
-    /// Counted from 1.
+    /// Number of the batch, from 1.
     pub number: u64,
     pub seconds: f64,
     pub samples_per_s: f64,
 }
 
-/// Runs `training.steps` batches and tells `on_pass` of each. Returns what is left of the run, and the results of the last batch.
+/// Runs `training.steps` batches and calls `on_pass` for each. Returns the run's records and the results of the last
+/// batch.
 pub fn infer(
     plan: &Plan,
     training: &Training,
@@ -32,7 +33,7 @@ pub fn infer(
         session.load_parameter(&name, &weights)?;
     }
     let mut last = Results::new();
-    // Where batches follow each other so many are on their way at once that every stage has one.
+    // For throughput, enough batches are in flight to keep every stage busy.
     let ahead = match plan.goal {
         Goal::Latency => 1,
         Goal::Throughput => 1 + (plan.num_lanes() as u64 - 1).div_ceil(u64::from(plan.num_microbatches)),
@@ -52,7 +53,7 @@ pub fn infer(
     Ok((Ran { peak_bytes: session.peak_bytes(), last: recorded, noise: None }, last))
 }
 
-/// The results of one batch from these weights.
+/// The results of one batch with these weights.
 pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, batch: &Batch) -> Result<Results, Error> {
     let mut session = session(plan, &Options::default())?;
     for (name, tensor) in weights {
@@ -61,17 +62,17 @@ pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, ba
     Ok(results(plan, session.evaluate(batch)?.1))
 }
 
-/// Results by name, those of the microbatches put together along the batch.
+/// Results by name, with microbatches concatenated along the batch dimension.
 fn results(plan: &Plan, parts: BTreeMap<u32, Vec<HostTensor>>) -> Results {
     let whole = |(index, parts): (u32, Vec<HostTensor>)| {
-        // Without a dimension of samples all microbatches give the same, or each its own.
+        // Without a batch dimension, the result of the last microbatch stands for all.
         let dim = plan.graph.node(plan.graph.outputs[index as usize]).batch_dims.trailing_zeros() as usize;
         joined(&parts, dim).map(|tensor| (format!("result/{index}"), tensor))
     };
     parts.into_iter().filter_map(whole).collect()
 }
 
-/// Tensors of one type, one behind the other along `dim`; the last where they have no such dimension.
+/// Concatenates tensors of one type along `dim`; returns the last one if they have no such dimension.
 fn joined(parts: &[HostTensor], dim: usize) -> Option<HostTensor> {
     let last = parts.last()?;
     if parts.len() == 1 || dim >= last.ty.rank() {

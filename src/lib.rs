@@ -1,7 +1,8 @@
 //! Altiplano plans how the training of a large model is split over devices, explains the plan, and runs it.
 //!
-//! A model is a file that a framework exported, a cluster a preset or a TOML file; [`plan`] searches for the fastest way to
-//! train the one on the other, [`report`] says what was found in words, and the [`runtime`] executes it on CPU workers.
+//! A model is a file that a framework exported, a cluster a preset or a TOML file. [`plan`] searches for the fastest
+//! way to train the one on the other. [`report`] describes the plan in words, and the [`runtime`] executes it on CPU
+//! workers.
 //!
 //! ```
 //! use altiplano::{ImportOptions, load_cluster, load_model, plan, report, request};
@@ -16,8 +17,8 @@
 //! # Ok::<(), altiplano::Error>(())
 //! ```
 //!
-//! The crates behind it are here under their short names: [`ir`] (graphs, shardings, plans, programs), [`cost_models`],
-//! [`planner`] and [`runtime`].
+//! The crates behind it are re-exported under short names: [`ir`] (graphs, shardings, plans, programs),
+//! [`cost_models`], [`planner`] and [`runtime`].
 
 #![forbid(unsafe_code)]
 
@@ -63,7 +64,7 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::plan::Schedule;
 use altiplano_planner::Request;
 
-/// A planning problem in which everything is searched; its fields fix what the caller wants fixed.
+/// A planning request in which everything is searched; set its fields to fix choices.
 pub fn request(model: &Model, cluster: Cluster) -> Request {
     let mut request = Request::new(model.name.clone(), model.graph.clone(), model.loss, cluster);
     request.stop_gradients = model.stop_gradients.clone();

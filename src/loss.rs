@@ -1,4 +1,4 @@
-//! A loss for a graph that has none: what `--loss cross-entropy`, `mse` and `none` do to a model that was exported without.
+//! Attaches a loss to a graph without one: the effect of `--loss cross-entropy`, `mse` and `none` on such a model.
 
 use crate::error::Error;
 use altiplano_ir::array;
@@ -7,19 +7,19 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Input, Op, ShapeError};
 use altiplano_ir::types::TensorType;
 
-/// What follows the results of a model that was exported without a loss.
+/// The loss attached to a model that was exported without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attached {
     /// The mean cross-entropy of the first float result with a new input `labels` of class numbers.
     CrossEntropy,
-    /// The mean square difference of the first float result from a new input `targets`.
+    /// The mean squared difference between the first float result and a new input `targets`.
     MeanSquare,
-    /// Nothing: the model is run, not trained.
+    /// None: the model is run, not trained.
     Nothing,
 }
 
 impl Attached {
-    /// The three words that `--loss` keeps for this; all others name results.
+    /// Parses the three words that `--loss` reserves for this; all others name results.
     pub fn of(word: &str) -> Option<Attached> {
         match word {
             "cross-entropy" => Some(Attached::CrossEntropy),
@@ -30,7 +30,7 @@ impl Attached {
     }
 }
 
-/// Makes the loss the graph's only output, or leaves the outputs where nothing is attached.
+/// Makes the loss the graph's only output, or keeps the outputs if nothing is attached.
 pub fn attach(graph: &mut Graph, attached: Attached) -> Result<(), Error> {
     let error = |error: ShapeError| Error::Attach { error };
     let is_float = |v: &ValueId| graph.ty(*v).dtype.is_float();
@@ -58,8 +58,8 @@ pub fn attach(graph: &mut Graph, attached: Attached) -> Result<(), Error> {
     Ok(())
 }
 
-/// The dimension of classes: the last, of `[N, C]` and `[N, S, C]`; the second where there are two or more dimensions of
-/// space behind it, `[N, C, H, W]`.
+/// The dimension of classes. It is the last of `[N, C]` and `[N, S, C]`, and the second if at least two spatial
+/// dimensions follow it, as in `[N, C, H, W]`.
 fn class_dim(shape: &[u64]) -> Result<usize, ShapeError> {
     match shape.len() {
         0 | 1 => Err(ShapeError::Attribute("needs a result with samples and classes")),
@@ -68,8 +68,8 @@ fn class_dim(shape: &[u64]) -> Result<usize, ShapeError> {
     }
 }
 
-/// A new input that goes with `result`: of its type, or class numbers where `without` is its dimension of classes. What
-/// scales with the batch there does here, where the graph says so.
+/// A new input for `result`: of its type, or class numbers if `without` is its dimension of classes. It scales with the
+/// batch as the result does, as far as the graph says so.
 fn input_without(graph: &mut Graph, base: &str, result: ValueId, without: Option<usize>) -> ValueId {
     let taken = |name: &str| graph.inputs().chain(graph.parameters()).any(|(_, n)| n == name);
     let candidates = std::iter::once(base.to_string()).chain((2..).map(|n| format!("{base}{n}")));

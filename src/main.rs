@@ -1,5 +1,6 @@
-//! The command line. Each subcommand is a file in `commands/`; here they are named and their errors become exit codes:
-//! 0 done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input, 128 and more a signal.
+//! The command line. Each subcommand is a file in `commands/`. This file lists them and maps errors to exit codes: 0
+//! done, 1 the work failed (no plan fits, numbers differ, a worker died), 2 unusable options or input, 128 and more a
+//! signal.
 
 #![forbid(unsafe_code)]
 
@@ -9,7 +10,7 @@ mod progress;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::process::ExitCode;
 
-/// Planning makes many small values on many threads: with the system's allocator it takes twice as long.
+/// Planning makes many small values on many threads, for which the system's allocator takes twice as long.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

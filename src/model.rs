@@ -1,4 +1,4 @@
-//! From a file to a model that can be planned: the format is recognised by content, arguments become parameters and
+//! Turns a file into a model that can be planned. The format is recognised by content. Arguments become parameters and
 //! inputs, the sizes that scale with the batch are found, and the graph is simplified.
 
 mod file;
@@ -27,48 +27,47 @@ use altiplano_ir::unstack::{stack_of, unstack};
 use file::{Read, SEVERAL, graph_of, name_of};
 use std::path::{Path, PathBuf};
 
-/// What a file does not say of itself.
+/// Import options: facts that a model file does not contain.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ImportOptions {
-    /// Arguments that are trained, those that are given anew for each step, and parameters that are not trained: see
-    /// [`arguments::Stated`].
+    /// Trained arguments, inputs of each step, and frozen parameters; see [`arguments::Stated`].
     pub params: Vec<String>,
     pub inputs: Vec<String>,
     pub freeze: Vec<String>,
-    /// Parameters that weight decay leaves out, named in the same way.
+    /// Parameters excluded from weight decay, selected in the same way.
     pub no_decay: Vec<String>,
-    /// The batch dimension of an input, or that it has none. Default: dimension 0 of each.
+    /// The batch dimension of an input, or `None` if it has none. Default: dimension 0 of each.
     pub batch_dims: Vec<(String, Option<usize>)>,
-    /// The same model traced at another batch size, which settles what scales with the batch.
+    /// The same model traced at another batch size, which determines what scales with the batch.
     pub also: Option<PathBuf>,
     /// Values through which no gradient flows: names of leaves or ops, or `%12`.
     pub stop_gradients: Vec<String>,
-    /// The result that is the loss, by name or position; default: the one that is called so, or the first. The words
-    /// `cross-entropy` and `mse` attach a loss to a model that has none, and `none` plans to run it without training.
+    /// The result that is the loss, by name or position. Default: the result named `loss`, or the first. The words
+    /// `cross-entropy` and `mse` attach a loss to a model without one, and `none` plans to run it without training.
     pub loss: Option<String>,
-    /// Do not ask for the layouts that the model states.
+    /// Ignore the layouts that the model requests.
     pub ignore_shardings: bool,
-    /// Layouts that the user asks for, and the sizes of the axes `data` and `tensor` where they are given.
+    /// Layouts that the user requests, and the fixed sizes of the axes `data` and `tensor`, if any.
     pub pins: Vec<NamedPin>,
     pub axis_sizes: [Option<u32>; 2],
-    /// Plan the ops that the file has, and do not recognise what they make up.
+    /// Plan the ops of the file without recognising composites.
     pub as_written: bool,
-    /// Floating-point type to compute in; default: the traced ones.
+    /// Floating-point type of the computation; default: the traced types.
     pub precision: Option<DType>,
-    /// Tokens in a sample of a config's model; default: what [`huggingface`] finds sensible.
+    /// Tokens per sample of a config's model; default: chosen by [`huggingface`].
     pub sequence: Option<u64>,
-    /// Samples in the batch of a config's model; default: one.
+    /// Samples per batch of a config's model; default: one.
     pub batch: Option<u64>,
-    /// How many tokens an expert of a config's model takes: see [`huggingface::ConfigOptions::capacity_factor`].
+    /// Capacity factor of the experts of a config's model; see [`huggingface::ConfigOptions::capacity_factor`].
     pub capacity_factor: Option<f64>,
-    /// Values of sizes that a file leaves open, by name.
+    /// Values of sizes that the file leaves open, by name.
     pub sizes: Vec<(String, u64)>,
-    /// Take a twin of the model that is this small.
+    /// Downscale the model to this size.
     pub reduce: Option<Goal>,
 }
 
 impl ImportOptions {
-    /// The loss that a model without one gets.
+    /// The loss to attach to a model without one.
     fn attached(&self) -> Option<Attached> {
         self.loss.as_deref().and_then(Attached::of)
     }
@@ -77,40 +76,40 @@ impl ImportOptions {
 /// A model that can be planned.
 #[derive(Clone, Debug)]
 pub struct Model {
-    /// File name without its ending.
+    /// File name without its extension.
     pub name: String,
-    /// Forward graph, simplified, with its batch found; its first output is the loss.
+    /// Forward graph, simplified, with its batch found. Its first output is the loss.
     pub graph: Graph,
-    /// The model is run and not trained: its outputs are what it gives.
+    /// True if the model is run and not trained: its outputs are its results.
     pub inference: bool,
     pub loss: LossKind,
-    /// Why the graph keeps to its traced batch, if it does.
+    /// The reason why the graph keeps its traced batch, if it does.
     pub doubt: Option<Doubt>,
     pub stop_gradients: Vec<ValueId>,
-    /// The optimizer of a whole training step, and its learning rate.
+    /// The optimizer of a whole training step, with its learning rate.
     pub optimizer: Option<Fitted>,
-    /// What is wrong, in words, where the function is a whole training step whose update is none of the known ones.
+    /// For a whole training step with an unknown update, a description of what is unknown.
     pub unknown_update: Option<&'static str>,
     /// The gradients of a whole training step as it computes them itself.
     pub given: Option<GivenStep>,
-    /// What the model is smaller by than the one in the file.
+    /// The reduction relative to the model in the file.
     pub reduction: Option<Reduction>,
-    /// What the reader should know of the import.
+    /// Remarks on the import for the user.
     pub warnings: Vec<Warning>,
 }
 
 /// The loss and the gradients of a whole training step, for comparison with a plan's.
 #[derive(Clone, Debug)]
 pub struct GivenStep {
-    /// Its outputs are the loss and a gradient for each of `parameters`.
+    /// A graph whose outputs are the loss and a gradient for each of `parameters`.
     pub graph: Graph,
-    /// Names as the function has them: layers that a loop runs over are stacked in one.
+    /// Parameter names of the function, in which the layers of a loop are stacked.
     pub parameters: Vec<String>,
-    /// That of the first step, where the optimizer is known.
+    /// The learning rate of the first step, if the optimizer is known.
     pub learning_rate: Option<f64>,
 }
 
-/// Something odd that does not stop the import.
+/// A remark on an import that does not stop it.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Warning {
     #[error("{doubt}; the batch stays as traced. {remedy}")]
@@ -121,7 +120,7 @@ pub enum Warning {
     OtherResults(usize),
     #[error(
         "the loss is no mean or sum over samples{}, so the batch is not split into microbatches unless --allow-microbatch-semantics",
-        .0.as_ref().map_or(String::new(), |coupling| format!(", since {coupling} makes samples depend on each other or on their places"))
+        .0.as_ref().map_or(String::new(), |coupling| format!(", since {coupling} makes samples depend on each other or on their positions"))
     )]
     LossKind(Option<Coupling>),
     #[error("{0}")]
@@ -134,12 +133,12 @@ pub enum Warning {
         "the program was decomposed (run_decompositions), which drops detach and no_grad: gradients flow where the model may stop them; export without it, or say where with --stop-gradient NAME"
     )]
     Decomposed,
-    #[error("the file leaves sizes open, which were taken to be {}; --size NAME=N says otherwise", .0.join(", "))]
+    #[error("the file leaves sizes open, which are set to {}; change them by --size NAME=N", .0.join(", "))]
     OpenSizes(Vec<String>),
-    #[error("the batch is taken to be one sample; --global-batch N says another number")]
+    #[error("the batch is set to one sample; change it by --global-batch N")]
     OneSample,
     #[error(
-        "the file is of version {found} of torch.export's format, of which {known} is the newest known here: parts of it may be misunderstood"
+        "the file has version {found} of torch.export's format, but {known} is the newest supported one: parts of it may be misread"
     )]
     Newer { found: i64, known: i64 },
     #[error("reduced: {}", smaller(.0))]
@@ -147,7 +146,7 @@ pub enum Warning {
 }
 
 impl Warning {
-    /// Something to know, and nothing odd.
+    /// Returns whether the remark is only information, as opposed to a warning.
     pub fn is_note(&self) -> bool {
         matches!(
             self,
@@ -186,11 +185,11 @@ fn describe_step(
         n => format!(" ({n} more stay as they are)"),
     };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates take the place of the step's"
+        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates replace the step's"
     )
 }
 
-/// An update that is none of the known ones, in words.
+/// Describes an update that matches no known optimizer.
 fn unknown_update(changed: bool) -> &'static str {
     match changed {
         true => {
@@ -211,13 +210,13 @@ pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> 
     model_of(file, &read_bytes(file)?, options)
 }
 
-/// [`load_model`] of a file that was read already, which a pipe can be only once.
+/// As [`load_model`], for a file that is already in memory; a pipe can be read only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
     let read = |options: &ImportOptions| loss_of(file, traced(file, bytes, options)?, options);
     load(file, read(options)?, read, options, false)
 }
 
-/// [`load_model`] with all results of the function, not the loss alone: what `altiplano import` writes.
+/// As [`load_model`], but with all results of the function, not only the loss: the output of `altiplano import`.
 pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, Error> {
     let bytes = read_bytes(file)?;
     let read = |options: &ImportOptions| {
@@ -227,29 +226,30 @@ pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, E
     load(file, read(options)?, read, options, true)
 }
 
-/// A graph as it was read, and its leaves in the function's order.
+/// A graph as read, and its leaves in the function's order.
 struct Traced {
     graph: Graph,
     arguments: Vec<ValueId>,
-    /// What the function calls its results, where it says.
+    /// The function's names of its results, if it has any.
     results: Vec<Option<String>>,
     aside: Aside,
 }
 
-/// What else was found out while a file was read.
+/// Other findings of reading a file.
 #[derive(Default)]
 struct Aside {
-    /// What was taken for granted.
+    /// Assumptions made.
     notes: Vec<Warning>,
-    /// Samples in the batch, where that is not the number that the graph was made with.
+    /// Samples per batch, if the graph was built with another number.
     batch: Option<u64>,
-    /// Inputs that have no batch, and are kept with the model.
+    /// Inputs without a batch that are stored with the model.
     buffers: Vec<String>,
-    /// Sizes that make the same graph for another batch, where the file leaves its batch open.
+    /// Sizes that give the same graph with another batch, if the file leaves its batch open.
     other_sizes: Option<Vec<(String, u64)>>,
 }
 
-/// What is planned of a file: the loss, the step that it is a part of, and inputs that the function gives back updated.
+/// The part of a file that is planned: the loss, the step to which it belongs, and inputs that the function returns
+/// updated.
 struct Loss {
     graph: Graph,
     step: Option<(TrainingStep, GivenStep)>,
@@ -273,13 +273,13 @@ fn role(graph: &Graph, v: ValueId) -> Role {
     }
 }
 
-/// Leaves that the function gives back updated.
+/// Leaves that the function returns updated.
 fn states(graph: &Graph) -> Vec<String> {
     step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
 }
 
-/// The loss of a whole training step, and what else the step does; of any other graph all of it. A step with several losses is
-/// refused: its gradients are not those of one.
+/// Extracts the loss of a whole training step, and the rest of the step. Any other graph is kept whole. A step with
+/// several losses is rejected: its gradients are not those of one.
 fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss, Error> {
     let Traced { graph, arguments, results, mut aside } = traced;
     let chosen = !options.params.is_empty()
@@ -287,7 +287,7 @@ fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss,
         || !options.no_decay.is_empty()
         || options.attached().is_some();
     let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
-    // Layers that a loop ran over are planned like layers that were written out, but the experts of a layer stay together.
+    // The layers of a loop are planned like separate ones, but the experts of a layer stay together.
     let states = states(&graph);
     let Some(step) = step else {
         return Ok(Loss { graph: unstack(&experts::recognise(&graph)), step: None, states, aside });
@@ -309,7 +309,7 @@ fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss,
     let learning_rate = step.optimizer.map(|f| f.learning_rate);
     let given = GivenStep { graph: step.gradient_graph(&graph), parameters, learning_rate };
     let mut loss = step.loss_graph(&graph);
-    // A plan has microbatches of its own.
+    // A plan has its own microbatches.
     if let Some((part, batch)) = part_of_batch(&loss) {
         loss = part;
         aside.batch = aside.batch.or(Some(batch));
@@ -326,7 +326,7 @@ fn load(
 ) -> Result<Model, Error> {
     let results = traced.outputs.len();
     states.extend(aside.buffers);
-    // A file that leaves its batch open says by two graphs what scales with it.
+    // If a file leaves its batch open, two graphs determine what scales with it.
     let settled = match aside.other_sizes.filter(|_| options.also.is_none() && options.batch_dims.is_empty()) {
         Some(sizes) => settle(&traced, &read(&ImportOptions { sizes, ..options.clone() })?.graph).ok(),
         None => None,
@@ -346,7 +346,7 @@ fn load(
     let Batched { mut graph, mut loss, coupling, doubt } = batched;
     let inference = options.attached() == Some(Attached::Nothing);
     if inference {
-        // Results that each belong to a sample are those of the microbatches, one after the other.
+        // If each result belongs to a sample, concatenate those of the microbatches.
         let by_sample = graph.outputs.iter().all(|o| graph.node(*o).batch_dims != 0);
         loss = if by_sample { LossKind::Mean } else { LossKind::Other };
     }
@@ -356,12 +356,12 @@ fn load(
     if !all_results && !inference {
         graph.outputs.truncate(1);
     }
-    // Rounding is not what a twin is for, and hides mistakes.
+    // A downscaled model uses single precision, since rounding would hide mistakes.
     if let Some(precision) = options.precision.or(options.reduce.map(|_| DType::F32)) {
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
     let graph = simplify(&graph);
-    // What a gradient is stopped at stays; a number names a value of the graph as it is shown, which stays anyway.
+    // Keep values with a stopped gradient. A number names a value of the printed graph, which exists anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
     let kept = find_values(&graph, &named)?;
     let mut graph = if options.as_written { graph } else { rewrite(&graph, &kept) };
@@ -382,7 +382,7 @@ fn load(
     let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
     let unknown_update = step.as_ref().filter(|(s, _)| s.optimizer.is_none()).map(|(s, _)| unknown_update(s.changed));
     let sizes = step.as_ref().map(|(s, _)| [s.parameters.len(), s.frozen.len(), s.no_decay.len()]);
-    // The step's own gradients are those of the whole model.
+    // The step's own gradients are those of the model before any reduction.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
     warnings.extend(sizes.map(|[parameters, frozen, no_decay]| Warning::TrainingStep {
         parameters,
@@ -391,7 +391,7 @@ fn load(
         optimizer,
         changed,
     }));
-    // Of what is no loss nothing is said as of one; planning it is refused.
+    // Warn about other results only for a loss; planning anything else is rejected.
     let result = graph.ty(graph.outputs[0]);
     let trains = !inference && result.rank() == 0 && result.dtype.is_float();
     warnings.extend((results > 1 && !all_results && trains).then_some(Warning::OtherResults(results)));
@@ -413,8 +413,8 @@ fn load(
     })
 }
 
-/// What to type where it is in doubt which sizes scale with the batch: which dimension was taken for it, and how to say or
-/// show otherwise.
+/// Suggests options if it is unclear which sizes scale with the batch. It names the assumed batch dimension, and how to
+/// state or demonstrate another.
 fn batch_remedy(file: &Path, graph: &Graph, options: &ImportOptions) -> String {
     let batched = |(v, name): (ValueId, &str)| {
         let said = options.batch_dims.iter().rev().find(|(n, _)| n == name).map(|(_, dim)| *dim);
@@ -432,11 +432,11 @@ fn batch_remedy(file: &Path, graph: &Graph, options: &ImportOptions) -> String {
         _ => String::new(),
     };
     format!(
-        "Dimension {dim} of '{name}' ({size}) is taken to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
+        "Dimension {dim} of '{name}' ({size}) is assumed to be the batch; name another with --batch-dim {name}=DIM, give the model traced at another batch size too (--also OTHER{ending}){open}"
     )
 }
 
-/// The traced graph with its parameters told apart, nothing else changed.
+/// Reads the traced graph with its parameters identified, and nothing else changed.
 fn read_traced(file: &Path, options: &ImportOptions) -> Result<Traced, Error> {
     traced(file, &read_bytes(file)?, options)
 }
@@ -460,9 +460,9 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     let known = |graph: &Graph| -> Vec<Role> { arguments.iter().map(|a| role(graph, a.value)).collect() };
     let chosen = !options.params.is_empty() || !options.inputs.is_empty() || attached.is_some();
     if !said && !chosen {
-        // A whole training step itself says what it trains.
+        // A whole training step itself shows what it trains.
         let freeze = Stated { freeze: &options.freeze, ..Stated::default() };
-        // Weights that it does not give back updated are known by their names alone.
+        // Weights that it does not return updated are recognised by name alone.
         let updated = step::updated_leaves(&graph);
         let mut roles = known(&graph);
         for (role, argument) in roles.iter_mut().zip(&arguments) {
@@ -484,8 +484,8 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
     Ok(Traced { graph, arguments: values, results, aside })
 }
 
-/// Attaches a loss where one is asked for. Of a batch of one sample it could not be told which sizes of what is attached are
-/// the batch, so a graph that can be is made one of several, and `batch` brings it back.
+/// Attaches a loss if requested. With a batch of one sample, the batch sizes of the attached part could not be
+/// recognised. So the graph is first scaled to several samples, if possible, and `batch` restores it.
 fn attach(graph: &mut Graph, attached: Option<Attached>, batch: &mut Option<u64>) -> Result<(), Error> {
     let Some(attached) = attached else { return Ok(()) };
     if graph.batch == 1
@@ -497,7 +497,7 @@ fn attach(graph: &mut Graph, attached: Option<Attached>, batch: &mut Option<u64>
     loss::attach(graph, attached)
 }
 
-/// Puts the result that is the loss before the others: the one that the user names, or of several scalars the one that the
+/// Moves the loss before the other results: the one that the user names or, among several scalars, the one that the
 /// function calls a loss.
 fn loss_first(graph: &mut Graph, results: &mut [Option<String>], said: Option<&str>) -> Result<(), Error> {
     let key =
@@ -529,7 +529,8 @@ fn loss_first(graph: &mut Graph, results: &mut [Option<String>], said: Option<&s
     Ok(())
 }
 
-/// A graph file may say itself what scales with its batch; where that says more than could be found out, it holds.
+/// Determines what scales with the batch. A graph file's own statement takes precedence if it covers more than the
+/// analysis.
 fn found_batch(graph: &Graph, dims: &[Option<usize>], options: &ImportOptions) -> Batched {
     let found = find_batch(graph, dims);
     match &found.doubt {
@@ -541,10 +542,12 @@ fn found_batch(graph: &Graph, dims: &[Option<usize>], options: &ImportOptions) -
     }
 }
 
-/// The batch dimension of each input, as assignments to try in order: what the user says, else what the file says, else the
-/// first dimension. A scalar has none, nor has a random key as JAX passes it (two or four `u32`), nor state that the
-/// function gives back. Inputs whose sizes differ cannot all have the batch: then those of one size do, the size that most
-/// have first; the rest (masks, tables of positions) have none.
+/// The batch dimension of each input, as assignments to try in order. The user's statement comes first, then the
+/// file's, then the first dimension.
+///
+/// Some inputs have no batch dimension: scalars, random keys of JAX (two or four `u32`), and state that the function
+/// returns. If sizes differ, not all inputs have the batch. Then the most frequent size wins, and the others (masks,
+/// tables of positions) have none.
 fn batch_dims(
     graph: &Graph,
     said: &[(String, Option<usize>)],
@@ -579,7 +582,7 @@ fn batch_dims(
     let all: Vec<Option<usize>> = graph.inputs().map(|i| given(i.1).unwrap_or_else(|| default(i))).collect();
     let size = |(v, dim): (ValueId, Option<usize>)| dim.map(|d| graph.shape(v)[d]);
     let named: Vec<u64> = graph.inputs().filter_map(|(v, name)| size((v, given(name)?))).collect();
-    // Sizes in the order in which they first appear, each with the number of inputs that have it.
+    // Sizes in order of first appearance, each with its number of inputs.
     let mut sizes: Vec<(u64, usize)> = Vec::new();
     for found in graph.inputs().zip(&all).filter_map(|((v, _), dim)| size((v, *dim))) {
         match sizes.iter_mut().find(|(known, _)| *known == found) {
@@ -605,7 +608,8 @@ fn batch_dims(
     Ok(tries)
 }
 
-/// The batch under the first of these assignments that leaves no doubt, those first that make the loss one over samples.
+/// The batch under the first assignment that is unambiguous. Assignments that make the loss one over samples come
+/// first.
 fn first_without_doubt(graph: &Graph, tries: &[Vec<Option<usize>>], options: &ImportOptions) -> Batched {
     let mut found: Vec<Batched> = Vec::new();
     for dims in tries {
@@ -619,7 +623,7 @@ fn first_without_doubt(graph: &Graph, tries: &[Vec<Option<usize>>], options: &Im
     found.swap_remove(at)
 }
 
-/// The values of these names: `%12`, a leaf's name, an op's name or its last part.
+/// Finds values by name: `%12`, a leaf's name, an op's name or its last part.
 fn find_values(graph: &Graph, names: &[String]) -> Result<Vec<ValueId>, Error> {
     let mut found = Vec::new();
     for name in names {
@@ -680,7 +684,7 @@ mod tests {
         let names = ["broadcast_in_dim", "multiply", "reduce"];
         let ops: Vec<&str> = model.graph.nodes.iter().map(|n| n.op.name()).filter(|n| !names.contains(n)).collect();
         assert_eq!(ops, ["parameter", "parameter", "parameter", "input"]);
-        // The stack's name means all of its rows.
+        // The name of a stack selects all of its rows.
         assert_eq!(model.stop_gradients.len(), 3);
     }
 

@@ -1,5 +1,4 @@
-//! What moved from one plan to another: of two plans of one model, or of a model that was changed, on the same cluster or what is
-//! left of it.
+//! The difference between two plans of one model, or of a changed model, on the same cluster or on what is left of it.
 
 use crate::report::words::parameter;
 use crate::report::{Grid, pattern};
@@ -11,7 +10,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 
-/// Where a plan keeps a parameter: the devices of its stages, and the layouts there in words.
+/// The placement of each parameter: its devices, and its layouts there in words.
 fn places<'a>(plan: &'a Plan) -> BTreeMap<&'a str, (u64, Vec<(&'a Stage, &'a Storage)>)> {
     let values: Vec<(ValueId, &str)> = plan.graph.parameters().collect();
     let of = |(v, name): (ValueId, &'a str)| {
@@ -21,13 +20,13 @@ fn places<'a>(plan: &'a Plan) -> BTreeMap<&'a str, (u64, Vec<(&'a Stage, &'a Sto
     values.into_iter().map(of).collect()
 }
 
-/// How a stage lays out a parameter: its meshes' axes are named by what they do, so the text says all.
+/// A stage's layout of a parameter. Mesh axes are named by their purpose, so the text is complete.
 fn layout((stage, storage): &(&Stage, &Storage)) -> String {
     let of = |s: &altiplano_ir::sharding::Sharding| s.display(&stage.mesh).to_string();
     format!("{} {} {} on {}", of(&storage.parameter), of(&storage.gradient), of(&storage.state), stage.mesh)
 }
 
-/// How late the gradients of a plan are.
+/// The delay of a plan's gradients.
 fn late(plan: &Plan) -> String {
     match plan.updates_of_step() {
         1 => format!("{} steps late", plan.staleness()),
@@ -43,7 +42,7 @@ fn servers(plan: &Plan) -> String {
     })
 }
 
-/// What two plans are for, where it is not the same: seconds of one then say little of the other.
+/// Differences between the problems of two plans, which make their step times incomparable.
 pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String; 2])> {
     let optimizer = |p: &Plan| match p.schedule.trains() {
         true => match p.clip_norm {
@@ -69,17 +68,17 @@ pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String
     pairs.filter(|(a, b)| a.1 != b.1).map(|(a, b)| (a.0, [a.1, b.1])).collect()
 }
 
-/// Values that two plans lay out differently, those of alike layers together.
+/// Values that two plans lay out differently, grouped over equal layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LayoutsDiffer {
     /// A name, or the pattern of several.
     pub value: String,
     pub count: usize,
-    /// In each plan, in words for parameters and as shardings for what ops give.
+    /// The layout in each plan: in words for parameters, as shardings for results of ops.
     pub layouts: [String; 2],
 }
 
-/// The layouts that differ, of parameters and of what matmuls and lookups give, in the order of the model.
+/// The layouts that differ, of parameters and of the results of matmuls and lookups, in the order of the model.
 pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
     let mut lines: BTreeMap<(String, String, String), (usize, String, usize)> = BTreeMap::new();
     let mut add = |name: &str, a: &str, b: &str| {
@@ -93,7 +92,7 @@ pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
             add(name, a, b);
         }
     }
-    // Nodes have no names that are theirs alone; those of one model are the same in the same places.
+    // Node names are not unique, but equal models have equal nodes in the same places.
     let of = |p: &Plan| p.graph.values().map(|v| p.graph.node(v).op.name()).collect::<Vec<_>>();
     if of(one) == of(other) {
         for v in one.graph.values().filter(|&v| one.graph.node(v).op.is_contraction()) {
@@ -117,7 +116,7 @@ pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
     ordered.into_iter().map(line).collect()
 }
 
-/// [`layouts`] as a table; empty where none differ.
+/// [`layouts`] as a table; empty if none differ.
 pub fn layouts_table(names: [&str; 2], differ: &[LayoutsDiffer]) -> String {
     const SHOWN: usize = 24;
     if differ.is_empty() {
@@ -133,7 +132,7 @@ pub fn layouts_table(names: [&str; 2], differ: &[LayoutsDiffer]) -> String {
     format!("{}{more}", table.left())
 }
 
-/// How each parameter is kept, in words; how large the axes are stages say.
+/// The storage of each parameter in words. The stages give the sizes of axes.
 fn kept_in_words(plan: &Plan) -> BTreeMap<&str, String> {
     let users = plan.graph.users();
     let words = |(v, name): (ValueId, &str)| {
@@ -148,7 +147,7 @@ fn kept_in_words(plan: &Plan) -> BTreeMap<&str, String> {
     plan.graph.parameters().map(|(v, name)| (name, words((v, name)))).collect()
 }
 
-/// The stages of each plan, neighbours that are alike in one line; empty where they are the same.
+/// The stages of each plan, with equal adjacent ones on one line; empty if all are the same.
 pub fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
     let of = |p: &Plan| {
         let mut lines: Vec<(usize, usize, [String; 4])> = Vec::new();
@@ -179,7 +178,7 @@ pub fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
     table.left()
 }
 
-/// The difference in words, a line each.
+/// Describes the difference in words, one aspect per line.
 pub fn moved(old: &Plan, new: &Plan) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -216,7 +215,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
     out
 }
 
-/// How many parameters, and their bytes.
+/// A number of parameters, and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Tensors {
     pub count: u64,
@@ -230,11 +229,11 @@ impl Tensors {
     }
 }
 
-/// What becomes of parameters from one plan to another.
+/// The parameters that move between two plans.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Moves {
     pub to_other_devices: Tensors,
-    /// Where they were, in other layouts.
+    /// On the same devices, in other layouts.
     pub laid_out_anew: Tensors,
     pub new: Tensors,
     pub gone: Tensors,
@@ -261,7 +260,7 @@ impl Moves {
     }
 }
 
-/// A line each.
+/// One line per kind of move.
 impl fmt::Display for Moves {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let lines = [

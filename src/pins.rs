@@ -1,5 +1,6 @@
-//! Layouts that the user asks for: patterns of names, and shardings as they are printed. `params*['w']=[{}, {tensor}]` splits the
-//! columns of each such parameter. What is asked for becomes pins of the graph, as shardings that a model states itself do.
+//! Layouts that the user requests: patterns of names, and shardings as they are printed. `params*['w']=[{}, {tensor}]`
+//! splits the columns of each such parameter. Requests become pins of the graph, as do shardings that a model states
+//! itself.
 
 use crate::error::Error;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
@@ -8,16 +9,16 @@ use altiplano_ir::types::TensorType;
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
-/// A layout for all parameters and values whose names match a pattern, in which `*` stands for anything.
+/// A layout for all parameters and values whose names match a pattern, in which `*` matches anything.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedPin {
-    /// As the user wrote it.
+    /// The text that the user wrote.
     text: String,
     pattern: String,
     dims: Vec<PinnedDim>,
 }
 
-/// Why a pin cannot be.
+/// Reasons why a pin is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum PinProblem {
     #[error("no parameter or value has such a name; `altiplano show MODEL` prints them")]
@@ -26,7 +27,7 @@ pub enum PinProblem {
     Rank { name: String, ty: TensorType, dims: usize },
     #[error("dimension {dim} of '{name}', which is {ty}, does not divide by {parts}")]
     Divides { name: String, ty: TensorType, dim: usize, parts: u64 },
-    #[error("the axis `{axis}` has the size that {option} says, which is not given")]
+    #[error("the size of axis `{axis}` is unknown; give it by {option}")]
     NoSize { axis: &'static str, option: &'static str },
     #[error("there is no axis `{axis}`; the axes are `data` and `tensor`")]
     UnknownAxis { axis: String },
@@ -48,7 +49,7 @@ impl FromStr for NamedPin {
     }
 }
 
-/// `{data}, {}, {tensor, ?}`, where `?` lets further axes split the dimension.
+/// Parses `{data}, {}, {tensor, ?}`, where `?` lets further axes split the dimension.
 fn dims(text: &str) -> Option<Vec<PinnedDim>> {
     let mut dims = Vec::new();
     let mut rest = text.trim();
@@ -71,7 +72,7 @@ fn dims(text: &str) -> Option<Vec<PinnedDim>> {
     Some(dims)
 }
 
-/// Whether a name matches a pattern; everything but `*` stands for itself.
+/// Returns whether a name matches a pattern, in which only `*` is special.
 pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| name.strip_prefix(first)) else { return false };
@@ -86,7 +87,7 @@ pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// The parameters, and the values that are no constants, whose names match a pattern.
+/// The parameters and non-constant values whose names match a pattern.
 pub fn named(graph: &Graph, pattern: &str) -> Vec<(ValueId, String)> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     let name = |v: ValueId| match &graph.node(v).op {
@@ -97,7 +98,7 @@ pub fn named(graph: &Graph, pattern: &str) -> Vec<(ValueId, String)> {
     named.filter(|(_, name)| matches(pattern, name)).collect()
 }
 
-/// Names that `wanted` may have been meant for, nearest first: of the names that are like it up to numbers one each.
+/// Names similar to `wanted`, nearest first. Among names that differ only in numbers, one is listed.
 pub fn near<'a>(names: impl Iterator<Item = &'a str>, wanted: &str) -> Vec<String> {
     const SHOWN: usize = 3;
     let wanted = wanted.replace('*', "").to_lowercase();
@@ -109,7 +110,7 @@ pub fn near<'a>(names: impl Iterator<Item = &'a str>, wanted: &str) -> Vec<Strin
     found.into_iter().take(SHOWN).map(|(.., name)| name.to_string()).collect()
 }
 
-/// Characters to put in, leave out or change to make of a text some part of another (Sellers 1980).
+/// Minimum number of insertions, deletions and substitutions that turn `from` into some part of `to` (Sellers 1980).
 fn changes(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row = vec![0; to.len() + 1];
@@ -123,8 +124,8 @@ fn changes(from: &str, to: &str) -> usize {
     row.into_iter().min().unwrap_or(0)
 }
 
-/// Pins what is asked for. `sizes` are those of the axes `data` and `tensor`, where they are given; a dimension that is the batch
-/// may be of any size, since microbatches are.
+/// Adds the pins to a graph. `sizes` are the fixed sizes of the axes `data` and `tensor`, if any. A batch dimension may
+/// have any size, since microbatches do.
 pub fn apply(graph: &mut Graph, pins: &[NamedPin], sizes: [Option<u32>; 2]) -> Result<(), Error> {
     for pin in pins {
         let problem = |problem| Error::Pin { pin: pin.text.clone(), problem: Box::new(problem) };

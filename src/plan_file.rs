@@ -1,4 +1,4 @@
-//! Plan files: read with everything in them checked, written whole or not at all.
+//! Plan files: verified when read, and written atomically.
 
 use crate::error::Error;
 use crate::model::{Format, read_bytes};
@@ -11,12 +11,12 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Reads and verifies a plan file. What is predicted of the plan is computed again, since it must follow from the rest.
+/// Reads and verifies a plan file. Predictions are recomputed, since they must follow from the rest of the plan.
 pub fn load_plan(file: &Path) -> Result<Plan, Error> {
     plan_of(file, &read_bytes(file)?)
 }
 
-/// [`load_plan`] of a file that was read already, which a pipe can be only once.
+/// As [`load_plan`], for a file that is already in memory; a pipe can be read only once.
 pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
     if Format::of(bytes) != Format::PlanJson {
         return Err(Error::OtherArtefact {
@@ -36,9 +36,9 @@ pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
 
 const EDITED: &str = "does not follow from the plan: the file was edited, or written by another version";
 
-/// The path of a prediction that this version would not make.
+/// The path of a prediction that this version would not make, if any.
 fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
-    // What a measured profile predicts follows from a file that is elsewhere.
+    // The predictions of a measured profile depend on a file that is not at hand.
     if plan.profile.is_some() {
         return Ok(None);
     }
@@ -49,7 +49,7 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
     Ok(stage.map(|i| format!("stages[{i}].predicted")).or(whole))
 }
 
-/// A plan as the figures of its cluster judge it, whatever measured profile did before.
+/// Predicts a plan again by the figures of its cluster, without its measured profile.
 pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
     match plan.profile.take() {
         Some(_) => {
@@ -61,12 +61,12 @@ pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
 }
 
 /// Writes a file by renaming a complete one over it, so that a reader never sees half of it. A link stays a link and a
-/// device a device: what they lead to is written.
+/// device a device: their targets are written.
 pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
-    // A link to nowhere does not resolve; opening it makes what it names.
+    // A dangling link does not resolve; opening it creates its target.
     let target = file.canonicalize().unwrap_or(file.to_path_buf());
     let found = std::fs::symlink_metadata(&target).ok();
-    // What is open there belongs to somebody who would not see it replaced.
+    // Files that are open here belong to a process that would not see them replaced.
     let is_open = ["/dev", "/proc"].iter().any(|directory| file.starts_with(directory));
     let written = match found {
         Some(found) if is_open || !found.is_file() => std::fs::write(&target, text),
@@ -75,7 +75,7 @@ pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
     written.map_err(|error| Error::Write { file: file.to_path_buf(), error })
 }
 
-/// Whether a file could be written as far as its folder says, to be asked before long work whose result goes there.
+/// Checks that a file could be written, before a long computation whose result goes there.
 pub fn expect_writable(file: &Path) -> Result<(), Error> {
     let folder = file.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let error = match () {
@@ -87,9 +87,9 @@ pub fn expect_writable(file: &Path) -> Result<(), Error> {
     Err(Error::NoPlace { file: file.to_path_buf(), error })
 }
 
-/// What earlier searches of this very program found, in a folder that is made where there is none.
+/// Opens the cache of earlier searches by this build of the program; creates the folder if necessary.
 pub fn open_cache(folder: &Path) -> Result<Arc<Cache>, Error> {
-    // Another build may price otherwise without being of another version.
+    // Another build of the same version may price differently.
     let program = std::env::current_exe().and_then(std::fs::metadata);
     let build = program.and_then(|program| Ok((program.len(), program.modified()?))).ok();
     let build = format!("{} {build:?}", env!("CARGO_PKG_VERSION"));
@@ -97,7 +97,7 @@ pub fn open_cache(folder: &Path) -> Result<Arc<Cache>, Error> {
     Ok(Arc::new(cache))
 }
 
-/// Writes beside a file and renames over it.
+/// Writes a temporary file beside the target and renames it.
 fn replace(file: &Path, text: &str, permissions: Option<Permissions>) -> std::io::Result<()> {
     let mut name = file.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", std::process::id()));
@@ -106,7 +106,7 @@ fn replace(file: &Path, text: &str, permissions: Option<Permissions>) -> std::io
         .and_then(|()| permissions.map_or(Ok(()), |p| std::fs::set_permissions(&part, p)))
         .and_then(|()| std::fs::rename(&part, file));
     written.inspect_err(|_| {
-        // Nothing to clean up where the part was never made.
+        // If the temporary file was never created, there is nothing to clean up.
         let _ = std::fs::remove_file(&part);
     })
 }

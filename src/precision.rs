@@ -1,4 +1,4 @@
-//! A model in another floating-point precision: what `--precision` does to a graph before it is planned.
+//! Changes the floating-point precision of a model before it is planned (`--precision`).
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Node};
@@ -9,10 +9,10 @@ use altiplano_ir::types::TensorType;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// The graph with every float type that a parameter has replaced by `precision`. Other types stay: a trace of mixed
-/// precision keeps the parts that it computes in f32 on purpose.
+/// Replaces every float type of the parameters by `precision`. Other types stay: a mixed-precision trace computes parts
+/// in f32 on purpose.
 ///
-/// Finite constants stay finite, so that a mask of -1e9 does not become an infinity whose difference is no number.
+/// Finite constants stay finite, so that a mask of -1e9 does not become an infinity whose difference is NaN.
 pub fn with_precision(graph: &Graph, precision: DType) -> Result<Graph, ShapeError> {
     let replaced: BTreeSet<DType> = graph.parameters().map(|(v, _)| graph.ty(v).dtype).collect();
     let dtype = |old: DType| if old.is_float() && replaced.contains(&old) { precision } else { old };

@@ -1,5 +1,5 @@
-//! Plans and predictions by a measured profile: the kernels are those that the runtime says it runs, the times those of the profile.
-//! What the profile lacks is priced by the roofline, and counted.
+//! Plans and predicts by a measured profile. The runtime lists its kernels, and the profile gives their times. The
+//! roofline prices kernels that the profile lacks, and these are counted.
 
 use crate::error::Error;
 use crate::model::read_bytes;
@@ -36,10 +36,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Families of terms whose threads are the devices of a group.
+/// Families of terms in which each thread is a device of the group.
 const COLLECTIVES: [&str; 6] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "halo", "shift"];
 
-/// What the families of collectives among several nodes end with.
+/// Suffix of the families of collectives between several nodes.
 const ACROSS: &str = "_across";
 
 /// Families of terms that a pass over memory has once, however many elementwise ops are fused into it.
@@ -49,20 +49,20 @@ const OF_THE_PASS: [&str; 7] = ["dispatch", "registers", "load", "load_repeated"
 #[derive(Clone)]
 pub struct Profiled {
     lookup: Arc<Lookup>,
-    /// For what the profile lacks.
+    /// Prices whatever the profile lacks.
     roofline: Roofline,
-    /// Devices of a node of the cluster, which share its cores.
+    /// Devices per node of the cluster, which share its cores.
     on_node: u32,
-    /// Devices of the plan on a node, and those of them that compute at once.
+    /// Number of the plan's devices on a node, and of those that compute at the same time.
     devices: u32,
     busy: u32,
-    /// Seconds of single ops, for the search.
+    /// Cached seconds of single ops, for the search.
     ops: Arc<Mutex<HashMap<String, f64>>>,
-    /// What the profile says, for those who keep answers that depend on it.
+    /// Key of the profile's content, for caches of dependent results.
     content: Option<Key>,
 }
 
-/// What a GPU does for a kernel, in the terms that are measured of GPUs: one, or none where nothing is.
+/// The work of a GPU kernel in measured terms: one term, or none if its kind is not measured.
 fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
     let bytes = (kernel.read_bytes + kernel.written_bytes) as f64;
     let term = match kernel.kind {
@@ -84,14 +84,14 @@ fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
     Some(work)
 }
 
-/// What a profile does not cover of a plan.
+/// The parts of a plan that a profile does not cover.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Uncovered {
-    /// Kernels of a step's bodies that were priced.
+    /// Number of priced kernels in a step's bodies.
     pub kernels: usize,
-    /// By family and type: kernels outside of the measured sizes, and how many times the worst is larger or smaller.
+    /// By family and type: the number of kernels outside the measured sizes, and the largest ratio to these.
     pub outside: BTreeMap<(String, DType), (usize, f64)>,
-    /// Kernels of a family or type that was not measured.
+    /// Number of kernels of each family and type that was not measured.
     pub missing: BTreeMap<(String, DType), usize>,
 }
 
@@ -101,7 +101,7 @@ pub fn load_profile(file: &Path) -> Result<Profile, Error> {
     Profile::from_json(&text).map_err(|error| Error::Profile { file: file.to_path_buf(), error: Box::new(error) })
 }
 
-/// Plans by a profile, if there is one, and says which in the plan.
+/// Plans by a profile, if there is one, and records it in the plan.
 pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Plan, Error> {
     let Some(profile) = profile else {
         return Ok(plan_or_closest(request, &Rooflines::of(&request.cluster), progress)?);
@@ -114,7 +114,7 @@ pub fn plan_by(request: &Request, profile: Option<&Profile>, progress: &dyn Prog
     Ok(found)
 }
 
-/// The frontier of plans, by a profile if there is one.
+/// The Pareto frontier of plans, by a profile if there is one.
 pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
     let Some(profile) = profile else { return Ok(frontier(request, &Rooflines::of(&request.cluster), progress)?) };
     let group = measured_group(&request.cluster)?;
@@ -124,7 +124,7 @@ pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn 
     Ok(points)
 }
 
-/// Predicts a plan anew by a profile.
+/// Predicts a plan again by a profile.
 pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     let cost = Profiled::of_plan(profile, plan)?;
     let programs = programs(plan)?;
@@ -133,19 +133,19 @@ pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     Ok(())
 }
 
-/// The nodes that a profile can price: one machine was measured, so all are as it.
+/// The group that a profile can price. One machine was measured, so all nodes must be like it.
 fn measured_group(cluster: &Cluster) -> Result<&Group, Error> {
     match cluster.groups.as_slice() {
         [group] => Ok(group),
         _ => Err(Error::Option {
             option: "--profile",
-            problem: "is of one kind of machine, which cannot price a cluster of several groups of nodes",
+            problem: "covers one kind of machine, and cannot price a cluster of several groups of nodes",
         }),
     }
 }
 
 impl Profiled {
-    /// Prices of a plan with so many devices of a cluster's nodes, all of which compute at once.
+    /// Prices of a plan with `devices` devices of a cluster's nodes, all of which compute at the same time.
     pub fn new(profile: Profile, group: &Group, devices: u32) -> Result<Profiled, ProfileError> {
         let device = &group.device;
         if profile.device != device.name {
@@ -169,12 +169,12 @@ impl Profiled {
         self.lookup.profile()
     }
 
-    /// Whether it prices GPUs, which launch kernels one by one, rather than workers that share a machine.
+    /// Returns whether it prices GPUs, which launch kernels one by one, as opposed to workers that share a machine.
     fn is_of_gpus(&self) -> bool {
         self.roofline.device().kind.is_gpu()
     }
 
-    /// What a kernel does, in terms that may have been measured.
+    /// The work of a kernel, in terms that may have been measured.
     pub fn work(&self, kernel: &Kernel) -> Option<Work> {
         if self.is_of_gpus() { work_of_gpu(kernel) } else { kernel.work.clone() }
     }
@@ -183,19 +183,19 @@ impl Profiled {
         threads_of_device(self.profile().machine.cores as usize, self.devices as usize)
     }
 
-    /// What a term takes as part of some work.
+    /// The price of a term of some work.
     pub fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
-        // Of GPUs, and between nodes, all devices of each were at it together, as they are in a step.
+        // On GPUs and between nodes, all devices of each were measured together, as they run in a step.
         if self.is_of_gpus() || term.family.ends_with(ACROSS) {
             return self.lookup.price(term, term.threads);
         }
-        // The threads of a collective are devices themselves; those of any other kernel belong to each device.
+        // Each thread of a collective is a device; other kernels have their threads on each device.
         let is_collective = COLLECTIVES.contains(&term.family);
         let of_each = if is_collective { 1 } else { work.parts.max(term.threads) };
         self.lookup.price(term, self.busy.max(1) * of_each)
     }
 
-    /// Seconds of some work; `None` where the profile lacks something of it.
+    /// Seconds of some work; `None` if the profile lacks a part of it.
     fn work_s(&self, work: &Work) -> Option<f64> {
         work.terms.iter().map(|term| self.term(term, work).map(|p| p.seconds)).sum()
     }
@@ -208,12 +208,12 @@ impl Profiled {
         self.work_s(&work).unwrap_or_else(|| self.roofline_bytes_s(bytes))
     }
 
-    /// Seconds to read and write so many bytes where nothing is measured.
+    /// Seconds to read and write a number of bytes, if nothing was measured.
     fn roofline_bytes_s(&self, bytes: u64) -> f64 {
         2.0 * bytes as f64 / self.roofline.device().memory_bytes_per_s
     }
 
-    /// What of a plan the profile does not cover.
+    /// The parts of a plan that the profile does not cover.
     pub fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
         let mut found = Uncovered::default();
         for kernel in work_of(plan, &Sketch::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels) {
@@ -235,7 +235,7 @@ impl Profiled {
         found
     }
 
-    /// Seconds of one op by itself, as far as it has a kernel of its own; what fused neighbours share is shared out.
+    /// Seconds of one op by itself, if it has its own kernel. An op that is fused gets its share of the pass.
     fn op_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> Option<f64> {
         let key = format!("{op:?} {operands:?}");
         let known =
@@ -283,7 +283,7 @@ impl CostModel for Profiled {
 
     fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType) -> f64 {
         match op {
-            // Nothing runs for these: they are there, folded or read through.
+            // These run nothing: they are present, folded or views.
             op if op.is_leaf() => 0.0,
             Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::Collective(_) | Op::Microbatches(_) => 0.0,
             Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) => 0.0,
@@ -292,7 +292,7 @@ impl CostModel for Profiled {
                 let inside = graph.values().filter(|&v| !body.is_constant(v));
                 inside.map(|v| self.compute_s(&graph.node(v).op, &graph.operand_types(v), graph.ty(v))).sum()
             }),
-            // What an op that is fused with its neighbours takes of their pass is an estimate, measured or not.
+            // The share of a fused op in its pass is an estimate, measured or not.
             op if self.is_of_gpus() && !matches!(op, Op::DotGeneral(_)) => {
                 self.roofline.compute_s(op, operands, result)
             }
@@ -321,7 +321,7 @@ impl CostModel for Profiled {
 
     fn collective_s(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> f64 {
         let roofline = || self.roofline.collective_s(collective, operand_bytes, result_bytes, link);
-        // One machine was measured, with the GPUs that it has.
+        // One machine was measured, with its own GPUs.
         let was_measured = link.nodes <= 1 && link.devices <= u64::from(self.profile().machine.cores);
         if self.is_of_gpus() && !(was_measured && collective.communicates()) {
             return roofline();
@@ -364,7 +364,7 @@ impl Runtime for Profiled {
     }
 
     fn collective_work(&self, collective: &Collective, operand_bytes: u64, result_bytes: u64, link: &AxisLink) -> Work {
-        // What is moved is moved alike whatever its type is.
+        // The cost of a move does not depend on the element type.
         let bytes = operand_bytes.max(result_bytes) as f64;
         let term = match across_nodes(collective).filter(|_| link.nodes > 1) {
             Some(family) => Term::once(family, DType::F32, [link.nodes as f64, bytes]),
@@ -375,7 +375,8 @@ impl Runtime for Profiled {
         work
     }
 
-    /// What threads of one process send is there when it is sent. Between nodes the cluster says what was not measured.
+    /// Messages between threads of one process arrive at once. Between nodes, the cluster's figures cover what was not
+    /// measured.
     fn message_s(&self, bytes: u64, path: &TransferPath) -> f64 {
         let term = Term::once(MESSAGE[usize::from(path.across)], DType::F32, [bytes as f64]);
         let unmeasured = || if path.across { path.transfer_s(bytes) } else { 0.0 };
@@ -396,7 +397,7 @@ impl Runtime for Profiled {
 }
 
 impl Uncovered {
-    /// What is to be warned of: a line on sizes that were not measured, and one on kernels that were not.
+    /// Warnings: a line on sizes outside the measured ones, and one on kernels that were not measured.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = Vec::new();
         let mut outside: Vec<_> = self.outside.iter().collect();
@@ -407,7 +408,7 @@ impl Uncovered {
                 .map(|((family, dtype), (n, most))| format!("{n} of {family} {dtype} by up to {} times", digits(*most)))
                 .collect();
             lines.push(format!(
-                "sizes among {} are up to {} times outside of what the profile measured, where the nearest end is scaled by the roofline ({})",
+                "sizes among {} are up to {} times outside the measured range, where the roofline extrapolates the profile ({})",
                 plural(self.kernels as u64, "kernel"),
                 digits(*most),
                 shortened(&list)
@@ -417,7 +418,7 @@ impl Uncovered {
             let list: Vec<String> =
                 self.missing.iter().map(|((family, dtype), n)| format!("{n} of {family} {dtype}")).collect();
             lines.push(format!(
-                "of {}, the profile lacks some, which are priced by the roofline ({})",
+                "of {}, the profile lacks some, which the roofline prices ({})",
                 plural(self.kernels as u64, "kernel"),
                 shortened(&list)
             ));
@@ -426,22 +427,22 @@ impl Uncovered {
     }
 }
 
-/// The first few of a list, and how many more there are.
+/// The first few entries of a list, and the number of the others.
 fn shortened(list: &[String]) -> String {
     const FEW: usize = 4;
     let more = if list.len() > FEW { format!(", and {} kinds more", list.len() - FEW) } else { String::new() };
     format!("{}{more}", list[..list.len().min(FEW)].join(", "))
 }
 
-/// What of a plan a profile does not cover, in words.
+/// Describes the parts of a plan that a profile does not cover.
 pub fn uncovered(plan: &Plan, profile: &Profile) -> Result<Vec<String>, Error> {
     Ok(Profiled::of_plan(profile, plan)?.uncovered(plan, &programs(plan)?).lines())
 }
 
-/// Measures this machine with the runtime's kernels; `tell` hears what is measured and how far it is.
+/// Measures this machine with the runtime's kernels; `tell` receives the current measurement and the progress.
 ///
 /// # Errors
-/// The system gives no threads for devices.
+/// Fails if the system cannot start threads for devices.
 pub fn measured_profile(quick: bool, tell: &mut (dyn FnMut(&str, usize, usize) + Send)) -> Result<Profile, Error> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     let start = Instant::now();
@@ -450,10 +451,11 @@ pub fn measured_profile(quick: bool, tell: &mut (dyn FnMut(&str, usize, usize) +
     Ok(profile_of("cpu-worker".to_string(), machine, found, start))
 }
 
-/// Measures the GPUs of this machine, all of which are taken to be as the first, with the kernels and libraries that plans run on them.
+/// Measures the GPUs of this machine with the kernels and libraries that plans run on them. The first GPU stands for
+/// all.
 ///
 /// # Errors
-/// What is in the way of running anything on a GPU, and what stops it.
+/// Fails if nothing can run on a GPU, or if a kernel fails.
 pub fn measured_gpu_profile(
     options: &CudaOptions,
     quick: bool,
@@ -465,7 +467,7 @@ pub fn measured_gpu_profile(
     let found = measure_gpus(options, quick, tell)?;
     let (name, memory_bytes) = gpus.first().map_or((String::new(), 0), |gpu| (gpu.name.clone(), gpu.memory_bytes));
     let known = probe::catalogue_device(&probe::Gpu { name: name.clone(), memory_bytes });
-    // A cluster file may describe a device that the catalogue does not have, under the name that its driver gives it.
+    // A cluster file may describe a device that the catalogue lacks, under the name from its driver.
     let device = known.map_or(name.clone(), |device| device.name);
     let machine = Machine { processor: name, cores: gpus.len() as u32, gpus: true };
     Ok(profile_of(device, machine, found, start))
@@ -487,8 +489,8 @@ fn profile_of(device: String, machine: Machine, found: Measurements, start: Inst
     }
 }
 
-/// A profile with what was measured of the links between ranks, on so many nodes and of so many of each, in place of what it has of
-/// the same families; `seconds` is how long that took.
+/// Replaces series of a profile by measurements of the links between ranks, on a number of nodes and ranks per node.
+/// `seconds` is the time that the measurement took.
 pub fn with_links(mut profile: Profile, found: Measurements, [nodes, on_node]: [usize; 2], seconds: f64) -> Profile {
     let is_new = |series: &Series| found.measured.iter().any(|m| m.family == series.family);
     profile.series.retain(|series| !is_new(series));
@@ -509,14 +511,14 @@ fn series_of(m: Measured) -> Series {
     series
 }
 
-/// The processor's name, as Linux tells it.
+/// The processor's name, from Linux.
 fn processor() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let named = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     named.map_or(std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
 }
 
-/// `2026-11-22T01:20:00Z`, by the proleptic Gregorian calendar, counted in eras of 400 years that begin in March.
+/// A time such as `2026-11-22T01:20:00Z`, by the proleptic Gregorian calendar, counted in eras of 400 years from March.
 fn utc(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let (days, of_day) = (seconds / 86_400 + 719_468, seconds % 86_400);

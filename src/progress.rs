@@ -1,5 +1,5 @@
-//! A progress bar on stderr for work that lasts longer than a second, where stderr is a terminal; and Ctrl-C, which ends a search
-//! with the best that it has found, and at the second time the program.
+//! A progress bar on stderr for work that lasts longer than a second, if stderr is a terminal. It also handles Ctrl-C:
+//! the first ends a search with its best plan so far, the second ends the program.
 
 use altiplano::planner::Progress;
 use altiplano::units::seconds;
@@ -9,10 +9,10 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A bar that shows itself after a second, and goes when it is dropped.
+/// A bar that appears after a second, and disappears on drop.
 pub struct Bar {
     bar: ProgressBar,
-    /// Seconds of the best plan so far, and what no plan falls below.
+    /// Step time of the best plan so far, and a lower bound for all plans.
     best: Mutex<Option<(f64, f64)>>,
     stopped: Arc<AtomicBool>,
     /// Dropped with the bar, which ends the thread that waits to show it.
@@ -29,7 +29,7 @@ impl Bar {
         let late = bar.clone();
         std::thread::spawn(move || {
             if wait.recv_timeout(Duration::from_secs(1)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                // This target draws on a terminal only.
+                // This target draws only on a terminal.
                 late.set_draw_target(ProgressDrawTarget::stderr());
                 late.enable_steady_tick(Duration::from_millis(200));
             }
@@ -37,11 +37,11 @@ impl Bar {
         Bar { bar, best: Mutex::default(), stopped: Arc::default(), _done: done }
     }
 
-    /// A bar whose work is stopped by Ctrl-C.
+    /// A bar whose work Ctrl-C stops.
     pub fn stoppable() -> Self {
         let bar = Bar::new();
         let stopped = bar.stopped.clone();
-        // Where no handler can be set, Ctrl-C ends the program at once, as ever.
+        // If no handler can be set, Ctrl-C ends the program at once.
         let _ = ctrlc::set_handler(move || {
             if stopped.swap(true, Ordering::Relaxed) {
                 std::process::exit(INTERRUPTED);
@@ -51,7 +51,7 @@ impl Bar {
         bar
     }
 
-    /// Prints a line of results without tearing the bar.
+    /// Prints a line of results without disturbing the bar.
     pub fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
         self.bar.suspend(print)
     }
@@ -80,7 +80,7 @@ impl Progress for Bar {
     }
 }
 
-/// What shells expect of a program that Ctrl-C ended.
+/// The exit code that shells expect after Ctrl-C.
 const INTERRUPTED: i32 = 130;
 
 impl Drop for Bar {

@@ -1,6 +1,6 @@
-//! Where no plan fits in memory: what does not fit, and what would make it fit. The plan that comes closest is lowered and
-//! followed tensor by tensor to its fullest moment; of what is held there the fewest tensors are named that are too much by
-//! themselves. Then each change that a user could make is planned in full, so that what is advised is known to fit.
+//! Suggestions if no plan exists. If none fits in memory, the plan that comes closest is lowered and followed tensor by
+//! tensor to its peak. The report names the fewest tensors that exceed the memory by themselves. Then each change that
+//! a user could make is planned in full, so that every suggestion is known to fit.
 
 use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
@@ -16,15 +16,15 @@ use rayon::prelude::*;
 use serde_json::json;
 use std::fmt;
 
-/// A change after which there is a plan.
+/// A change with which there is a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Remedy {
     pub change: String,
-    /// Of the plan that then fits.
+    /// Predictions for the plan with the change.
     pub step_s: f64,
     pub peak_bytes: u64,
     pub devices: u64,
-    /// Samples of a step, which a change may make fewer.
+    /// Samples per step, which a change may reduce.
     pub samples: u64,
 }
 
@@ -39,50 +39,50 @@ impl Remedy {
         }
     }
 
-    /// What a sample costs.
+    /// The cost of a sample in device-seconds.
     fn device_seconds(&self) -> f64 {
         self.step_s * self.devices as f64 / self.samples.max(1) as f64
     }
 }
 
-/// Why a request has no plan that fits.
+/// The reason why no plan of a request fits in memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shortage {
     pub stage: usize,
     pub num_stages: usize,
-    /// The fullest moment of the plan that comes closest.
+    /// The moment of peak memory of the plan that comes closest.
     pub moment: String,
     pub peak_bytes: u64,
     pub limit_bytes: u64,
-    /// What the plan that comes closest needs on any device.
+    /// Highest memory need on any device of the plan that comes closest.
     pub needed_bytes: u64,
-    /// The fewest tensors held then that do not fit by themselves, largest first.
+    /// The fewest tensors that exceed the memory by themselves at that moment, largest first.
     pub tensors: Vec<HeldTensor>,
-    /// Optimizer state held then.
+    /// Optimizer state held at that moment.
     pub state_bytes: u64,
-    /// What fits, cheapest by device-seconds a sample first.
+    /// Changes with which a plan fits, cheapest in device-seconds per sample first.
     pub remedies: Vec<Remedy>,
 }
 
-/// What stands in the way of a plan, and what would help.
+/// The obstacle to a plan, and the changes that remove it.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Explained {
     Memory(Shortage),
-    /// [`fixes`].
+    /// The result of [`fixes`].
     Choices(Vec<Remedy>),
 }
 
-/// Nodes that are tried at most, as a multiple of those there are.
+/// Maximum number of nodes to try, as a multiple of the present number.
 const MOST_GROWTH: u32 = 64;
-/// What devices are tried with, as multiples of what the plan needs that comes closest.
+/// Memory sizes to try, as multiples of what the closest plan needs.
 const LARGER: [f64; 4] = [1.01, 1.05, 1.15, 1.5];
-/// Tensors that are listed in words.
+/// Maximum number of tensors listed in words.
 const LISTED: usize = 6;
 
-/// What is short for a request that failed for memory, `closest` being the plan that comes closest, and what would help.
+/// Explains a request that failed for lack of memory, and suggests changes. `closest` is the plan that comes closest.
 ///
 /// # Errors
-/// A plan that cannot be lowered.
+/// Fails if that plan cannot be lowered.
 pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> Result<Shortage, Error> {
     progress.step("what does not fit", 0, 1);
     let closest = closest.clone();
@@ -120,12 +120,12 @@ pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> R
     })
 }
 
-/// Changes to what is fixed after which a request that has no plan for other reasons than memory has one, fastest first: each
-/// fixed choice left free, and degrees and counts that go into devices and samples.
+/// Suggests changes to fixed choices for a request that has no plan for other reasons than memory. They free each fixed
+/// choice, or replace degrees and counts by ones that divide the devices and samples. The fastest comes first.
 pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     let devices = u64::from(request.cluster.num_devices());
     let samples = global_batch(request);
-    // The nearest numbers below and above that divide.
+    // The nearest divisors below and above.
     let near = |given: u64, whole: u64| {
         let divides = |n: &u64| whole.is_multiple_of(*n);
         let below = (1..given.min(whole + 1)).rev().find(divides);
@@ -186,7 +186,7 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     fixes
 }
 
-/// Changes to a request, each planned; those that give a plan.
+/// Plans each change to a request, and returns those with a plan.
 fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
     let changed = |what: &str, change: &dyn Fn(&mut Request)| {
@@ -218,7 +218,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
         changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
     }
-    // Of devices that have a memory of their own.
+    // Offloading needs devices with a memory of their own.
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
     if request.trains() && apart && request.offload == Some(Offload::NONE) {
         for what in Offload::EACH.into_iter().filter(|what| !what.is_none()) {
@@ -226,7 +226,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
             changes.push(changed(&change, &|r| r.offload = Some(what)));
         }
     }
-    // Of sizes that grow or shrink the first that fits.
+    // Among growing or shrinking sizes, the first that fits.
     let samples = global_batch(request);
     let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
         let change = format!("--global-batch {batch} instead of {samples}");
@@ -247,7 +247,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         });
         changes.push(grown.collect());
     }
-    // Of devices with a little more than the plan needs that comes closest, the first that have a plan.
+    // Among devices with slightly more memory than the closest plan needs, the first with a plan.
     let taken = request.cluster.groups.iter().map(|g| request.cluster.taken_bytes(g).into_iter().sum::<u64>());
     let taken = taken.max().unwrap_or(0);
     let larger = LARGER.into_iter().map(|times| {
@@ -271,7 +271,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     changes.into_iter().enumerate().filter_map(first_that_fits).collect()
 }
 
-/// The GPU of the catalogue with the least memory of those of a vendor on which tensors have room for so many bytes.
+/// The smallest GPU of the same vendor in the catalogue on which tensors have room for `needed_bytes`.
 fn smallest_device(like: &Device, needed_bytes: u64) -> Option<String> {
     let vendor = |device: &Device| device.generation().map(|generation| std::mem::discriminant(&generation));
     let usable = |device: &Device| {
@@ -284,7 +284,7 @@ fn smallest_device(like: &Device, needed_bytes: u64) -> Option<String> {
     enough.min_by_key(|device| device.memory_bytes).map(|device| device.name)
 }
 
-/// A failed search as JSON (docs/failure.schema.json).
+/// A failed search as JSON (`docs/failure.schema.json`).
 pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
     let change = |r: &Remedy| {
         json!({
@@ -318,7 +318,7 @@ pub fn failure_json(error: &Error, explained: Option<&Explained>) -> String {
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (step, peak) = (seconds(self.step_s), bytes(self.peak_bytes));
-        write!(f, "{}: at most {step} a step, {peak} per device", self.change)
+        write!(f, "{}: at most {step} per step, {peak} per device", self.change)
     }
 }
 
@@ -327,7 +327,7 @@ impl fmt::Display for Shortage {
         let stage = if self.num_stages > 1 { format!(" on a device of stage{}", self.stage) } else { String::new() };
         writeln!(
             f,
-            "what comes closest holds {} of {}{stage} in {}; {} of the tensors held then are together more than a device has:",
+            "the closest plan holds {} of {}{stage} in {}; {} of its tensors at that moment exceed the memory of a device:",
             bytes(self.peak_bytes),
             bytes(self.limit_bytes),
             self.moment,
@@ -343,8 +343,8 @@ impl fmt::Display for Shortage {
             writeln!(f, "  {:>8}  in {} more", bytes(sum), rest.len())?;
         }
         match self.remedies.is_empty() {
-            true => write!(f, "none of the changes tried makes it fit")?,
-            false => writeln!(f, "what would make it fit, least device time a sample first:")?,
+            true => write!(f, "no change that was tried makes it fit")?,
+            false => writeln!(f, "changes that make it fit, least device time per sample first:")?,
         }
         let lines: Vec<String> = self.remedies.iter().map(|remedy| format!("  {remedy}")).collect();
         write!(f, "{}", lines.join("\n"))

@@ -1,5 +1,5 @@
-//! One step of a plan as the simulator plays it: what every stage does when, why each kernel takes as long as it does, and
-//! the same as a trace that a browser draws.
+//! Simulates one step of a plan: the timeline of every stage, the reasons for each kernel's time, and the same as a
+//! trace for a browser.
 
 mod memory;
 mod trace;
@@ -32,7 +32,8 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::sync::OnceLock;
 
-/// A call of a stage's body, and when it runs. What follows the last backward of a step is one call, of no microbatch.
+/// A call of a stage's body with its time. Everything after the last backward pass of a step is one call without a
+/// microbatch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CallSpan {
     pub stage: usize,
@@ -42,25 +43,25 @@ pub struct CallSpan {
     pub end_s: f64,
 }
 
-/// A plan's step, played.
+/// The simulated step of a plan.
 pub struct Simulation {
     plan: Plan,
     derived: Derived,
-    /// Lowered where somebody asks what lanes run: for what they take, those that differ are enough.
+    /// The lowered programs of all lanes, created on demand. Predicted times need only those that differ.
     programs: OnceLock<Programs>,
     costs: Box<dyn Costs + Send>,
-    /// The same, where it is a measured profile.
+    /// The same as `costs`, if it is a measured profile.
     profiled: Option<Profiled>,
     work: Vec<Vec<BodyWork>>,
     timings: Vec<(StageTimes, StageTiming)>,
-    /// By program: of a lane, or of a worker or server.
+    /// Memory by program: of a lane, or of a worker or server.
     memories: Vec<LaneMemory>,
-    /// What workers and parameter servers exchange, where there are any.
+    /// The communication between workers and parameter servers, if there are any.
     exchanged: Option<Exchanged>,
 }
 
 impl Simulation {
-    /// A plan's step by the figures of its cluster, or by a measured profile of this machine.
+    /// Simulates a plan's step by the figures of its cluster, or by a measured profile of this machine.
     pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
         let derived = Derived::of(&plan);
         let derived = derived.map_err(PlanFailure::from)?;
@@ -69,7 +70,7 @@ impl Simulation {
             Some(profiled) => Box::new(profiled.clone()),
             None => Box::new(Rooflines::of(&plan.cluster)),
         };
-        // Workers on one machine slow each other down, which takes all programs to tell.
+        // Workers on one machine slow each other down, which requires all programs.
         let alone = costs.runtime().is_none();
         let sketch = sketch(&plan, &derived, &Rooflines::of(&plan.cluster), alone);
         let work = whole_work_of(&plan, &sketch, &*costs);
@@ -79,7 +80,7 @@ impl Simulation {
         Ok(Simulation { plan, derived, programs: OnceLock::new(), costs, profiled, work, timings, memories, exchanged })
     }
 
-    /// What every lane runs.
+    /// The programs of all lanes.
     fn programs(&self) -> &Programs {
         self.programs.get_or_init(|| lowered(&self.plan, &self.derived, &Rooflines::of(&self.plan.cluster)))
     }
@@ -92,12 +93,12 @@ impl Simulation {
         &self.plan
     }
 
-    /// Where each stage's step goes.
+    /// The time account of each stage.
     pub fn accounts(&self) -> Vec<Account> {
         accounts_of(&self.plan, &self.work, &self.timings)
     }
 
-    /// The link that collectives of a stage over some axes (`data+tensor`) go over, in words.
+    /// The link that a stage's collectives over some axes (`data+tensor`) use, in words.
     pub fn link_of(&self, stage: usize, axes: &str) -> Option<String> {
         let of_plan = self.plan.stages.get(stage)?;
         let group = self.plan.group_of(of_plan);
@@ -121,8 +122,8 @@ impl Simulation {
         played(&self.plan, &self.timings, &self.order(), watch)
     }
 
-    /// Seconds from the start of a step to its end, and of each lane its calls in order. Where steps overlap it is a step alone, which
-    /// takes longer than the next begins after it.
+    /// The duration of a step, and the calls of each lane in order. If steps overlap, this is a single step, which
+    /// takes longer than the interval between steps.
     pub fn calls(&self) -> (f64, Vec<Vec<CallSpan>>) {
         let mut lanes: Vec<Vec<CallSpan>> = vec![Vec::new(); self.plan.num_lanes()];
         let timeline = self.timeline(&mut |stage, call, start_s, end_s| {
@@ -146,19 +147,19 @@ impl Simulation {
         (if self.order().late(0).is_empty() { timeline.step_s } else { end_s }, lanes)
     }
 
-    /// Prices on a stage's mesh.
+    /// The prices on a stage's mesh.
     fn prices(&self, stage: usize) -> Prices<'_> {
         let stage = &self.plan.stages[stage];
         Prices::new(self.costs.of_group(stage.group), self.plan.group_of(stage), stage.submesh, &stage.mesh)
     }
 
-    /// The cost model of each group that a stage is in.
+    /// The cost model of each group that has a stage.
     fn used(&self) -> impl Iterator<Item = &dyn CostModel> {
         let groups: BTreeSet<u32> = self.plan.stages.iter().map(|s| s.group).collect();
         groups.into_iter().map(|group| self.costs.of_group(group))
     }
 
-    /// What each stage does, in words. Equal neighbours are one line.
+    /// Describes the work of each stage. Equal adjacent stages share a line.
     pub fn text(&self) -> String {
         let timeline = self.timeline(&mut |_, _, _, _| {});
         let lanes = of_lanes(&self.plan, &self.accounts());
@@ -218,7 +219,7 @@ impl Simulation {
         out
     }
 
-    /// What parameter servers do in a step, and how late they get gradients.
+    /// Describes the work of parameter servers in a step, and the delay of their gradients.
     fn servers_text(&self, exchanged: &Exchanged, step_s: f64) -> String {
         let mut out = format!(
             "\n  a worker's messages are on their way for {}; {} workers, each as stage0\n",
@@ -239,7 +240,7 @@ impl Simulation {
         out
     }
 
-    /// Where the figures of a device come from.
+    /// The source of a device's figures.
     fn source(&self, cost: &dyn CostModel) -> String {
         if let Some(profiled) = &self.profiled {
             return profiled.profile().label();
@@ -253,7 +254,8 @@ impl Simulation {
         }
     }
 
-    /// Kernels that compute what is called `name` (or whose op is), with what they cost and why. `None` where there is no such.
+    /// Describes the kernels that compute a value or op called `name`, with their costs and the reasons. `None` if
+    /// there is none.
     pub fn explain(&self, name: &str) -> Option<String> {
         let mut out = String::new();
         for (i, bodies) in self.work.iter().enumerate() {
@@ -295,7 +297,7 @@ impl Simulation {
                                 seconds(prices.cost.waiting_s(link.devices))
                             )
                         }
-                        // A profile that lacks the kernel leaves it to the roofline.
+                        // If the profile lacks the kernel, the roofline prices it.
                         None if self.profiled.is_some() => {
                             format!("source roofline: {}", why(&compute(work, prices.cost.device()), kernel))
                         }
@@ -320,13 +322,13 @@ impl Simulation {
     }
 }
 
-/// The formulas by which a body's kernels are priced.
+/// The formulas that price a body's kernels.
 fn compute(work: &BodyWork, device: &Device) -> Compute {
     let compute = Compute::new(device.clone());
     if work.is_once() { compute.of_updates() } else { compute }
 }
 
-/// What a kernel takes by the formulas, and what bounds it.
+/// A kernel's time by the formulas, and its bottleneck.
 fn why(compute: &Compute, kernel: &Kernel) -> String {
     let moved = kernel.read_bytes + kernel.written_bytes;
     let c = &compute.constants;
@@ -384,7 +386,8 @@ fn why(compute: &Compute, kernel: &Kernel) -> String {
     format!("{bound}; {arithmetic}; {memory}; launch {}", seconds(compute.device.launch_s))
 }
 
-/// A kernel by the terms of a profile: `source profile: 3 x multiply f32 [4096]: 1.2 us`. `None` where the profile lacks one.
+/// A kernel in the terms of a profile: `source profile: 3 x multiply f32 [4096]: 1.2 us`. `None` if the profile lacks a
+/// term.
 fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
     let work = profiled.work(kernel)?;
     let term = |term: &Term| {
@@ -420,7 +423,7 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// A kernel by its last named node and its ops.
+/// Names a kernel by its last named node and its ops.
 fn title(body: &Body, kernel: &Kernel) -> String {
     match named_and_ops(body, kernel) {
         (Some(name), ops) => format!("{name} ({ops})"),
@@ -437,7 +440,7 @@ pub(crate) fn named_and_ops<'a>(body: &'a Body, kernel: &Kernel) -> (Option<&'a 
     (named, ops)
 }
 
-/// Whether a kernel computes something that is called `name`, is part of what is called so, or is such an op.
+/// Returns whether a kernel computes a value called `name`, a part of one, or such an op.
 fn concerns(body: &Body, kernel: &Kernel, name: &str) -> bool {
     kernel.nodes.iter().any(|v| {
         let node = body.graph.node(*v);

@@ -1,12 +1,12 @@
-//! Quantities as people read them: three significant digits and a unit.
+//! Prints quantities for people: three significant digits and a unit.
 
 use altiplano_ir::reduce::Reduction;
 
-/// `1.23 ms`.
+/// Seconds, as in `1.23 ms`.
 pub fn seconds(value: f64) -> String {
     match value {
         v if !v.is_finite() => "-".to_string(),
-        // Below the clock of any device.
+        // Below the resolution of any clock.
         v if v.abs() < 1e-12 => "0 s".to_string(),
         v if v < 1e-3 => format!("{} us", digits(v * 1e6)),
         v if v < 1.0 => format!("{} ms", digits(v * 1e3)),
@@ -14,7 +14,7 @@ pub fn seconds(value: f64) -> String {
     }
 }
 
-/// `1.23 GB`, decimal.
+/// Bytes in decimal units, as in `1.23 GB`.
 pub fn bytes(value: u64) -> String {
     match value {
         v if v < 1000 => format!("{v} B"),
@@ -25,7 +25,7 @@ pub fn bytes(value: u64) -> String {
     }
 }
 
-/// `1.15 GiB`, binary, as tools of device vendors count memory.
+/// Bytes in binary units, as in `1.15 GiB`, in which device vendors count memory.
 pub fn gibibytes(value: u64) -> String {
     const KI: f64 = 1024.0;
     match value as f64 {
@@ -36,7 +36,7 @@ pub fn gibibytes(value: u64) -> String {
     }
 }
 
-/// `124 M`, of things.
+/// A count, as in `124 M`.
 pub fn count(value: u64) -> String {
     match value {
         v if v < 10_000 => v.to_string(),
@@ -46,7 +46,7 @@ pub fn count(value: u64) -> String {
     }
 }
 
-/// `2 of 16 layers, 1.24 G -> 3.10 M parameters`.
+/// A reduction, as in `2 of 16 layers, 1.24 G -> 3.10 M parameters`.
 pub fn smaller(reduction: &Reduction) -> String {
     let (parameters, all) = reduction.parameters;
     let parameters = format!("{} -> {} parameters", count(all), count(parameters));
@@ -56,7 +56,7 @@ pub fn smaller(reduction: &Reduction) -> String {
     }
 }
 
-/// `1 stage`, `2 stages`; `2 microbatches`.
+/// A count with its noun: `1 stage`, `2 stages`; `2 microbatches`.
 pub fn plural(count: u64, what: &str) -> String {
     match count {
         1 => format!("1 {what}"),
@@ -65,17 +65,17 @@ pub fn plural(count: u64, what: &str) -> String {
     }
 }
 
-/// `41.3 %` of one.
+/// A fraction in percent, as in `41.3 %`.
 pub fn percent(part: f64) -> String {
     format!("{} %", digits(part * 100.0))
 }
 
-/// Three significant digits, no exponent.
+/// Three significant digits, without an exponent.
 pub fn digits(value: f64) -> String {
     if !value.is_finite() {
         return "-".to_string();
     }
-    // Zero has no sign for people.
+    // Print no negative zero.
     let value = if value == 0.0 { 0.0 } else { value };
     let magnitude = if value == 0.0 { 0 } else { value.abs().log10().floor() as i32 };
     let decimals = (2 - magnitude).clamp(0, 6) as usize;

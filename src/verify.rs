@@ -1,5 +1,6 @@
-//! Does a plan compute what one device computes? One step of the plan and one of the unpartitioned graph, from the same
-//! weights and batch, compared in loss, gradients and updated weights; and with values that another framework recorded.
+//! Verifies that a plan computes what one device computes. It runs one step of the plan and one of the unpartitioned
+//! graph from the same weights and batch, and compares loss, gradients and updated weights. It can also compare with
+//! values recorded in another framework.
 
 use crate::error::{DataProblem, Error};
 use crate::inference::{Results, results_of};
@@ -21,10 +22,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// What is compared.
+/// A compared quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
-    /// What a model gives that is run and not trained.
+    /// The results of a model that is run without training.
     Results,
     Loss,
     Gradient,
@@ -42,37 +43,37 @@ impl Quantity {
     }
 }
 
-/// What a difference is measured by.
+/// The unit of a difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measure {
-    /// The norm of the reference.
+    /// Relative to the norm of the reference.
     Own,
-    /// Nothing, since that norm is little.
+    /// Absolute, since that norm is small.
     Absolute,
 }
 
-/// A tensor of the plan against the same tensor of a reference.
+/// The difference between a tensor of the plan and that of a reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
     pub tensor: String,
-    /// Norm of the difference by this measure, and what it may be.
+    /// Norm of the difference in this unit, and its limit.
     pub amount: f64,
     pub allowed: f64,
     pub measure: Measure,
-    /// More is allowed than elsewhere, since rounding alone changes this much: see [`verify`].
+    /// True if the limit is larger than elsewhere, because rounding alone changes this much; see [`verify`].
     pub rounded: bool,
-    /// Some values are not numbers, and the same ones on both sides.
+    /// True if some values are NaN, and the same ones on both sides.
     pub both_nan: bool,
 }
 
 impl Difference {
-    /// At most 1 where the two agree.
+    /// The difference relative to its limit: at most 1 if the two agree.
     pub fn severity(&self) -> f64 {
         self.amount / self.allowed
     }
 }
 
-/// `3.57e-7 relative, 1e-4 allowed`
+/// Prints `3.57e-7 relative, 1e-4 allowed`.
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let how = match self.measure {
@@ -84,7 +85,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What came of a comparison.
+/// The outcome of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Agrees,
@@ -93,13 +94,13 @@ pub enum Verdict {
     NotCompared,
 }
 
-/// All tensors of one quantity against one reference.
+/// The comparison of all tensors of one quantity with one reference.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     pub quantity: Quantity,
-    /// Those of which there was something to compare.
+    /// Number of compared tensors.
     pub tensors: usize,
-    /// The one whose difference is most of what is allowed.
+    /// The difference that is largest relative to its limit.
     pub worst: Difference,
 }
 
@@ -108,7 +109,7 @@ impl Comparison {
         match &self.worst {
             _ if self.tensors == 0 => Verdict::NotCompared,
             worst if worst.both_nan => Verdict::BothNaN,
-            // A difference that is not a number agrees with nothing.
+            // A NaN agrees with nothing.
             worst if worst.severity() <= 1.0 => Verdict::Agrees,
             _ => Verdict::Differs,
         }
@@ -122,7 +123,7 @@ impl Comparison {
 /// Tensors by name.
 type Tensors = BTreeMap<String, Vec<f64>>;
 
-/// What a step gave.
+/// The results of a step.
 struct Outcome {
     loss: f64,
     gradients: Tensors,
@@ -130,7 +131,7 @@ struct Outcome {
 }
 
 impl Outcome {
-    /// What this has more than the other, value by value.
+    /// The differences to another outcome, value by value.
     fn apart_from(&self, other: &Outcome) -> Outcome {
         let tensors = |ours: &Tensors, other: &Tensors| -> Tensors {
             let both = ours.iter().filter_map(|(name, x)| Some((name, x, other.get(name)?)));
@@ -144,34 +145,38 @@ impl Outcome {
     }
 }
 
-/// The comparisons of a plan: with one device, and with the file where there is one.
+/// The comparisons of a plan with one device and, if given, with a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Verified {
-    /// `None` where nothing is trained.
+    /// `None` if nothing is trained.
     pub loss: Option<f64>,
     pub one_device: Vec<Comparison>,
     pub expected: Vec<Comparison>,
-    /// With the gradients that a whole training step computes itself.
+    /// Comparisons with the gradients that a whole training step computes itself.
     pub given: Vec<Comparison>,
-    /// Every gradient is zero, on the plan's devices and on one, so that their agreement says little.
+    /// True if every gradient is zero, on the plan's devices and on one, so that agreement means little.
     pub no_gradient: bool,
 }
 
 impl Verified {
-    /// The worst of what does not agree.
+    /// The worst failed comparison.
     pub fn failure(&self) -> Option<&Comparison> {
         let all = self.one_device.iter().chain(&self.expected).chain(&self.given).filter(|c| c.fails());
         all.max_by(|a, b| a.worst.severity().abs().total_cmp(&b.worst.severity().abs()))
     }
 }
 
-/// Runs and compares. `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and
-/// gradients as `grad/NAME`, or of a model that is run only its results as `result/0` and so on; without it weights and batch are as for training. `given` is the step that the model was, where
-/// it was one, and the plan's batch is the traced one. The plan runs on GPUs where the training says so; one device is always a CPU's.
+/// Runs a plan's step and compares it.
 ///
-/// Where the plan and a reference differ by more than an order of additions should, it is looked at what rounding does: how much
-/// one device's numbers change when the last bits of the weights do. Gradients that are zero but for rounding (of a bias whose
-/// mean is subtracted again), and values at the edge of a rectifier, are not known any better than that, by nobody.
+/// `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and gradients as
+/// `grad/NAME`. For a model without training, it holds only results as `result/0` and so on. Without it, weights and
+/// batch are as for training. `given` is the training step from which the model was extracted, if the plan's batch is
+/// the traced one. The plan runs on GPUs if the training says so; the single device is always a CPU.
+///
+/// If the plan and a reference differ by more than the order of additions explains, the effect of rounding is measured:
+/// the change of one device's results when the last bits of the weights change. Some values are known no better than
+/// that: gradients that are zero except for rounding (of a bias whose mean is subtracted again), and values at the kink
+/// of a rectifier.
 pub fn verify(
     plan: &Plan,
     training: &Training,
@@ -190,7 +195,7 @@ pub fn verify(
     };
     let tolerance = Tolerance::of(plan);
     let one = single_device(plan)?;
-    expect_memory("one device, which the plan is compared with,", &programs(&one)?)?;
+    expect_memory("the single device for comparison", &programs(&one)?)?;
     if !plan.schedule.trains() {
         let values = |plan: &Plan| results_of(plan, &weights, &batch).map(as_numbers);
         let ours = values(plan)?;
@@ -205,7 +210,8 @@ pub fn verify(
         };
         return Ok(Verified { loss: None, one_device, expected, given: Vec::new(), no_gradient: false });
     }
-    // A scale of the loss is a power of two at best, and a step that it makes overflow says nothing of gradients.
+    // Without loss scaling: the scale is a power of two at best, and a step that it makes overflow says nothing about
+    // gradients.
     let unscaled = |plan: &Plan| Plan { loss_scale: None, ..plan.clone() };
     let (plan, one) = (&unscaled(plan), unscaled(&one));
     let ours = match &training.cuda {
@@ -230,7 +236,7 @@ pub fn verify(
         };
         let (mut one_device, expected, given) =
             (tolerance.outcomes(&ours, &single, rounding), with(&expected), with(&given));
-        // One device updates once.
+        // One device updates once per step.
         one_device.retain(|c| c.quantity != Quantity::Weights || plan.updates_of_step() == 1);
         Verified { loss: Some(ours.loss), one_device, expected, given, no_gradient }
     };
@@ -244,8 +250,8 @@ pub fn verify(
     Ok(compare(&(0..NUDGES).map(nudge).collect::<Result<Vec<_>, _>>()?))
 }
 
-/// The same training on one device with memory enough. A mean or a sum over samples takes the whole batch at once there,
-/// which shows whether it is one; what is neither is defined by its microbatches and keeps them.
+/// The same training on a single device with enough memory. A mean or sum over samples takes the whole batch at once
+/// there, which verifies that it is one. Any other loss is defined by its microbatches and keeps them.
 pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
     let mut cluster = plan.cluster.clone();
     cluster.name = "one device".to_string();
@@ -256,7 +262,7 @@ pub fn single_device(plan: &Plan) -> Result<Plan, PlanFailure> {
         group.devices_per_node = 1;
         group.device.memory_bytes = 1 << 60;
     }
-    // What is asked of layouts is asked of several devices.
+    // Requested layouts need several devices.
     let (graph, stop_gradients) = plan.own();
     let graph = Graph { pins: Vec::new(), ..graph.clone() };
     let mut request = Request::new(plan.model.clone(), graph, plan.loss, cluster);
@@ -281,7 +287,7 @@ fn as_numbers(results: Results) -> BTreeMap<String, Vec<f64>> {
     results.into_iter().map(|(name, tensor)| (name, tensor.to_f64())).collect()
 }
 
-/// Recorded results of these names.
+/// The recorded results with these names.
 fn recorded_results<'a>(
     names: impl Iterator<Item = &'a String>,
     file: &Path,
@@ -297,7 +303,7 @@ fn recorded_results<'a>(
     names.map(find).collect()
 }
 
-/// Devices that run a step and are looked into afterwards.
+/// Devices that run a step and whose state can then be read.
 trait Devices {
     fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError>;
     fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError>;
@@ -343,7 +349,7 @@ impl Devices for CudaSession {
     }
 }
 
-/// One step from these weights, on CPU workers.
+/// Runs one step from these weights, on CPU workers.
 fn outcome(
     plan: &Plan,
     weights: &BTreeMap<String, HostTensor>,
@@ -377,21 +383,21 @@ fn outcome_on(
     Ok(Outcome { loss, gradients, weights: updated })
 }
 
-/// Whether a batch has the sizes that a whole training step was traced at.
+/// Returns whether a batch has the sizes at which a whole training step was traced.
 fn is_traced_batch(given: &GivenStep, batch: &Batch) -> bool {
     given.graph.inputs().all(|(v, name)| batch.get(name).is_some_and(|t| t.ty.shape == given.graph.shape(v)))
 }
 
-/// Loss and gradients as a whole training step computes them, on one device, under the names of a plan's parameters.
+/// Loss and gradients as a whole training step computes them, on one device, under the names of the plan's parameters.
 fn given_values(
     given: &GivenStep,
     weights: &BTreeMap<String, HostTensor>,
     batch: &Batch,
 ) -> Result<(f64, BTreeMap<String, Vec<f64>>), Error> {
     let mut leaves: BTreeMap<String, HostTensor> = batch.clone();
-    // The rows of the parameters that the plan has one by one.
+    // For each stacked parameter, its rows, which the plan has as separate parameters.
     let mut rows: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    // Frozen ones are read too, and have no gradient.
+    // Frozen parameters are read as well, and have no gradient.
     for (_, name) in given.graph.parameters() {
         let tensor = stacked(weights, name, rows.entry(name).or_default());
         leaves.extend(tensor.map(|t| (name.to_string(), t)));
@@ -409,7 +415,7 @@ fn given_values(
     Ok((loss, gradients))
 }
 
-/// A parameter, or the stack of its rows, and the rows of stacks in it; `names` collects what it is made of.
+/// A parameter, or the stack of its rows, which may be stacks themselves; `names` collects its parts.
 fn stacked(weights: &BTreeMap<String, HostTensor>, name: &str, names: &mut Vec<String>) -> Option<HostTensor> {
     if let Some(tensor) = weights.get(name) {
         names.push(name.to_string());
@@ -432,7 +438,7 @@ fn stacked(weights: &BTreeMap<String, HostTensor>, name: &str, names: &mut Vec<S
     Some(HostTensor::from_f64(row.with_shape(shape), &all))
 }
 
-/// The batch in a file of recorded values, which must be exactly the plan's.
+/// The batch in a file of recorded values, which must match the plan's exactly.
 fn recorded_batch(plan: &Plan, file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<Batch, Error> {
     let batch = Batches::open(plan, file)?.take()?;
     for (name, ours) in &batch {
@@ -473,44 +479,45 @@ fn recorded_values(
     Ok((loss, gradients))
 }
 
-/// How far results may be apart that differ only in the order of additions.
+/// Limits on differences between results that differ only in the order of additions.
 struct Tolerance {
     loss: f64,
     tensor: f64,
 }
 
-/// Differences below this are rounding, however small what they are differences of is: of terms that cancel, as probabilities and
-/// labels do, the sum is known as well as the terms.
+/// Absolute differences below this count as rounding, however small the values. Sums of terms that cancel, such as
+/// probabilities minus labels, are only as precise as the terms.
 const TINY_DIFFERENCE: f64 = 1e-7;
-/// How many times it is tried what rounding does.
+/// Number of experiments that measure the effect of rounding.
 const NUDGES: u64 = 4;
-/// Rounding along the way does more than rounding of the weights.
+/// Rounding of intermediate values has a larger effect than rounding of the weights.
 const MARGIN: f64 = 4.0;
-/// Weights of more bits than those of single precision are computed with in that.
+/// Mantissa bits of the weights that are changed: wider weights are computed in single precision.
 const DOUBTFUL_BITS: u32 = 23;
 
 impl Tolerance {
-    /// 1e-5 and 1e-4 in single precision; in half precision as much more as its unit of rounding asks for.
+    /// 1e-5 and 1e-4 in single precision; larger in half precision, in proportion to its unit roundoff.
     fn of(plan: &Plan) -> Tolerance {
         let unit = |dtype: DType| match dtype.float_format() {
             Some(format) if dtype.is_half() => 0.5f64.powi(format.mantissa_bits as i32 + 1),
             _ => 0.0,
         };
-        // What is computed in half precision is rounded to it, whatever its parameters are kept in.
+        // Results in half precision are rounded to it, whatever the type of the parameters.
         let varies = plan.graph.depends_on(|v| plan.graph.node(v).op.is_leaf());
         let computed = plan.graph.values().filter(|v| varies[v.index()]);
         let unit = computed.map(|v| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
         Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
     }
 
-    /// A step against the same on one device. `rounding` is what rounding was seen to change, here and below.
+    /// Compares a step with the same step on one device. `rounding` holds the measured effects of rounding, here and
+    /// below.
     fn outcomes(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Vec<Comparison> {
         let mut all = self.values(ours, (reference.loss, &reference.gradients), rounding);
         all.push(self.weights(ours, reference, rounding));
         all
     }
 
-    /// Loss and gradients of a step against recorded ones.
+    /// Compares loss and gradients of a step with recorded ones.
     fn values(&self, ours: &Outcome, reference: (f64, &Tensors), rounding: &[Outcome]) -> Vec<Comparison> {
         let (loss, gradients) = reference;
         let changes: Vec<Vec<f64>> = rounding.iter().map(|o| vec![o.loss]).collect();
@@ -535,8 +542,7 @@ impl Tolerance {
         self.worst_of(quantity, all)
     }
 
-    /// Adam divides a gradient by its own size: where the gradient is mere rounding, its sign, and with it the whole
-    /// update, is undetermined. Elements whose gradient is below what gradients may differ by are therefore left out.
+    /// A frozen parameter is unchanged.
     fn weights(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Comparison {
         let all = reference.weights.iter().filter_map(|(name, updated)| {
             let Some(ours_updated) = ours.weights.get(name) else {
@@ -548,7 +554,7 @@ impl Tolerance {
             };
             let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
             let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
-            // What is not a number is no noise.
+            // A non-finite gradient is not noise.
             let counts = |g: f64| !g.is_finite() || g.abs() > noise;
             let kept: Vec<usize> =
                 (0..updated.len()).filter(|&i| counts(gradient[i]) || !updated[i].is_finite()).collect();
@@ -572,7 +578,7 @@ impl Tolerance {
         let mut tensors = 0;
         let worst = differences.fold(none, |worst, d| {
             tensors += 1;
-            // Written so that a severity that is not a number wins.
+            // Written so that a NaN severity wins.
             let (a, b) = (worst.severity(), d.severity());
             if a.is_nan() || b <= a && !worst.tensor.is_empty() { worst } else { d }
         });
@@ -585,7 +591,7 @@ fn norm(x: &[f64]) -> f64 {
     x.iter().fold(0.0, |sum, v| sum + v * v).sqrt()
 }
 
-/// `changes` are what rounding was seen to change of the values.
+/// `changes` holds the measured effects of rounding on the values.
 fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, changes: &[Vec<f64>]) -> Difference {
     let tensor = tensor.to_string();
     let size = norm(reference);
@@ -604,7 +610,7 @@ fn difference(tensor: &str, ours: &[f64], reference: &[f64], tolerance: f64, cha
     Difference { tensor, amount, allowed: allowed.max(rounding), measure, rounded, both_nan }
 }
 
-/// Weights of which the last bit of each is changed or not.
+/// Weights in which the last bit of each is randomly changed or not.
 fn nudged(weights: &BTreeMap<String, HostTensor>, seed: u64) -> BTreeMap<String, HostTensor> {
     let nudge = |(name, tensor): (&String, &HostTensor)| {
         let Some(format) = tensor.ty.dtype.float_format() else { return (name.clone(), tensor.clone()) };
@@ -632,7 +638,7 @@ mod tests {
         assert!(severity(&[], &[1.0]).is_nan());
     }
 
-    /// What is said of a gradient that is zero but for rounding can be compared with what is allowed.
+    /// The report of a gradient that is zero except for rounding is in the unit of its limit.
     #[test]
     fn the_worst_is_told_by_what_it_was_measured_by() {
         let tolerance = Tolerance { loss: 1e-5, tensor: 1e-4 };
@@ -662,7 +668,7 @@ mod tests {
         let (agrees, differs) = (Verdict::Agrees, Verdict::Differs);
         assert_eq!(verdicts(of(1.0, 0.998, 1.0), &[]), [agrees, differs, agrees]);
         assert_eq!(verdicts(of(1.0, 0.998, 1.0), &rounding), [agrees, agrees, agrees]);
-        // What is wrong on one device too is no rounding.
+        // A fault that one device shares is not rounding.
         let recorded = BTreeMap::from([("a".to_string(), vec![1.1])]);
         assert!(tolerance.values(&of(1.0, 1.0, 1.0), (1.0, &recorded), &rounding)[1].fails());
         assert_eq!(verdicts(of(1.0, 0.99, 1.1), &rounding), [agrees, differs, differs]);

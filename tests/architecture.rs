@@ -1,4 +1,5 @@
-//! Who may import whom. The planner and the runtime know nothing of each other: what passes between them is data in `ir`.
+//! Allowed dependencies between crates. The planner and the runtime do not know each other: they communicate by data in
+//! `ir`.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Measures the kernels: GFLOP/s of products and GB/s (of what must be read and written) of fused chains and copies.
-//! Run with `cargo run --release -p altiplano-runtime --example kernels [CORES]`.
+//! Measures the kernels: GFLOP/s of products, and GB/s of fused chains and copies (of the bytes that must be read and
+//! written). Run with `cargo run --release -p altiplano-runtime --example kernels [CORES]`.
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -12,7 +12,7 @@ use altiplano_ir::types::TensorType;
 use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, data};
 use std::collections::BTreeMap;
 
-/// What a line counts: operations, or bytes at the kernel's boundary.
+/// The unit of a line: operations, or bytes at the kernel's boundary.
 enum Work {
     Flop,
     Bytes,
@@ -42,7 +42,7 @@ fn measure(name: &str, cores: usize, graph: Graph, work: Work) -> Result<(), Run
     }
     let mut writes = Vec::new();
     for (i, &o) in graph.outputs.iter().enumerate() {
-        // Outputs that replace an input of the same type, as parameters do in an update.
+        // Outputs replace an input of the same type, as parameters do in an update.
         let name = format!("out{i}");
         let replaced = reads.iter().find(|(v, b)| {
             graph.outputs.len() > 1

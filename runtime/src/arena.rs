@@ -1,5 +1,6 @@
-//! Memory of one device: every tensor that a device holds is a [`Storage`] of its [`Arena`], which counts the bytes.
-//! Freed blocks are kept for the next tensor of the same size, since a fresh block of megabytes costs a page fault
+//! Memory of one device. Every tensor on a device is a [`Storage`] of its [`Arena`], which counts the bytes.
+//!
+//! The arena keeps freed blocks for the next tensor of the same size. A fresh block of megabytes costs a page fault
 //! every 4 KiB, often more than the kernel that fills it.
 
 use crate::element::Class;
@@ -9,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Counts what a device holds, and recycles what it no longer does.
+/// Counts the bytes that a device holds and recycles freed blocks.
 #[derive(Debug)]
 pub struct Arena {
     held_bytes: AtomicU64,
@@ -25,7 +26,7 @@ struct Pool {
     free_bytes: u64,
 }
 
-/// The elements of one tensor, row major, in blocks of eight bytes so that every format is aligned.
+/// The elements of one tensor, row major, in words of eight bytes so that every format is aligned.
 #[derive(Debug)]
 pub struct Storage {
     words: Vec<u64>,
@@ -47,12 +48,12 @@ impl Arena {
         self.held_bytes.load(Ordering::Relaxed)
     }
 
-    /// The most bytes held at once so far.
+    /// Peak of the bytes held so far.
     pub fn peak_bytes(&self) -> u64 {
         self.peak_bytes.load(Ordering::Relaxed)
     }
 
-    /// Counts bytes that are held outside of any [`Storage`].
+    /// Counts bytes that are held outside any [`Storage`].
     pub fn charge(&self, bytes: u64) -> Result<(), KernelError> {
         let held_bytes = self.held_bytes.fetch_add(bytes, Ordering::Relaxed);
         if held_bytes.saturating_add(bytes) > self.limit_bytes {
@@ -68,7 +69,7 @@ impl Arena {
         self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Room for `elements` of a format, with whatever an earlier tensor left in it.
+    /// Allocates `elements` of a format. The memory is not cleared: it may hold the data of an earlier tensor.
     pub fn allocate(self: &Arc<Self>, class: Class, elements: usize) -> Result<Storage, KernelError> {
         let Some(bytes) = elements.checked_mul(class.bytes()) else {
             return Err(KernelError::OutOfMemory { wanted_bytes: u64::MAX });
@@ -98,7 +99,7 @@ impl Arena {
         Ok(Storage { words, bytes, arena: self.clone() })
     }
 
-    /// A tensor of so many bytes that lies in these words already.
+    /// Makes a tensor of `bytes` bytes from words that already hold its elements.
     pub fn adopt(self: &Arc<Self>, words: Vec<u64>, bytes: usize) -> Result<Storage, KernelError> {
         if words.len() != bytes.div_ceil(8) {
             return Err(KernelError::MessageSize { expected: bytes.next_multiple_of(8), found: 8 * words.len() });
@@ -115,7 +116,7 @@ impl Arena {
 }
 
 impl Storage {
-    /// The elements, in a format of `T`'s size.
+    /// The elements, viewed as `T`, which must have the format's size.
     pub fn slice<T: Pod>(&self) -> &[T] {
         &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
     }
@@ -124,7 +125,7 @@ impl Storage {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes / size_of::<T>()]
     }
 
-    /// The tensor as it lies in memory, in blocks of eight bytes.
+    /// The tensor's memory in words of eight bytes.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
@@ -137,7 +138,7 @@ impl Storage {
         &self.arena
     }
 
-    /// A copy of its own.
+    /// Copies the tensor into a new allocation.
     pub fn duplicate(&self, class: Class) -> Result<Storage, KernelError> {
         let mut copy = self.arena.allocate(class, self.bytes / class.bytes())?;
         copy.words.copy_from_slice(&self.words);
@@ -151,7 +152,7 @@ impl Drop for Storage {
         let words = std::mem::take(&mut self.words);
         let bytes = 8 * words.len() as u64;
         let mut pool = self.arena.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        // What is kept for reuse never exceeds what was once needed at the same time.
+        // The pool never grows beyond the peak of the bytes in use.
         if !words.is_empty() && pool.free_bytes + bytes <= self.arena.peak_bytes() {
             pool.free_bytes += bytes;
             pool.free.entry(words.len()).or_default().push(words);

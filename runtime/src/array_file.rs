@@ -1,4 +1,5 @@
-//! Tensors in files of any size, of which parts are read where they lie: `.npy`, `.safetensors`, and raw little-endian numbers.
+//! Tensors in files of any size, read in parts without loading the whole file: `.npy`, `.safetensors`, and raw
+//! little-endian numbers.
 
 use crate::data::{NpyHeader, decode, dtype_of, npy_header};
 use crate::error::RuntimeError;
@@ -18,18 +19,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct ArrayFile {
     pub file: PathBuf,
     pub ty: TensorType,
-    /// All tensors of a file share it.
+    /// Shared by all tensors of the file.
     open: Arc<Mutex<File>>,
-    /// Of the first element, in bytes.
+    /// Position of the first element, in bytes.
     offset: u64,
     big_endian: bool,
 }
 
-/// No header of a sane file is longer.
+/// Upper limit on the length of a header; longer ones are taken to be corrupt.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 
 impl ArrayFile {
-    /// The tensor of a NumPy file.
+    /// Opens the tensor of a NumPy file.
     pub fn npy(file: &Path) -> Result<ArrayFile, RuntimeError> {
         let (mut open, length) = opened(file)?;
         let mut start = Vec::new();
@@ -37,13 +38,13 @@ impl ArrayFile {
         let npy = |problem| RuntimeError::Npy { file: file.to_path_buf(), problem };
         let NpyHeader { ty, big_endian, data } = npy_header(&start).map_err(npy)?;
         if !ty.check() || ty.bytes() != length.saturating_sub(data) {
-            return Err(npy("has more or fewer bytes than its shape says"));
+            return Err(npy("has a size in bytes that does not match its shape"));
         }
         let open = Arc::new(Mutex::new(open));
         Ok(ArrayFile { file: file.to_path_buf(), ty, open, offset: data, big_endian })
     }
 
-    /// The tensors of a `.safetensors` file.
+    /// Opens the tensors of a `.safetensors` file.
     pub fn safetensors(file: &Path) -> Result<BTreeMap<String, ArrayFile>, RuntimeError> {
         let (mut open, length) = opened(file)?;
         let fail = |error| RuntimeError::Safetensors { file: file.to_path_buf(), error };
@@ -70,7 +71,7 @@ impl ArrayFile {
             let (from, to) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
             let inside = start.checked_add(to).is_some_and(|end| end <= length);
             if !ty.check() || to.checked_sub(from) != Some(ty.bytes()) || !inside {
-                return Err(fail("has more or fewer bytes than its shape says"));
+                return Err(fail("has a size in bytes that does not match its shape"));
             }
             let array =
                 ArrayFile { file: file.to_path_buf(), ty, open: open.clone(), offset: start + from, big_endian: false };
@@ -79,11 +80,11 @@ impl ArrayFile {
         Ok(arrays)
     }
 
-    /// A file of little-endian numbers and nothing else, as a tensor of one dimension.
+    /// Opens a file that holds nothing but little-endian numbers, as a tensor of one dimension.
     pub fn raw(file: &Path, dtype: DType) -> Result<ArrayFile, RuntimeError> {
         let (open, length) = opened(file)?;
         if length % dtype.bytes() != 0 {
-            let problem = "has a length that is no multiple of an element's";
+            let problem = "has a length that is no multiple of its element size";
             return Err(RuntimeError::Tensor { file: file.to_path_buf(), tensor: dtype.to_string(), problem });
         }
         let ty = TensorType::new(dtype, [length / dtype.bytes()]);
@@ -91,7 +92,7 @@ impl ArrayFile {
         Ok(ArrayFile { file: file.to_path_buf(), ty, open, offset: 0, big_endian: false })
     }
 
-    /// Elements `first..first + count` in row-major order, in the storage format of their type.
+    /// Reads elements `first..first + count` in row-major order, in the storage format of their type.
     pub fn read(&self, first: u64, count: u64) -> Result<HostData, RuntimeError> {
         let width = self.ty.dtype.bytes();
         let mut bytes = vec![0; (count * width) as usize];
@@ -140,7 +141,7 @@ mod tests {
             let part = HostTensor::new(array.ty.with_shape([7]), array.read(5, 7).unwrap()).unwrap();
             assert_eq!(part.to_f64(), whole[name].to_f64()[5..12], "{name}");
         }
-        // Cut off after its header, and within it.
+        // Truncated after its header, and within it.
         let bytes = std::fs::read(&file).unwrap();
         for length in [bytes.len() - 1, 40, 8, 3] {
             std::fs::write(&file, &bytes[..length]).unwrap();

@@ -1,6 +1,8 @@
-//! Collectives that go on behind what their devices compute: each is begun, which sends and does not wait, and ended where its result is
-//! needed. Only members that send copies begin any; what they add up has the same bits as where they wait for each other. They are
-//! those of late calls that need nothing but sums of gradients, which are there when a step ends.
+//! Asynchronous collectives: they overlap with the computation of the next step. `Begun::new` sends without blocking,
+//! and `Begun::advance` collects the result where it is needed.
+//!
+//! Only members that send copies use them, and sums have the same bits as in blocking collectives. Candidates are the
+//! collectives of late calls that need nothing but sums of gradients, which are complete when a step ends.
 
 use crate::arena::{Arena, Storage};
 use crate::collective::{Blocks, Member, expect_bytes, range_of, reduce, words_of};
@@ -19,42 +21,42 @@ use altiplano_ir::storage::Leaf;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// A collective of a late call that can be begun as soon as the step before has ended.
+/// A collective of a late call that can start as soon as the previous step has ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Early {
-    /// Of the call in the schedule.
+    /// Position of the call in the schedule.
     pub position: usize,
     pub body: u32,
-    /// Of the body's steps.
+    /// Index among the body's steps.
     pub step: usize,
     pub operand: Operand,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Operand {
-    /// A sum of gradients, which nobody else needs until it begins anew.
+    /// A sum of gradients that nothing else reads before it is zeroed for the next step.
     Sum { leaf: ValueId, buffer: BufferId },
-    /// What the collective before it in the list gives, which nobody else needs.
+    /// The result of the preceding collective in the list, which nothing else reads.
     Before,
 }
 
-/// What goes on of the step before while the calls of a step are made.
+/// Progress of the previous step's asynchronous collectives while the calls of a step run.
 #[derive(Default)]
 pub struct Behind {
-    /// Whether anything does in this step.
+    /// True if collectives overlap in this step.
     pub on: bool,
-    /// In the list, the one that is under way or to be begun; results of those before it have come.
+    /// Index in the list of the collective that is in flight or starts next. All before it have finished.
     pub next: usize,
     pub begun: Option<Begun>,
     pub since: Option<Start>,
-    /// The operand of the next one, where that is a result.
+    /// The operand of the next collective, if it is the result of the one before.
     pub carried: Option<Arc<Storage>>,
-    /// By call and step, until these take them.
+    /// Finished results by call and step, until these take them.
     pub results: HashMap<(usize, usize), Arc<Storage>>,
 }
 
-/// The collectives of a program's late calls that can be begun early, in the order in which all devices of the program run them, and the
-/// first of the calls that are made once a step, before which all late calls must have been made.
+/// The collectives of a program's late calls that can start early, in the order in which all devices of the program run
+/// them. Also the position of the first late call that runs once a step: all late calls before it must have run first.
 pub fn early(
     program: &Program,
     bodies: &[Compiled],
@@ -66,7 +68,7 @@ pub fn early(
     };
     let first = (program.num_prompt()..program.schedule.len()).find(once).unwrap_or(program.schedule.len());
     let mut all = Vec::new();
-    // What calls in between read or write is not what the step before left, or is still needed.
+    // Buffers that calls in between read or write: they no longer hold the previous step's value, or are still needed.
     let mut touched: BTreeSet<BufferId> = BTreeSet::new();
     for position in first..program.schedule.len() {
         let body = match program.schedule[position] {
@@ -110,40 +112,40 @@ pub fn early(
     (first, all)
 }
 
-/// A collective that this device has begun. What was sent and what has come is no part of what the device holds.
+/// A collective that this device has begun. Sent and received messages do not count as memory of the device.
 pub struct Begun {
     ranks: Vec<usize>,
     me: usize,
     dtype: DType,
     reducer: Reducer,
     arena: Arc<Arena>,
-    /// Of the operand.
+    /// Number of elements of the operand.
     elements: usize,
     round: Round,
-    /// What each member has sent in this round, with what this device has itself.
+    /// The data of each member in this round, this device's own included.
     pieces: Vec<Option<Vec<u64>>>,
 }
 
-/// What members send each other.
+/// The kind of data that members send in a round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Round {
-    /// Terms of the part that a member adds up and alone is to have.
+    /// Reduce-scatter: terms of the part that the receiver reduces and keeps.
     Parts,
-    /// Terms of the part that a member adds up for all.
+    /// All-reduce, first round: terms of the part that the receiver reduces for all.
     Terms,
-    /// Parts that were added up.
+    /// All-reduce, second round: reduced parts.
     Sums,
 }
 
-/// Whether a collective need not be waited for where it begins, or needs nobody else.
+/// Returns whether a collective can run asynchronously, or needs no other device.
 fn can_begin(collective: &Collective) -> bool {
     use Collective::{AllReduce, KeepFirst, LocalSlice, ReduceScatter};
     matches!(collective, AllReduce { .. } | ReduceScatter { .. } | LocalSlice { .. } | KeepFirst { .. })
 }
 
 impl Begun {
-    /// Begins a collective on the operand of `shape`, which is let go of; gives it back where it is none that goes on behind others.
-    /// All members decide alike.
+    /// Begins a collective on an operand of `shape` and consumes it. Returns the operand if this collective does not
+    /// run asynchronously; all members decide alike.
     pub fn new(
         member: &Member<'_>,
         collective: &Collective,
@@ -205,7 +207,8 @@ impl Begun {
         }
     }
 
-    /// Takes what has come, and sends what follows from it. The result where all has come, for which it waits if it is to.
+    /// Takes the messages that have arrived and sends those of the next round. Returns the result once it is complete;
+    /// with `wait`, blocks until then.
     pub fn advance(&mut self, mailbox: &mut Mailbox, wait: bool) -> Result<Option<Storage>, KernelError> {
         loop {
             let missing = (0..self.ranks.len()).filter(|&i| self.pieces[i].is_none()).collect::<Vec<_>>();
@@ -217,7 +220,8 @@ impl Begun {
                 match payload {
                     Some(Payload::Words(words)) => self.pieces[i] = Some(words),
                     Some(_) => return Err(KernelError::Disconnected),
-                    // Those that come later in the group may be there, and give the next round's room.
+                    // Members later in the group may have arrived, and taking their pieces now makes room for the next
+                    // round.
                     None => {}
                 }
             }
@@ -233,7 +237,7 @@ impl Begun {
                     return Ok(Some(result));
                 }
                 Round::Terms => {
-                    // Sums are on their way before the device holds any.
+                    // The sums are in transit here, so they do not count as memory of the device.
                     let mut sums = Arena::new(None).allocate(class, range_of(self.elements, n, self.me).len())?;
                     self.add_up(&pieces, &mut sums)?;
                     self.round = Round::Sums;
@@ -255,7 +259,7 @@ impl Begun {
         }
     }
 
-    /// The reduction of what all members sent, in the order of the group.
+    /// Reduces the data of all members, in the order of the group.
     fn add_up(&self, pieces: &[Vec<u64>], target: &mut Storage) -> Result<(), KernelError> {
         for piece in pieces {
             expect_bytes(bytemuck::cast_slice(piece), target.bytes())?;

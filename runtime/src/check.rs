@@ -1,5 +1,6 @@
-//! Checks programs before anything runs, and what a step is given: a plan file is data from outside, and what is wrong with it must
-//! be an error with a place, not a hang or a panic of some device. Sessions of all kinds of devices do it here.
+//! Checks programs and the inputs of steps before anything runs. A plan file is untrusted data: a fault in it must
+//! become an error that names its place, not a hang or a panic of a device. The sessions of all kinds of devices use
+//! these checks.
 
 use crate::error::RuntimeError;
 use crate::host::HostTensor;
@@ -9,7 +10,7 @@ use altiplano_ir::op::{HostCopy, HostRoute, Op};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs, TransferId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The first thing that is wrong with the programs.
+/// Returns the first fault of the programs as an error.
 pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
     for (index, program) in programs.programs.iter().enumerate() {
         check_buffers(index as u32, program)?;
@@ -25,17 +26,17 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
             return fail("source and target have different types");
         }
         if source.sharding.is_partial() || target.sharding.is_partial() {
-            return fail("a value that is partial cannot be transferred");
+            return fail("a partial value cannot be transferred");
         }
         if source.host || target.host {
-            return fail("a value in host memory is sent or received, which only values on devices are");
+            return fail("a value in host memory cannot be sent or received");
         }
     }
     check_schedules(programs)
 }
 
-/// The inputs that programs use of those given, in their buffers' element types: each is whole, its batch dimensions being
-/// `num_microbatches` times those of the buffer. Scalars have only to be there.
+/// Selects the given inputs that the programs use and casts them to the element types of their buffers. Each input must
+/// be whole: its batch dimensions are `num_microbatches` times those of the buffer. Scalars only have to be present.
 pub fn checked_inputs<'a>(
     programs: impl IntoIterator<Item = &'a Program>,
     num_microbatches: u32,
@@ -72,20 +73,20 @@ pub fn checked_inputs<'a>(
     Ok(inputs)
 }
 
-/// Fails where programs have what GPUs do not run: steps that begin before others have ended, and weights that come from elsewhere.
+/// Fails if programs use features that GPUs lack: steps that overlap, and weights received from parameter servers.
 pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
     let fail = |program: u32, problem| Err(RuntimeError::Program { program, problem });
     if let Some(program) = programs.programs.iter().position(|program| !program.late.is_empty()) {
-        return fail(program as u32, "has calls that run during the next step, which GPUs do not run so far");
+        return fail(program as u32, "has calls that overlap with the next step, which GPUs do not support yet");
     }
     let lasts = |&(p, buffer): &(u32, BufferId)| !programs.programs[p as usize].buffer(buffer).kind.is_of_step();
     match programs.transfers.iter().map(|transfer| transfer.target).find(lasts) {
-        Some((program, _)) => fail(program, "gets its weights from parameter servers, which GPUs do not run so far"),
+        Some((program, _)) => fail(program, "gets its weights from parameter servers, which GPUs do not support yet"),
         None => Ok(()),
     }
 }
 
-/// The loss of a step from those of its microbatches; NaN where no program computes one.
+/// Combines the losses of a step's microbatches; NaN if no program computes one.
 pub fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
     let sum: f64 = losses.iter().sum();
     match losses.len() {
@@ -106,7 +107,7 @@ fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
     for (b, buffer) in program.buffers.iter().enumerate() {
         let fail = |problem| Err(RuntimeError::Buffer { program: index, buffer: BufferId(b as u32), problem });
         if buffer.extents.as_ref().is_some_and(|extents| extents.padded_shape() != buffer.ty.shape) {
-            return fail("is not of the size that its padding makes");
+            return fail("has a size that does not match its padding");
         }
         let in_mesh = |a: altiplano_ir::mesh::AxisId| (a.0 as usize) < program.mesh.axes.len();
         let axes = buffer.sharding.split_axes().chain(buffer.sharding.partial.iter().map(|p| p.0));
@@ -121,7 +122,7 @@ fn check_buffers(index: u32, program: &Program) -> Result<(), RuntimeError> {
             return fail("must be a scalar");
         }
         if buffer.host && !matches!(buffer.kind, BufferKind::State { .. } | BufferKind::Value) {
-            return fail("is in host memory, where only optimizer state and values between bodies may be");
+            return fail("is in host memory, which only optimizer state and values between bodies may use");
         }
     }
     Ok(())
@@ -165,7 +166,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
         for v in body.graph.values() {
             match &body.graph.node(v).op {
                 op if op.is_leaf() && !bound.contains(&v) => return fail(v, "is a leaf that no buffer is bound to"),
-                Op::Composite(_) => return fail(v, "is a composite, which programs are not made of"),
+                Op::Composite(_) => return fail(v, "is a composite; programs must be expanded"),
                 Op::Collective(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
                 Op::AxisIndex(op) if op.mesh != program.mesh => return fail(v, "is on another mesh than the program"),
                 _ => {}
@@ -187,7 +188,7 @@ fn check_bodies(index: u32, program: &Program) -> Result<(), RuntimeError> {
     Ok(())
 }
 
-/// Fails where something else than a copy touches what is in host memory.
+/// Fails if anything but a copy touches a value in host memory.
 fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'static str)> {
     let of_host: BTreeMap<ValueId, bool> = body.reads.iter().map(|&(v, b)| (v, program.buffer(b).host)).collect();
     let in_host = |v: ValueId| of_host.get(&v).copied().unwrap_or_else(|| body.graph.node(v).op.stores_in_host());
@@ -197,29 +198,30 @@ fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'s
             match (&node.op, position) {
                 (Op::HostCopy(_), 1) => {}
                 (Op::HostCopy(HostCopy { route: HostRoute::Load }), _) if of_host.get(&operand) != Some(&true) => {
-                    return Err((v, "is loaded from no buffer in host memory"));
+                    return Err((v, "is loaded from a buffer outside host memory"));
                 }
                 (Op::HostCopy(HostCopy { route: HostRoute::Load }), _) => {}
-                _ if in_host(operand) => return Err((operand, "is in host memory, which only copies read")),
+                _ if in_host(operand) => return Err((operand, "is in host memory, which only copies may read")),
                 _ => {}
             }
         }
     }
     for &(b, v) in &body.writes {
         if program.buffer(b).host != body.graph.node(v).op.stores_in_host() {
-            return Err((v, "is in another memory than the buffer that it is written to"));
+            return Err((v, "is in another memory than the buffer to which it is written"));
         }
     }
     Ok(())
 }
 
-/// Checks each call, then walks all schedules together, as devices will: each as far as what it waits for was sent.
+/// Checks each call, then simulates all schedules together: each program advances until it waits for a message that was
+/// not sent.
 fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
     for (p, program) in programs.programs.iter().enumerate() {
         for (c, call) in program.schedule.iter().chain(&program.flush).enumerate() {
             let fail = |problem| Err(RuntimeError::Call { program: p as u32, call: c, problem });
             if c >= program.schedule.len() && matches!(call, Call::Run { .. }) {
-                return fail("runs a body in a flush, which sends and receives alone");
+                return fail("runs a body in a flush, which may only send and receive");
             }
             let microbatch = match *call {
                 Call::Run { body, microbatch } => {
@@ -231,14 +233,14 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
                 Call::Send { transfer, microbatch, .. } => {
                     match programs.transfers.get(transfer.0 as usize) {
                         Some(t) if t.source.0 as usize == p => {}
-                        _ => return fail("sends what is not a transfer from this program"),
+                        _ => return fail("sends a transfer that is not from this program"),
                     }
                     microbatch
                 }
                 Call::Receive { transfer, microbatch } => {
                     match programs.transfers.get(transfer.0 as usize) {
                         Some(t) if t.target.0 as usize == p => {}
-                        _ => return fail("receives what is not a transfer to this program"),
+                        _ => return fail("receives a transfer that is not to this program"),
                     }
                     microbatch
                 }
@@ -252,11 +254,11 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
         let rises = program.late.windows(2).all(|w| w[0] <= w[1]);
         let counted = program.late.last().is_none_or(|&last| last as usize <= program.num_prompt());
         if program.late.len() > program.schedule.len() || !rises || !counted {
-            let problem = "has late calls that do not come in order among those of the next step";
+            let problem = "has late calls that are out of order among those of the next step";
             return Err(RuntimeError::Program { program: p as u32, problem });
         }
     }
-    // Two steps show all that steps which overlap can wait for.
+    // Two steps suffice to show every wait between overlapping steps.
     let overlap = programs.programs.iter().any(Program::runs_ahead);
     let run = |program: &Program| -> Vec<usize> {
         let (prompt, end) = (program.num_prompt(), program.schedule.len());
@@ -270,7 +272,7 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
         let mut moved = false;
         for (p, program) in programs.programs.iter().enumerate() {
             while let Some(&position) = runs[p].get(at[p]) {
-                // Those of a flush are numbered on.
+                // Calls of a flush are numbered after those of the schedule.
                 let end = program.schedule.len();
                 let call = program.schedule.get(position).or_else(|| program.flush.get(position - end));
                 let Some(call) = call else { break };

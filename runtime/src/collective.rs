@@ -1,7 +1,11 @@
-//! Collectives among devices. Members that are threads of one process lend each other their tensors, read them in the order of
-//! the group, so that all get the same bits, and then tell each other that they are done; what all are to have is written to all by
-//! whoever reduces it. After that every device owns its tensors alone again, and what it holds does not depend on timing. Members that
-//! are processes send copies instead, or leave the collective to MPI.
+//! Collectives among devices.
+//!
+//! Members that are threads of one process share their tensors. They read them in the order of the group, so that all
+//! get the same bits, and signal each other when they are done. In an all-reduce, the member that reduces a block
+//! writes it to the results of all. Afterwards every device owns its tensors alone again, and their contents do not
+//! depend on timing.
+//!
+//! Members that are processes send copies instead, or leave the collective to MPI.
 
 use crate::arena::{Arena, Storage};
 use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
@@ -21,13 +25,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// A device's place in the group of a collective.
 pub struct Member<'a> {
     pub mailbox: &'a mut Mailbox,
-    /// Ranks of the members, in the group's order.
+    /// Ranks of the members, in the order of the group.
     pub ranks: Vec<usize>,
-    /// This device's position among them.
+    /// Position of this device among them.
     pub me: usize,
 }
 
-/// Sets every element to what the reducer leaves unchanged.
+/// Sets every element to the neutral element of the reducer.
 pub(crate) fn fill_neutral(storage: &mut Storage, reducer: Reducer, dtype: DType) {
     let neutral = reducer.neutral(dtype);
     let class = Class::of(dtype);
@@ -53,7 +57,7 @@ impl Member<'_> {
                 self.mailbox.send(rank, Tag::Collective, payload);
             }
         }
-        // What others send is no part of what this device holds, as what they lend is not.
+        // Received data does not count as memory of this device, just as shared tensors do not.
         let arena = Arena::new(None);
         let mut all = Vec::with_capacity(self.ranks.len());
         for i in 0..self.ranks.len() {
@@ -70,7 +74,7 @@ impl Member<'_> {
         Ok(all)
     }
 
-    /// Waits until nobody reads what this device shared. Call after dropping what was received.
+    /// Waits until no member reads the tensors that this device shared. Drop what was received before calling it.
     fn done(&mut self) -> Result<(), KernelError> {
         if self.mailbox.copies() {
             return Ok(());
@@ -91,14 +95,15 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// To which member a shift by so many places takes what this one has, and from which this one gets what it then has.
+    /// For a shift by `by` places: the member that receives this one's operand, and the member that this one receives
+    /// from.
     fn shifted(&self, by: u64) -> (usize, usize) {
         let n = self.ranks.len();
         let by = (by % n as u64) as usize;
         ((self.me + n - by) % n, (self.me + by) % n)
     }
 
-    /// Runs a collective on the operand of `shape`. Where `in_place`, the operand's storage becomes the result.
+    /// Runs a collective on an operand of `shape`. With `in_place`, the operand's storage becomes the result.
     pub fn run(
         &mut self,
         collective: &Collective,
@@ -189,7 +194,7 @@ impl Member<'_> {
                 Ok(result)
             }
             Collective::Shift { by, .. } => {
-                // Each lends what it has to one and copies what another lends.
+                // Each member shares its operand with one other and copies that of another.
                 let mut result = arena.allocate(class, elements)?;
                 let (to, from) = self.shifted(*by);
                 if from == self.me {
@@ -228,7 +233,7 @@ impl Member<'_> {
                 let outer: usize = shape[..dim].iter().product();
                 let mut result = arena.allocate(class, outer * length * inner)?;
                 let operands = self.share(&operand)?;
-                // The result begins `low` elements before this device's block.
+                // The result starts `low` elements before this device's block.
                 let begin = (self.me * block) as isize - low as isize;
                 if begin < 0 || begin + length as isize > (n * block) as isize {
                     fill_neutral(&mut result, *reducer, dtype);
@@ -252,8 +257,8 @@ impl Member<'_> {
         }
     }
 
-    /// Whichever member runs takes the next block of all operands, reduces it, and puts it into the results of all. So members that
-    /// share cores, of which some wait for a core while others run, keep none waiting for a part of the work that is theirs.
+    /// Members take blocks from a common queue: each reduces the next block of all operands and writes it to all
+    /// results. So a member that waits for a core keeps no other waiting for its share of the work.
     fn all_reduce(
         &mut self,
         reducer: Reducer,
@@ -298,8 +303,8 @@ impl Member<'_> {
         with_class!(class, T => while let Some(range) = next() {
             let operands: Vec<Option<&[T]>> =
                 all.iter().map(|t| t.operand.as_ref().map(|o| &o.slice::<T>()[range.clone()])).collect();
-            // SAFETY: no other member takes this block of the results, as the count that all take from gives each number once; and
-            // none reads the results until all have said that they are done.
+            // SAFETY: no other member takes this block of the results, since the shared counter gives out each number
+            // once. No member reads the results until all have signalled that they are done.
             let mut results: Vec<&mut [T]> =
                 all.iter().map(|t| unsafe { t.result.part::<T>(range.clone()) }).collect();
             reduce_to_all(&operands, &mut results, reducer, dtype);
@@ -308,12 +313,12 @@ impl Member<'_> {
         self.done()?;
         match Arc::try_unwrap(mine) {
             Ok(terms) => Ok(terms.result.take_back()),
-            // All others have let go of it before they said that they were done.
+            // All others dropped their references before they signalled that they were done.
             Err(_) => Err(KernelError::Disconnected),
         }
     }
 
-    /// Members that send copies send each other what they reduce, and then what they reduced.
+    /// All-reduce by messages: members send each other the terms of their parts, then the reduced parts.
     fn all_reduce_copies(
         &mut self,
         reducer: Reducer,
@@ -347,7 +352,7 @@ impl Member<'_> {
         Ok(result)
     }
 
-    /// Sends a piece to each member, and gets one from each. Those that have nothing for each other exchange nothing.
+    /// Sends a piece to each member and receives one from each. Pairs with nothing to exchange send no message.
     pub(crate) fn exchange_pieces(&mut self, piece: impl Fn(usize) -> Vec<u64>) -> Result<Vec<Vec<u64>>, KernelError> {
         for (i, &rank) in self.ranks.iter().enumerate() {
             if i != self.me {
@@ -369,30 +374,30 @@ impl Member<'_> {
     }
 }
 
-/// What a member of an all-reduce lends the others.
+/// The tensors that a member of an all-reduce shares with the others.
 #[derive(Debug)]
 pub struct Terms {
-    /// What it adds; absent where that lies where its result will.
+    /// The operand; absent if it lies in the storage of the result.
     operand: Option<Arc<Storage>>,
     result: Lent,
-    /// Blocks that members have taken so far; that of the group's first member counts.
+    /// Number of blocks taken so far. All members use the counter of the group's first member.
     taken: AtomicUsize,
 }
 
-/// Elements of one block of an all-reduce of so many among `n`: few enough that members that begin later find some left and none waits
-/// long for the last, and enough that taking a block costs nothing beside it.
+/// Block size of an all-reduce of `elements` among `n` members. Blocks are small enough that late members find some
+/// left and none waits long for the last, and large enough that taking one is cheap.
 fn taken_at_once(elements: usize, n: usize) -> usize {
     elements.div_ceil(4 * n).next_multiple_of(LANES).clamp(1 << 12, 1 << 15)
 }
 
-/// The elements that member `i` of `n` reduces. Ranges begin at multiples of sixteen elements, so that they are whole words in every
-/// format, and that two members seldom write to one line of a cache.
+/// The elements that member `i` of `n` reduces. Ranges start at multiples of sixteen elements. So they are whole words
+/// in every format, and two members rarely write to the same cache line.
 pub(crate) fn range_of(elements: usize, n: usize, i: usize) -> Range<usize> {
     let size = elements.div_ceil(n).next_multiple_of(16);
     (i * size).min(elements)..((i + 1) * size).min(elements)
 }
 
-/// Bytes in blocks of eight; what is missing to a whole block is zero.
+/// Packs bytes into words of eight, padded with zeros.
 pub(crate) fn words_of(bytes: &[u8]) -> Vec<u64> {
     let mut words = vec![0u64; bytes.len().div_ceil(8)];
     bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
@@ -406,7 +411,7 @@ pub(crate) fn expect_bytes(found: &[u8], expected: usize) -> Result<(), KernelEr
     Err(KernelError::MessageSize { expected, found: found.len() })
 }
 
-/// The storage itself where nobody else has it, else a copy.
+/// Takes the storage out of its `Arc` if this is the only reference, and copies it otherwise.
 pub fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, KernelError> {
     if !take {
         return storage.duplicate(class);
@@ -417,14 +422,14 @@ pub fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, K
     }
 }
 
-/// A dimension seen as `count` runs of `length` elements that belong to one member.
+/// A dimension as `count` runs of `length` elements that belong to one member.
 pub(crate) struct Blocks {
     pub count: usize,
     pub length: usize,
 }
 
 impl Blocks {
-    /// Runs of one of `n` parts of dimension `dim`, cut within each of its `outer` blocks.
+    /// The runs of one of `n` parts of dimension `dim`, cut within each of its `outer` blocks.
     pub fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
         let (dim, outer) = (dim as usize, outer as usize);
         let before: usize = shape[..dim].iter().product();
@@ -432,19 +437,19 @@ impl Blocks {
         Blocks { count: before * outer, length: shape[dim] / n / outer * after }
     }
 
-    /// Runs of a tensor that is itself such a part.
+    /// The runs of a tensor that is itself such a part.
     pub fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
         Blocks::of_part(shape, dim, outer, 1)
     }
 }
 
-/// The copies from member `which`'s operand into the result of member `me`.
+/// Copies from member `which`'s operand into the result of member `me`.
 pub(crate) struct Exchange {
-    /// Out of the operand.
+    /// From the operand into a message.
     pub cut: Copy,
-    /// Into the result.
+    /// From a message into the result.
     pub join: Copy,
-    /// Both at once, unless both dimensions are one.
+    /// Directly from operand to result, unless both dimensions are the same.
     pub both: Option<Copy>,
 }
 
@@ -490,7 +495,7 @@ pub(crate) fn exchange(
     Exchange { cut: Copy::new(cut_offset, 0, cut), join: Copy::new(0, join_offset, join), both }
 }
 
-/// Elements that are reduced while they are in the nearest cache.
+/// Elements per pass: they fit into the L1 cache.
 const BLOCK: usize = 512;
 
 /// `target[i]` is the reduction of `operands[..][first + i]`, in the order of the operands.
@@ -501,12 +506,12 @@ pub(crate) fn reduce<T: Element>(operands: &[&[T]], first: usize, target: &mut [
     }
 }
 
-/// Every `results[..][i]` becomes the reduction of `operands[..][i]`, in their order; an operand that is absent is what its member's
-/// result holds so far.
+/// Every `results[..][i]` becomes the reduction of `operands[..][i]`, in order. An absent operand lies in its member's
+/// result.
 fn reduce_to_all<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [T]], reducer: Reducer, dtype: DType) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has the feature that the function is compiled for.
+        // SAFETY: the processor has AVX2, for which the function is compiled.
         unsafe { reduce_to_all_avx2(operands, results, reducer, dtype) };
         return;
     }
@@ -539,11 +544,11 @@ fn reduce_blocks_to_all<T: Element>(
     }
 }
 
-/// Elements that are added up in registers.
+/// Elements summed in registers at a time.
 const LANES: usize = 32;
 
-/// Sums in as few passes over the nearest cache as there are terms and results, which is what keeps up with memory. Says how many
-/// elements are done: all but less than [`LANES`].
+/// Sums with one pass per term and result over the L1 cache, fast enough to saturate memory. Returns the number of
+/// elements done: all but fewer than [`LANES`].
 #[inline(always)]
 fn sum_lanes_to_all<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [T]]) -> usize {
     let length = results.first().map_or(0, |r| r.len());
@@ -565,7 +570,7 @@ fn sum_lanes_to_all<T: Element>(operands: &[Option<&[T]>], results: &mut [&mut [
     whole
 }
 
-/// `target[i]` is the reduction of `term(..)[i]`, of so many terms in order; all have at most [`BLOCK`] elements.
+/// `target[i]` is the reduction of `term(..)[i]` over `terms` terms, in order. All have at most [`BLOCK`] elements.
 #[inline(always)]
 fn reduce_block<'a, T: Element>(
     term: impl Fn(usize) -> &'a [T],

@@ -1,5 +1,5 @@
-//! Turns the steps of a body into calls of kernels: what is stored and when is decided in
-//! [`altiplano_ir::storage`], here it is said how each step computes it.
+//! Turns the steps of a body into kernel calls. [`altiplano_ir::storage`] decides which values are stored and when;
+//! this module decides how each step computes its values.
 
 use crate::element::Class;
 use crate::fuse;
@@ -27,7 +27,7 @@ pub fn compile(body: &Body) -> Compiled {
     storage::compile(body).map(|step| kernel(&body.graph, step))
 }
 
-/// The most bytes that a body holds beyond those held when it starts: results, temporaries and workspace.
+/// Peak of the bytes that a body holds beyond those at its start: results, temporaries and workspace.
 pub fn body_transient_bytes(body: &Body) -> u64 {
     storage::compile(body).transient_bytes
 }
@@ -69,7 +69,7 @@ fn kernel(graph: &Graph, step: &Step<Work>) -> Kernel {
     }
 }
 
-/// The kernel of a node whose operands are stored whole.
+/// The kernel of a node whose operands are all materialised.
 fn of_node(graph: &Graph, v: ValueId, shape: &[usize]) -> Kernel {
     let node = graph.node(v);
     let dtype = node.ty.dtype;
@@ -151,13 +151,13 @@ fn class(graph: &Graph, v: ValueId) -> Class {
     Class::of(graph.ty(v).dtype)
 }
 
-/// A copy of a view to a row-major place in a larger tensor.
+/// Copies a view to a row-major position in a larger tensor.
 fn copy_into(view: &View, target_offset: usize, target: &[usize]) -> Copy {
     let dims = view.shape.iter().zip(&view.strides).zip(target).map(|((&n, &s), &t)| (n, s, t));
     Copy::new(view.offset, target_offset, dims)
 }
 
-/// The part of a padding's operand that ends up in its result.
+/// The part of a padding's operand that appears in its result.
 fn pad_copy(op: &Pad, view: &View, shape: &[usize]) -> Copy {
     let target = row_major(shape);
     let (mut source_offset, mut target_offset) = (view.offset, 0);

@@ -15,7 +15,7 @@ use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The tensors of a file by name; the one tensor of an `.npy` file is named as the file is.
+/// Reads the tensors of a file by name. The one tensor of an `.npy` file is named after the file.
 pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
     match file.extension().and_then(|e| e.to_str()) {
         Some("safetensors") => read_safetensors(file),
@@ -27,7 +27,7 @@ pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
     }
 }
 
-/// The tensor of this name among those of a file. Where there is none, `NAME[3]` is row 3 of the tensor `NAME`.
+/// Finds a tensor by name among those of a file. If there is none, `NAME[3]` is row 3 of the tensor `NAME`.
 pub fn tensor_named<'a>(tensors: &'a BTreeMap<String, HostTensor>, name: &str) -> Option<Cow<'a, HostTensor>> {
     if let Some(tensor) = tensors.get(name) {
         return Some(Cow::Borrowed(tensor));
@@ -49,7 +49,7 @@ fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
     std::fs::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
 }
 
-/// All weights of a file: of a `.safetensors` file, or of an archive of `torch.export`, whichever it is.
+/// Reads all weights of a `.safetensors` file or a `torch.export` archive, told apart by content.
 pub fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
     let mut start = [0; 2];
     let mut open = std::fs::File::open(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })?;
@@ -65,7 +65,7 @@ pub fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, Runtime
     Ok(stored.into_iter().map(tensor).collect())
 }
 
-/// All tensors of a `.safetensors` file.
+/// Reads all tensors of a `.safetensors` file.
 pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
     let bytes = read_bytes(file)?;
     let parsed = SafeTensors::deserialize(&bytes)
@@ -76,7 +76,7 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
         let dtype = dtype_of(view.dtype()).ok_or(fail("has an element type that is not supported"))?;
         let ty = TensorType::new(dtype, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>());
         if !ty.check() || ty.bytes() != view.data().len() as u64 {
-            return Err(fail("has more or fewer bytes than its shape says"));
+            return Err(fail("has a size in bytes that does not match its shape"));
         }
         let data = decode(dtype, view.data());
         tensors.insert(name, HostTensor { ty, data });
@@ -84,8 +84,8 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
     Ok(tensors)
 }
 
-/// Writes tensors to a `.safetensors` file: beside it first, then in its place, so that it is never half written. Types
-/// that the format does not have are written as the least of its types that has all of their numbers.
+/// Writes tensors to a `.safetensors` file. It writes a temporary file and renames it, so that the file is never half
+/// written. Types that the format lacks are widened to the smallest of its types that holds all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
     let encoded = encoded(tensors)?;
     let mut beside = file.as_os_str().to_owned();
@@ -97,7 +97,7 @@ pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) ->
     std::fs::rename(beside, file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
 }
 
-/// The bytes of what [`write_safetensors`] would write to `file`.
+/// Encodes tensors as [`write_safetensors`] would write them to `file`.
 pub fn encode_safetensors(
     file: &Path,
     tensors: impl IntoIterator<Item = (String, HostTensor)>,
@@ -108,7 +108,7 @@ pub fn encode_safetensors(
         .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })
 }
 
-/// A tensor as the format has it.
+/// A tensor as the safetensors format stores it.
 struct Encoded {
     name: String,
     dtype: Dtype,
@@ -134,20 +134,20 @@ fn views(encoded: &[Encoded]) -> Result<Vec<(&str, TensorView<'_>)>, SafeTensorE
     encoded.iter().map(|e| Ok((e.name.as_str(), TensorView::new(e.dtype, e.shape.clone(), &e.bytes)?))).collect()
 }
 
-/// The tensor of a NumPy file, versions 1 to 3 of the format.
+/// Reads the tensor of a NumPy file, versions 1 to 3 of the format.
 pub fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
     parse_npy(&read_bytes(file)?).map_err(|problem| RuntimeError::Npy { file: file.to_path_buf(), problem })
 }
 
-/// What a NumPy file says before its elements.
+/// The header of a NumPy file.
 pub(crate) struct NpyHeader {
     pub ty: TensorType,
     pub big_endian: bool,
-    /// Where the elements start.
+    /// Position of the first element, in bytes.
     pub data: u64,
 }
 
-/// The header at the start of a NumPy file.
+/// Parses the header at the start of a NumPy file.
 pub(crate) fn npy_header(bytes: &[u8]) -> Result<NpyHeader, &'static str> {
     const SHORT: &str = "ends before its header does";
     if bytes.get(..6) != Some(b"\x93NUMPY") {
@@ -199,7 +199,7 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
     let NpyHeader { ty, big_endian, data } = npy_header(bytes)?;
     let data = bytes.get(data as usize..).unwrap_or(&[]);
     if !ty.check() || ty.bytes() != data.len() as u64 {
-        return Err("has more or fewer bytes than its shape says");
+        return Err("has a size in bytes that does not match its shape");
     }
     if !big_endian {
         let data = decode(ty.dtype, data);
@@ -211,7 +211,7 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
     Ok(HostTensor { ty, data })
 }
 
-/// Little-endian elements of a file in their storage format.
+/// Decodes little-endian elements of a file into their storage format.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> HostData {
     fn each<const N: usize, T>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
         bytes.as_chunks::<N>().0.iter().map(|&b| convert(b)).collect()
@@ -229,7 +229,7 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> HostData {
         DType::I8 => HostData::I32(each(bytes, |b| i8::from_le_bytes(b) as i32)),
         DType::U8 => HostData::I32(each(bytes, |b| u8::from_le_bytes(b) as i32)),
         DType::Bool => HostData::Bool(each(bytes, |b: [u8; 1]| (b[0] != 0) as u8)),
-        // Of one byte, which holds the element's bits.
+        // The remaining types have one byte, which holds the element's bits.
         _ if dtype.is_float() => HostData::BF16(each(bytes, |b: [u8; 1]| bf16::from_f64(dtype.from_bits(b[0].into())))),
         _ => HostData::I32(each(bytes, |b: [u8; 1]| dtype.from_bits(b[0].into()) as i32)),
     }
@@ -256,7 +256,7 @@ pub(crate) fn dtype_of(dtype: Dtype) -> Option<DType> {
     DType::ALL.into_iter().find(|d| safetensors_dtype(*d) == Some(dtype))
 }
 
-/// The format's name of a type; none where it has none.
+/// The safetensors name of a type, if the format has it.
 fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
     Some(match dtype {
         DType::F64 => Dtype::F64,
@@ -282,7 +282,7 @@ fn safetensors_dtype(dtype: DType) -> Option<Dtype> {
     })
 }
 
-/// The type in which the format stores tensors of `dtype`: itself, or the least that has all of its numbers.
+/// The type in which safetensors stores tensors of `dtype`: itself, or the smallest one that holds all of its numbers.
 fn written_as(dtype: DType) -> (DType, Dtype) {
     match safetensors_dtype(dtype) {
         Some(known) => (dtype, known),
@@ -292,14 +292,14 @@ fn written_as(dtype: DType) -> (DType, Dtype) {
     }
 }
 
-/// A batch from nowhere: integers in `[0, bound)` (booleans below 2), or standard normals. The same seed and name
-/// give the same values.
+/// A synthetic batch: integers in `[0, bound)` (booleans below 2), or standard normals. The same seed and name give the
+/// same values.
 pub fn synthetic(name: &str, ty: &TensorType, bound: u64, seed: u64) -> HostTensor {
     let stream = Stream::new(seed, name);
     if ty.dtype.is_float() {
         let mut values = stream.normals(ty.elements() as usize, 1.0);
         if Reducer::Max.neutral(ty.dtype) >= 0.0 {
-            // A type without negative numbers.
+            // The type has no negative numbers.
             values.iter_mut().for_each(|x| *x = x.abs());
         }
         return HostTensor { ty: ty.with_dtype(DType::F32), data: HostData::F32(values) }.cast(ty.dtype);
@@ -387,14 +387,14 @@ mod tests {
             (b"\x93NUMPY".to_vec(), "ends before"),
             (b"\x93NUMPY\x01\x00\xff\xff{}".to_vec(), "ends before"),
             (b"\x93NUMPY\x09\x00\x02\x00{}".to_vec(), "version"),
-            (npy(good, &[0; 7]), "more or fewer bytes"),
-            (npy(good, &[0; 9]), "more or fewer bytes"),
+            (npy(good, &[0; 7]), "does not match its shape"),
+            (npy(good, &[0; 9]), "does not match its shape"),
             (npy(&good.replace("False", "True"), &[0; 8]), "Fortran"),
             (npy(&good.replace("<f4", "<c8"), &[0; 8]), "element type"),
             (npy(&good.replace("<f4", ""), &[0; 8]), "element type"),
             (npy(&good.replace("(2,)", "(x,)"), &[0; 8]), "list of sizes"),
             (npy(&good.replace("(2,)", "2"), &[0; 8]), "no shape"),
-            (npy(&good.replace("(2,)", "(99999999999, 99999999999)"), &[0; 8]), "more or fewer"),
+            (npy(&good.replace("(2,)", "(99999999999, 99999999999)"), &[0; 8]), "does not match"),
             (npy("{}", &[]), "order"),
         ];
         for (bytes, expected) in cases {

@@ -1,4 +1,5 @@
-//! One device: a thread that walks its program's schedule with its own mesh coordinates, and the buffers that it holds.
+//! One device: a thread that executes its program's schedule at its own mesh coordinates, and the buffers that it
+//! holds.
 
 use crate::arena::{Arena, Storage};
 use crate::behind::{Begun, Behind, Early, Operand, early};
@@ -22,7 +23,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Instant;
 
-/// What all devices of a program share: the program, its compiled bodies, and the transfers with their messages.
+/// The data shared by all devices of a program: the program, its compiled bodies, and the transfers with their
+/// messages.
 pub struct Plan {
     pub index: u32,
     pub program: Program,
@@ -31,25 +33,25 @@ pub struct Plan {
     /// Rank of the first device of each program.
     pub first_rank: Vec<usize>,
     pub num_microbatches: u32,
-    /// Whether what ops make is looked through.
+    /// True if the results of ops are scanned for NaN.
     pub check_nan: bool,
 }
 
-/// What the session asks of a device.
+/// Commands from the session to a device.
 pub enum Command {
-    /// Cuts this device's part out of a global tensor.
+    /// Loads this device's part of a global tensor.
     Load { buffer: BufferId, tensor: Arc<HostTensor> },
-    /// Sends this device's part back.
+    /// Returns this device's part of a buffer.
     Fetch { buffer: BufferId },
     Step {
         inputs: Arc<BTreeMap<String, HostTensor>>,
         scalars: Arc<BTreeMap<String, f64>>,
-        /// Send this device's parts of the results back.
+        /// True if the device returns its parts of the results.
         results: bool,
-        /// Since when what is done is recorded, where it is.
+        /// Origin of the recording's time, if the step is recorded.
         origin: Option<Instant>,
     },
-    /// Runs the calls that are left of the last step, and those that bring copies of the weights up to date.
+    /// Runs the remaining calls of the last step, then those that update copies of the weights.
     Flush,
 }
 
@@ -60,7 +62,7 @@ pub struct ResultPart {
     pub part: HostTensor,
 }
 
-/// What a device answers.
+/// Replies from a device to the session.
 pub enum Reply {
     Loaded,
     Flushed,
@@ -69,22 +71,22 @@ pub enum Reply {
         /// The loss of each microbatch, from the first device of the program that computes it.
         losses: Vec<f64>,
         results: Vec<ResultPart>,
-        /// Of the first device of a program, where it was to record.
+        /// From the first device of a program, if it recorded the step.
         spans: Vec<Span>,
-        /// When the device had done with it.
+        /// Time at which the device finished the step.
         ended: Instant,
     },
 }
 
-/// What a device holds of one step.
+/// The data that a device holds for one step.
 #[derive(Default)]
 struct StepState {
     inputs: Arc<BTreeMap<String, HostTensor>>,
-    /// Scalars, and by microbatch what lives no longer than the step.
+    /// Scalars, and the buffers that live no longer than the step, by microbatch.
     buffers: FxHashMap<(BufferId, Option<u32>), Arc<Storage>>,
-    /// Parameters as the step began with them, where they may be updated before it ends.
+    /// Parameters as of the start of the step, if they may be updated before it ends.
     parameters: FxHashMap<BufferId, Arc<Storage>>,
-    /// Which of the instances of accumulators are the step's.
+    /// Index of the accumulator instance that the step uses.
     accumulators: u32,
     /// Accumulators that have been zeroed.
     zeroed: FxHashSet<BufferId>,
@@ -96,31 +98,31 @@ pub struct Device {
     pub coordinates: Vec<u32>,
     pub plan: Arc<Plan>,
     pub arena: Arc<Arena>,
-    /// What it keeps in the memory of its host.
+    /// The buffers in host memory.
     pub host: Arc<Arena>,
     pub mailbox: Mailbox,
     pub threads: usize,
-    /// The number that messages of transfers are numbered from, which tells those of several sets of programs apart.
+    /// Number of the first transfer message. It separates the messages of several sets of programs.
     pub first_message: u32,
-    /// What outlives steps. Accumulators have two instances where those of two steps are held at once, all else has one.
+    /// Buffers that outlive steps. Accumulators have two instances if two steps use them at once; all others have one.
     lasting: FxHashMap<(BufferId, u32), Arc<Storage>>,
     overlap: Overlap,
-    /// The last call of the schedule that works on a microbatch.
+    /// Position of the schedule's last call that works on a microbatch.
     last_of_microbatch: Option<usize>,
-    /// The step that calls are of at the moment.
+    /// The step to which the current call belongs.
     now: StepState,
-    /// The step before, of which there are calls left.
+    /// The previous step, if some of its calls remain.
     before: Option<StepState>,
-    /// The late call that all before must have been made for anything to go on behind others, and what then does.
+    /// The position of the late call at which asynchronous collectives start, and these collectives.
     early: (usize, Arc<[Early]>),
     behind: Behind,
     losses: Vec<f64>,
-    /// Parts of results, where they are asked for.
+    /// Parts of the results, if the session asked for them.
     results: Option<Vec<ResultPart>>,
     recorder: Option<Recorder>,
-    /// The first op of the step that made an infinity, where ops are checked.
+    /// The first op of the step whose result has an infinity, if results are scanned.
     infinite: Option<Box<Place>>,
-    /// What is being done, for messages.
+    /// The current activity, for error messages.
     place: Place,
     empty: Storage,
 }
@@ -168,7 +170,7 @@ impl Device {
         })
     }
 
-    /// Answers one command, with the place where it failed if it did.
+    /// Executes one command. An error carries the place where it occurred.
     pub(crate) fn answer_here(&mut self, command: Command) -> Result<Reply, RuntimeError> {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(command)));
         let failed =
@@ -178,7 +180,7 @@ impl Device {
             .map_err(|error| RuntimeError::Device { place: Box::new(self.place.clone()), error })
     }
 
-    /// Answers commands until the session closes the channel. After an error all devices stop.
+    /// Executes commands until the session closes the channel. After an error all devices stop.
     pub fn serve(mut self, commands: Receiver<Command>, replies: Sender<(usize, Result<Reply, RuntimeError>)>) {
         while let Ok(command) = commands.recv() {
             let reply = self.answer_here(command);
@@ -233,7 +235,7 @@ impl Device {
                     match *call {
                         Call::Send { transfer, microbatch, free } => self.send(transfer, microbatch, free)?,
                         Call::Receive { transfer, microbatch } => self.receive(transfer, microbatch)?,
-                        // Checked before: there are none.
+                        // A flush has none, by `check`.
                         Call::Run { .. } => {}
                     }
                 }
@@ -242,25 +244,25 @@ impl Device {
         }
     }
 
-    /// Weights that another device of this process may read until this one runs again.
+    /// Shares weights with another device of this process, which may read them until this one runs again.
     #[cfg(feature = "mpi")]
     pub(crate) fn lend(&self, buffer: BufferId) -> Result<Arc<Storage>, KernelError> {
         self.persistent(buffer).cloned()
     }
 
-    /// Reads a buffer where another device holds it.
+    /// Reads a buffer from the storage of another device.
     #[cfg(feature = "mpi")]
     pub(crate) fn hold(&mut self, buffer: BufferId, storage: Arc<Storage>) {
         self.lasting.insert((buffer, 0), storage);
     }
 
-    /// Lets go of all that outlives steps.
+    /// Releases all buffers that outlive steps.
     #[cfg(feature = "mpi")]
     pub(crate) fn give_back(&mut self) {
         self.lasting.clear();
     }
 
-    /// This device's part of a buffer, for the host.
+    /// Copies this device's part of a buffer to a host tensor.
     fn part(&self, buffer: BufferId, storage: &Storage) -> HostTensor {
         let program = &self.plan.program;
         let description = program.buffer(buffer);
@@ -269,7 +271,7 @@ impl Device {
         HostTensor { ty, data }
     }
 
-    /// Fills the buffers that live for the whole run with zeros where nothing was loaded.
+    /// Allocates the buffers that live for the whole run, filled with zeros.
     pub fn allocate_persistent(&mut self) -> Result<(), KernelError> {
         let plan = self.plan.clone();
         for b in (0..plan.program.buffers.len() as u32).map(BufferId) {
@@ -291,12 +293,12 @@ impl Device {
         self.arena_of(buffer).zeros(class, shape.iter().product())
     }
 
-    /// The memory that a buffer is in.
+    /// The arena that holds a buffer: the device's, or its host's.
     fn arena_of(&self, buffer: BufferId) -> &Arc<Arena> {
         if self.plan.program.buffer(buffer).host { &self.host } else { &self.arena }
     }
 
-    /// Format and shape of this device's part of a buffer.
+    /// Storage format and shape of this device's part of a buffer.
     fn local(&self, buffer: BufferId) -> (Class, Vec<usize>) {
         let program = &self.plan.program;
         let buffer = program.buffer(buffer);
@@ -309,13 +311,13 @@ impl Device {
         self.lasting.get(&self.lasting_key(buffer)).ok_or(missing)
     }
 
-    /// The instance of a buffer that outlives steps, for the step that calls are of.
+    /// The key of a buffer that outlives steps, as the current step sees it.
     fn lasting_key(&self, buffer: BufferId) -> (BufferId, u32) {
         let accumulates = matches!(self.plan.program.buffer(buffer).kind, BufferKind::Accumulator { .. });
         (buffer, if accumulates { self.now.accumulators } else { 0 })
     }
 
-    /// This device's part of a global tensor, or of a microbatch's rows of it.
+    /// Cuts this device's part out of a global tensor, or out of a microbatch's rows of it.
     fn cut(&self, buffer: BufferId, tensor: &HostTensor, microbatch: Option<u32>) -> Result<Storage, KernelError> {
         let program = &self.plan.program;
         let description = program.buffer(buffer);
@@ -392,7 +394,7 @@ impl Device {
             }
         }
         self.before = None;
-        // A flush makes the calls that are left one after the other.
+        // A flush runs the remaining calls one after the other.
         self.behind = Behind::default();
         if program.late.is_empty() {
             self.end();
@@ -405,12 +407,12 @@ impl Device {
         Ok(())
     }
 
-    /// What no call freed does not outlive the step.
+    /// Ends the step and drops the buffers that no call freed.
     fn end(&mut self) {
         self.now = StepState { accumulators: self.now.accumulators, ..StepState::default() };
     }
 
-    /// Makes the call at a position of the schedule.
+    /// Runs the call at a position of the schedule.
     fn call(&mut self, position: usize) -> Result<(), KernelError> {
         let plan = self.plan.clone();
         self.mailbox.check()?;
@@ -444,7 +446,7 @@ impl Device {
         Ok(())
     }
 
-    /// Does something with what is held of the step before.
+    /// Runs a function with the state of the previous step in place of the current one.
     fn of_step_before(&mut self, with: impl FnOnce(&mut Device) -> Result<(), KernelError>) -> Result<(), KernelError> {
         let Some(before) = self.before.take() else { return Ok(()) };
         let now = std::mem::replace(&mut self.now, before);
@@ -453,9 +455,11 @@ impl Device {
         done
     }
 
-    /// Before the late call at `position`, after `made` calls of this step: begins to reduce the gradients of the step before, where they are
-    /// all there and needed later only. Devices that exchange over a network compute meanwhile; those that exchange through the memory
-    /// in which they compute have nothing to gain. All devices of a program decide alike.
+    /// Starts to reduce the gradients of the previous step, if they are complete and needed only later. Called before
+    /// the late call at `position`, after `made` calls of this step.
+    ///
+    /// Devices that exchange over a network compute meanwhile. Devices that exchange through the memory in which they
+    /// compute would gain nothing. All devices of a program decide alike.
     fn begin_behind(&mut self, position: usize, made: usize) -> Result<(), KernelError> {
         let program = &self.plan.program;
         let due = position.checked_sub(program.num_prompt()).and_then(|late| program.late.get(late));
@@ -467,7 +471,7 @@ impl Device {
         self.look_behind()
     }
 
-    /// Gives what goes on behind the present call a chance to.
+    /// Lets asynchronous collectives make progress.
     fn look_behind(&mut self) -> Result<(), KernelError> {
         if !self.behind.on || self.behind.next >= self.early.1.len() {
             return Ok(());
@@ -475,8 +479,8 @@ impl Device {
         self.of_step_before(|device| device.advance_behind(None))
     }
 
-    /// Goes on with the collectives behind other calls as far as they get without waiting, or waits for the result that the step of a
-    /// call needs. The present state is that of their step.
+    /// Advances the asynchronous collectives as far as possible without blocking. With `needed`, blocks until the
+    /// result of that call and step is there. The current state must be that of their step.
     fn advance_behind(&mut self, needed: Option<(usize, usize)>) -> Result<(), KernelError> {
         let (plan, all) = (self.plan.clone(), self.early.1.clone());
         while let Some(item) = all.get(self.behind.next) {
@@ -508,7 +512,7 @@ impl Device {
         Ok(())
     }
 
-    /// Begins a collective that is not under way. Its result, if it has come.
+    /// Advances one collective, which it first begins if it is not in flight. Returns the result once it is complete.
     fn advance_collective(&mut self, item: &Early, step: &Step, wait: bool) -> Result<Option<Storage>, KernelError> {
         let Kernel::Collective { collective, dtype, shape, .. } = &step.kernel else { return Ok(None) };
         if self.behind.begun.is_none() {
@@ -524,7 +528,7 @@ impl Device {
             let mut member = self.member(collective);
             match Begun::new(&member, collective, *dtype, shape, operand) {
                 Ok(begun) => self.behind.begun = Some(begun),
-                // It needs nobody else.
+                // The collective runs synchronously, since it needs no other device.
                 Err(operand) => {
                     let mut result = member.run(collective, *dtype, shape, operand, true)?;
                     round_stored(&mut result, *dtype);
@@ -539,7 +543,8 @@ impl Device {
         Ok(Some(result))
     }
 
-    /// Where the instance of a buffer that a call sees is kept in the step: the microbatch's, or else the step's.
+    /// The key under which the step keeps the instance of a buffer that a call sees: the microbatch's, or else the
+    /// step's.
     fn key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
         let own = (buffer, microbatch);
         if self.now.buffers.contains_key(&own) { own } else { (buffer, None) }
@@ -551,14 +556,14 @@ impl Device {
         of_step.or_else(lasting).ok_or(KernelError::MissingValue { buffer, microbatch })
     }
 
-    /// Takes the instance of a buffer that a call sees out of where it is kept.
+    /// Removes the instance of a buffer that a call sees.
     fn remove(&mut self, buffer: BufferId, microbatch: Option<u32>) {
         if self.now.buffers.remove(&self.key(buffer, microbatch)).is_none() {
             self.lasting.remove(&self.lasting_key(buffer));
         }
     }
 
-    /// Keeps the instance of a buffer that a call writes.
+    /// Stores the instance of a buffer that a call writes.
     fn insert(&mut self, buffer: BufferId, microbatch: Option<u32>, storage: Arc<Storage>) {
         if self.plan.program.buffer(buffer).kind.is_of_step() {
             self.now.buffers.insert((buffer, microbatch), storage);
@@ -567,7 +572,8 @@ impl Device {
         }
     }
 
-    /// What a body reads: brings inputs, and begins sums, where it is the first to read them.
+    /// The value that a body reads from a buffer. The first reader of an input loads it, and the first reader of a sum
+    /// zeroes it.
     fn bring(&mut self, buffer: BufferId, microbatch: Option<u32>, phase: Phase) -> Result<Arc<Storage>, KernelError> {
         let plan = self.plan.clone();
         match &plan.program.buffer(buffer).kind {
@@ -592,7 +598,7 @@ impl Device {
         self.find(buffer, microbatch).cloned()
     }
 
-    /// Now, where it is recorded.
+    /// The current time, if the step is recorded.
     fn start(&self) -> Option<Start> {
         self.recorder.as_ref().map(|_| Start::now(self.mailbox.waited))
     }
@@ -612,7 +618,7 @@ impl Device {
     ) -> Result<(), KernelError> {
         let mut values: Vec<Option<Arc<Storage>>> = vec![None; body.num_values];
         let phase = self.plan.program.bodies[index as usize].phase;
-        // Of what goes on behind other calls, the results are taken where the steps of it come.
+        // Steps with an asynchronous collective take its result instead of running it.
         let all = self.early.1.clone();
         let of_call = all.iter().filter(|item| self.behind.on && item.position == position);
         let early: Vec<&Early> = of_call.collect();
@@ -635,7 +641,7 @@ impl Device {
             self.mailbox.check()?;
             let start = self.start();
             if early.iter().any(|item| item.step == number) {
-                // One that another goes on from is done with that.
+                // The next collective consumes this one's result, so the step has no value to store.
                 let continues = |pair: &[Early]| {
                     (pair[0].position, pair[0].step) == (position, number) && pair[1].operand == Operand::Before
                 };
@@ -668,7 +674,7 @@ impl Device {
                 self.losses.push(with_class!(class, T => storage.slice::<T>()[0].to_f32() as f64));
             }
             if matches!(self.plan.program.buffer(buffer).kind, BufferKind::Output { .. }) {
-                // The host takes results away, or nobody wants them.
+                // Results go to the host if it asked for them, and are dropped otherwise.
                 let part = self.results.is_some().then(|| self.part(buffer, &storage));
                 let results = self.results.iter_mut();
                 results.zip(part).for_each(|(all, part)| all.push(ResultPart { buffer, microbatch, part }));
@@ -679,7 +685,7 @@ impl Device {
         Ok(())
     }
 
-    /// Fails where what a body starts from is no number.
+    /// Fails if a buffer that a body reads holds a NaN.
     fn check_leaves(&self, body: &Compiled, values: &[Option<Arc<Storage>>]) -> Result<(), KernelError> {
         for leaf in &body.leaves {
             let buffer = self.plan.program.buffer(leaf.buffer);
@@ -690,8 +696,9 @@ impl Device {
         Ok(())
     }
 
-    /// Fails where a step made a NaN. All that it read had none, or the device would have stopped before. Masks are full of negative
-    /// infinities, so that only a positive one, which overflow makes, is kept for the message.
+    /// Fails if a step made a NaN. Its inputs had none, or the device would have stopped before.
+    ///
+    /// Masks are full of negative infinities. So only a positive one, a sign of overflow, is kept for the message.
     fn check_outputs(
         &mut self,
         step: &Step,
@@ -713,7 +720,7 @@ impl Device {
         Ok(())
     }
 
-    /// This device among those that run a collective together.
+    /// This device as a member of the group that runs a collective.
     fn member(&mut self, collective: &Collective) -> Member<'_> {
         let mesh = &self.plan.program.mesh;
         let first = self.plan.first_rank[self.plan.index as usize];
@@ -784,7 +791,7 @@ impl Device {
         let (transfer, messages) = &plan.transfers[id.0 as usize];
         let buffer = transfer.target.1;
         let (class, shape) = self.local(buffer);
-        // What lasts is renewed, and nobody reads it meanwhile.
+        // The received value replaces the old one, which no call reads meanwhile. Freeing it first saves memory.
         if !plan.program.buffer(buffer).kind.is_of_step() {
             self.lasting.remove(&self.lasting_key(buffer));
         }
@@ -810,7 +817,7 @@ impl Device {
     }
 }
 
-/// Whether there is a NaN among the elements, and whether there is a positive infinity.
+/// Returns whether the elements include a NaN, and whether they include a positive infinity.
 fn oddities(storage: &Storage, dtype: DType) -> (bool, bool) {
     if !dtype.is_float() {
         return (false, false);
@@ -821,7 +828,7 @@ fn oddities(storage: &Storage, dtype: DType) -> (bool, bool) {
     }))
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|s| s.to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".to_string())

@@ -1,6 +1,6 @@
-//! How element types are stored. The types of the IR share six storage formats: `f64` is kept as `f32` (the runtime
-//! trains in at most single precision), eight-bit floats as `bf16`, which holds each of their numbers exactly, narrow
-//! integers as `i32`, wide and unsigned ones as `i64`.
+//! Storage formats of element types. The types of the IR share six formats: `f64` is kept as `f32` (the runtime trains
+//! in at most single precision), eight-bit floats as `bf16`, which holds each of their numbers exactly, narrow integers
+//! as `i32`, wide and unsigned ones as `i64`.
 
 use altiplano_ir::dtype::DType;
 use bytemuck::Pod;
@@ -68,7 +68,7 @@ macro_rules! half_number {
 half_number!(f16);
 half_number!(bf16);
 
-/// Runs `$body` with `$t` standing for the Rust type of a [`Class`].
+/// Runs `$body` with `$t` as the Rust type of a [`Class`].
 macro_rules! with_class {
     ($class:expr, $t:ident => $body:expr) => {
         match $class {
@@ -100,7 +100,7 @@ macro_rules! with_class {
     };
 }
 
-/// Runs `$body` with `$t` standing for an unsigned integer as wide as a [`Class`]: for kernels that only move data.
+/// Runs `$body` with `$t` as an unsigned integer as wide as a [`Class`], for kernels that only move data.
 macro_rules! with_width {
     ($class:expr, $t:ident => $body:expr) => {
         match $class.bytes() {
@@ -144,8 +144,8 @@ pub fn wrap(x: i64, dtype: DType) -> i64 {
     }
 }
 
-/// A value of the reference semantics as a stored integer of `dtype`; `u64` keeps its bits. The greatest `u64` is 2^64 in
-/// an `f64`, one too many, so that positive numbers end there and do not wrap.
+/// Converts a value of the reference semantics to a stored integer of `dtype`; `u64` keeps its bits. The greatest `u64`
+/// rounds to 2^64 in an `f64`, one too many, so positive numbers saturate there instead of wrapping.
 pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
     match dtype {
         DType::U64 if x > 0.0 => x as u64 as i64,
@@ -154,12 +154,12 @@ pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
     }
 }
 
-/// Whether the storage format holds numbers that the type does not, so that results must be rounded or wrapped.
+/// Returns whether the storage format holds numbers that the type lacks, so that results must be rounded or wrapped.
 pub fn is_narrower_than_stored(dtype: DType) -> bool {
     dtype == DType::Bool || dtype.width() < 8 * Class::of(dtype).bytes() as u32
 }
 
-/// Rounds to the numbers that a type of at most 32 bits has.
+/// Rounds to the numbers of a type of at most 32 bits.
 #[inline(always)]
 pub fn round_float(x: f32, dtype: DType) -> f32 {
     match dtype {

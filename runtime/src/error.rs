@@ -1,5 +1,5 @@
-//! Everything that can go wrong when programs are executed or data files are read.
-//! Each variant names the place (device, body, op; or file and tensor), so that a caller can act on it.
+//! Errors of executing programs and reading data files. Each variant names the place (device, body, op; or file and
+//! tensor), so that a caller can act on it.
 
 use crate::devices::cuda::{CudaError, ExecutorError};
 use crate::tape::BuildError;
@@ -8,12 +8,12 @@ use altiplano_ir::program::{BufferId, TransferId};
 use altiplano_ir::types::TensorType;
 use std::path::PathBuf;
 
-/// What failed within an op.
+/// Errors of a single op or command, without their place.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum KernelError {
     #[error("needs {wanted_bytes} bytes more while {held_bytes} are held, above the limit of {limit_bytes} bytes")]
     MemoryLimit { wanted_bytes: u64, held_bytes: u64, limit_bytes: u64 },
-    #[error("the machine has no {wanted_bytes} bytes left")]
+    #[error("the machine has fewer than {wanted_bytes} free bytes")]
     OutOfMemory { wanted_bytes: u64 },
     #[error("panicked: {message}")]
     Panic { message: String },
@@ -25,14 +25,15 @@ pub enum KernelError {
     InputShape { name: String, given: TensorType, wanted: TensorType, microbatch: Option<u32> },
     #[error("a message has {found} bytes where {expected} were expected")]
     MessageSize { expected: usize, found: usize },
-    /// `fused` are the ops of the kernel, where there are several; `infinite` is the first op of the step that made an infinity.
-    #[error("made a NaN of numbers{}{}", one_of(.fused), after(.infinite.as_deref()))]
+    /// `fused` lists the ops of the kernel if there are several; `infinite` is the first op of the step that made an
+    /// infinity.
+    #[error("made a NaN from inputs without NaN{}{}", one_of(.fused), after(.infinite.as_deref()))]
     MadeNaN { fused: Vec<(ValueId, &'static str)>, infinite: Option<Box<Place>> },
     #[error("'{buffer}' holds a NaN before any op of the body has run")]
     HoldsNaN { buffer: String },
     #[error("the command channel is closed")]
     Closed,
-    /// What carries words between processes failed, as where one of them is gone.
+    /// Communication between processes failed, for example because one of them is gone.
     #[error("{call}: {message}")]
     Carrier { call: String, message: String },
 }
@@ -43,21 +44,21 @@ fn one_of(fused: &[(ValueId, &'static str)]) -> String {
     if ops.len() < 2 { String::new() } else { format!(", in one of {}", ops.join(", ")) }
 }
 
-/// `, after ... made an infinity`, or nothing.
+/// `; the first infinity was made by ...`, or nothing.
 fn after(infinite: Option<&Place>) -> String {
     infinite.map(|place| format!("; the first infinity was made by {place}")).unwrap_or_default()
 }
 
-/// Where in a program something failed.
+/// The place in a program at which something failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Global id of the device.
     pub device: u32,
     pub program: u32,
-    /// Name of the body, or of the transfer, or what else was being done.
+    /// Name of the body or transfer, or a description of other work.
     pub activity: String,
     pub microbatch: Option<u32>,
-    /// The op at fault, with its value in the body's graph, where one was running.
+    /// The op that was running, with its value in the body's graph.
     pub op: Option<(ValueId, &'static str)>,
 }
 
@@ -91,7 +92,7 @@ pub enum RuntimeError {
     Call { program: u32, call: usize, problem: &'static str },
     #[error("transfer {transfer}: {problem}")]
     Transfer { transfer: TransferId, problem: &'static str },
-    #[error("the schedules wait for each other: program {program} stops at call {call}, to which nothing is ever sent")]
+    #[error("the schedules deadlock: program {program} waits at call {call} for a message that is never sent")]
     Deadlock { program: u32, call: usize },
     #[error("no program has a parameter named '{name}'")]
     UnknownParameter { name: String },
@@ -107,11 +108,11 @@ pub enum RuntimeError {
     MissingInput { name: String },
     #[error("the step needs a scalar named '{name}'")]
     MissingScalar { name: String },
-    #[error("no thread could be started for device {device}: {error}")]
+    #[error("cannot start a thread for device {device}: {error}")]
     Thread { device: u32, error: std::io::Error },
     #[error("the session stopped after an earlier error")]
     Stopped,
-    #[error("no step was begun that could end")]
+    #[error("no step is in progress")]
     NoStep,
     #[error("tensor of type {ty} needs {expected} values, found {found}")]
     ValueCount { ty: TensorType, expected: u64, found: u64 },
@@ -123,7 +124,7 @@ pub enum RuntimeError {
     Rendezvous(Box<RendezvousError>),
     #[error("{0}")]
     Carrier(KernelError),
-    #[error("'{name}' is put together by the first rank alone")]
+    #[error("only the first rank assembles '{name}'")]
     Elsewhere { name: String },
     #[error(transparent)]
     Tape(Box<BuildError>),
@@ -141,7 +142,7 @@ pub enum RuntimeError {
     Npy { file: PathBuf, problem: &'static str },
     #[error("{}: tensor '{tensor}': {problem}", file.display())]
     Tensor { file: PathBuf, tensor: String, problem: &'static str },
-    #[error("{}: unknown kind of data file; .safetensors and .npy are read", file.display())]
+    #[error("{}: unknown kind of data file; supported are .safetensors and .npy", file.display())]
     FileKind { file: PathBuf },
 }
 
@@ -163,36 +164,38 @@ impl From<ExecutorError> for RuntimeError {
     }
 }
 
-/// Why ranks cannot run a plan together.
+/// Reasons why ranks cannot run a plan together.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
-    #[error("the plan has {devices} devices and {ranks} ranks were started; start one a device: mpirun -n {devices}")]
+    #[error(
+        "the plan has {devices} devices, but {ranks} ranks were started; start one per device: mpirun -n {devices}"
+    )]
     Count { devices: usize, ranks: usize },
     #[error(
-        "the plan is for nodes with {} devices and the ranks are on nodes with {}; start them so (mpirun --map-by ppr:N:node), or say --ranks-anywhere",
+        "the plan is for nodes with {} devices, but the ranks are on nodes with {}; start them to match (mpirun --map-by ppr:N:node), or add --ranks-anywhere",
         list(planned),
         list(found)
     )]
     Nodes { planned: Vec<usize>, found: Vec<usize> },
     #[error(
-        "the plan is for nodes with {} GPUs, and processes are on nodes with {} of them; start one a node or one a GPU, or say --ranks-anywhere where their number divides that of all GPUs",
+        "the plan is for nodes with {} GPUs, but the nodes run {} processes; start one per node or one per GPU, or add --ranks-anywhere if their number divides that of all GPUs",
         list(planned),
         list(found)
     )]
     Shares { planned: Vec<usize>, found: Vec<usize> },
     #[error(
-        "the plan has {devices} devices, which {ranks} processes cannot share evenly; start one a node or one a GPU"
+        "the plan has {devices} devices, which {ranks} processes cannot share evenly; start one per node or one per GPU"
     )]
     Uneven { devices: usize, ranks: usize },
     #[error(
-        "rank {rank} on {host} runs {devices} of the {on_node} devices that the plan has on a node, and sees {gpus}; give each process its own, or all of them all of the node's (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+        "rank {rank} on {host} runs {devices} of the plan's {on_node} devices per node, but the number of GPUs that it sees is {gpus}; give each process its own GPUs, or all of the node's (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
     )]
     Gpus { rank: usize, host: String, devices: usize, on_node: usize, gpus: usize },
     #[error("rank {rank} has {what} than rank 0; give all ranks the same files and options")]
     Differs { rank: usize, what: &'static str },
-    #[error("MPI gives no thread but the first any rights; a build with thread support is needed")]
+    #[error("this MPI supports only single-threaded programs; use a build with thread support")]
     Threads,
-    #[error("the plan's programs do not have one device each per rank")]
+    #[error("the plan's programs do not have one device per rank")]
     Devices,
     #[error("one rank has no links to measure; start at least two: mpirun -n 2")]
     NoLinks,
@@ -206,54 +209,53 @@ fn list(sizes: &[usize]) -> String {
     }
 }
 
-/// Why ranks cannot watch each other.
+/// Reasons why ranks cannot watch each other.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    #[error("no place to listen for other ranks: {0}")]
+    #[error("cannot listen for other ranks: {0}")]
     Listen(std::io::Error),
     #[error(
-        "of {ranks} ranks {joined} could connect to the first; a firewall between them must let connections to any port pass"
+        "only {joined} of {ranks} ranks could connect to the first; a firewall between them must allow connections to any port"
     )]
     NotAll { joined: usize, ranks: usize },
-    #[error("no connection to the first rank, at {host}: {error}")]
+    #[error("cannot connect to the first rank at {host}: {error}")]
     Join { host: std::net::IpAddr, error: std::io::Error },
     #[error("the host of the first rank has no address")]
     NoAddress,
 }
 
-/// Why processes that were started together did not find each other. Each names who is at fault and what to do.
+/// Reasons why processes that were started together did not find each other. Each names the process at fault and the
+/// remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum RendezvousError {
     #[error(
-        "nothing says which of how many processes this is; start it by srun, mpirun or torchrun --no-python, or set RANK and WORLD_SIZE"
+        "the rank and number of the processes are unknown; start them by srun, mpirun or torchrun --no-python, or set RANK and WORLD_SIZE"
     )]
     NoLauncher,
     #[error("{name} is '{value}', and {problem}")]
     Variable { name: &'static str, value: String, problem: &'static str },
-    #[error(
-        "rank {rank} of {size} does not know where the others are: name a directory that all hosts see by --rendezvous DIR"
-    )]
+    #[error("rank {rank} of {size} cannot find the others: name a directory that all hosts share by --rendezvous DIR")]
     NoDirectory { rank: usize, size: usize },
     #[error(
-        "rank {rank} on {host} cannot write into the rendezvous directory {}: {error}; --rendezvous takes another",
+        "rank {rank} on {host} cannot write to the rendezvous directory {}: {error}; choose another by --rendezvous",
         directory.display()
     )]
     Write { rank: usize, host: String, directory: PathBuf, error: std::io::Error },
-    #[error("rank 0 on {host} cannot hear the others: {error}")]
+    #[error("rank 0 on {host} cannot listen for the others: {error}")]
     Listen { host: String, error: std::io::Error },
     #[error(
-        "of {size} processes {} did not come to {} within {seconds} s; start them all with that directory, on hosts that see it, or have --rendezvous-timeout wait for longer",
+        "{} (of {size} processes) did not arrive at {} within {seconds} s; start all of them with that directory, on hosts that share it, or raise --rendezvous-timeout",
         ranks_of(missing),
         directory.display()
     )]
     Missing { missing: Vec<usize>, size: usize, directory: PathBuf, seconds: u64 },
     #[error(
-        "rank {rank} on {host} found no word of rank 0 in {} within {seconds} s; start rank 0 with that directory, on a host that sees the same, or have --rendezvous-timeout wait for longer",
+        "rank {rank} on {host} found no address of rank 0 in {} within {seconds} s; start rank 0 with that directory, on a host that shares it, or raise --rendezvous-timeout",
         directory.display()
     )]
     NoFirst { rank: usize, host: String, directory: PathBuf, seconds: u64 },
     #[error(
-        "rank {rank} on {host} could not reach rank 0 within {seconds} s, which {} says is process {first_pid} on {first_host}: {error}; if that was an earlier run, this one's rank 0 did not start; else a firewall must let connections to any port pass",
+        "rank {rank} on {host} could not reach rank 0 within {seconds} s; according to {} it is process {first_pid} on {first_host}: {error}; if that was an earlier run, this run's rank 0 did not start; otherwise a firewall must allow connections to any port",
         directory.display()
     )]
     Unreachable {
@@ -266,28 +268,28 @@ pub enum RendezvousError {
         error: Box<WatchError>,
     },
     #[error(
-        "rank {rank} on {host} was started as one of {found}, rank 0 as one of {size}; start all of them in one go, or give each run a rendezvous directory of its own (here {})",
+        "rank {rank} on {host} was started as one of {found}, rank 0 as one of {size}; start all of them together, or give each run its own rendezvous directory (here {})",
         directory.display()
     )]
     Size { rank: usize, host: String, found: usize, size: usize, directory: PathBuf },
     #[error(
-        "two processes in {} say that they are rank {rank}: process {} on {} and process {} on {}; two runs need two rendezvous directories",
+        "two processes in {} claim rank {rank}: process {} on {} and process {} on {}; give each run its own rendezvous directory",
         directory.display(), .first.0, .first.1, .second.0, .second.1
     )]
     Twice { rank: usize, directory: PathBuf, first: (u32, String), second: (u32, String) },
     #[error(
-        "{} is the rendezvous of another run, whose rank 0 is process {pid} on {host}; give each run a directory of its own",
+        "{} is the rendezvous of another run, whose rank 0 is process {pid} on {host}; give each run its own directory",
         directory.display()
     )]
     Taken { directory: PathBuf, pid: u32, host: String },
-    #[error("rank {rank} on {host} ended before all {size} processes had come to {}", directory.display())]
+    #[error("rank {rank} on {host} ended before all {size} processes had arrived at {}", directory.display())]
     Gone { rank: usize, host: String, size: usize, directory: PathBuf },
-    /// Rank 0 has told the user why.
+    /// Rank 0 has reported the reason.
     #[error("rank 0 ended the run before it began")]
     Ended,
 }
 
-/// `rank 3`, or `ranks 3, 5, 6` and how many more.
+/// `rank 3`, or `ranks 3, 5, 6 and 4 more`.
 fn ranks_of(ranks: &[usize]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();

@@ -1,4 +1,4 @@
-//! Runs a bare graph on one device: for looking at what single ops give, without a plan.
+//! Runs a bare graph on one device, without a plan, to inspect the results of single ops.
 
 use crate::error::RuntimeError;
 use crate::host::HostTensor;
@@ -38,7 +38,7 @@ pub fn evaluate(graph: &Graph, leaves: &BTreeMap<String, HostTensor>) -> Result<
     (0..graph.outputs.len()).map(|i| session.state(&result_name(i), SLOT)).collect()
 }
 
-/// Results are read back as optimizer state, which lasts beyond the step.
+/// Results are stored as optimizer state, which outlives the step and can be read back.
 const SLOT: &str = "value";
 
 fn result_name(i: usize) -> String {
@@ -52,8 +52,8 @@ fn leaf_name(op: &Op) -> Option<&str> {
     }
 }
 
-/// One program of one body, which each of so many devices runs whole: every leaf is a parameter, so that no microbatch is cut from it, and
-/// every result a state.
+/// One program of one body that each of `devices` devices runs whole. Every leaf is a parameter, so that no microbatch
+/// is cut from it, and every result is optimizer state.
 pub(crate) fn programs(graph: &Graph, devices: u32) -> Programs {
     let mut buffers = Vec::new();
     let mut buffer = |name: String, kind: BufferKind, v| {

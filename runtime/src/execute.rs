@@ -1,4 +1,4 @@
-//! Runs one step's kernel on stored tensors. Collectives are not here, since they need other devices.
+//! Runs the kernel of one step on stored tensors. Collectives are elsewhere, since they need other devices.
 
 use crate::arena::Storage;
 use crate::element::{
@@ -9,7 +9,7 @@ use crate::step::{Kernel, Step};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::Mesh;
 
-/// Runs the kernel of a step. `position` is the device's mesh and its coordinates there.
+/// Runs the kernel of a step. `position` is the device's mesh and its coordinates in it.
 pub fn run_kernel(
     step: &Step,
     inputs: &[&Storage],
@@ -82,8 +82,8 @@ pub fn run_kernel(
     Ok(())
 }
 
-/// Rounds floats and wraps integers to their type where it has fewer numbers than the format in which kernels compute:
-/// arithmetic modulo a power of two may be reduced to a smaller one at the end.
+/// Rounds floats and wraps integers to their type, if it is narrower than the format in which kernels compute. Wrapping
+/// once at the end is exact, since arithmetic modulo a power of two can be reduced to a smaller one.
 pub fn round_stored(storage: &mut Storage, dtype: DType) {
     if is_narrower_than_stored(dtype) {
         let class = Class::of(dtype);

@@ -1,5 +1,5 @@
-//! Builds a [`Chain`] from a group of elementwise nodes: chooses instructions, reads what comes from outside, writes
-//! what is needed outside, and gives registers to values for as long as they live.
+//! Builds a [`Chain`] from a group of elementwise nodes: selects instructions, loads operands from outside the group,
+//! stores results needed outside, and allocates registers by lifetime.
 
 use crate::element::{Class, integer_from_f64};
 use crate::kernel::chain::{Chain, Load, RowReduction, Source, Store};
@@ -117,7 +117,7 @@ impl Builder<'_> {
         let integers = Class::of(from).is_integer();
         let result = match &node.op {
             Op::Unary(op) if integers => return self.op(Code::IUnary(*op, from), &operands),
-            // Exact in every format, so that nothing needs rounding.
+            // Negation, absolute value and sign are exact in every format, so the result needs no rounding.
             Op::Unary(op @ (Unary::Negate | Unary::Abs | Unary::Sign)) => return self.op(Code::FUnary(*op), &operands),
             Op::Unary(op) => self.op(Code::FUnary(*op), &operands),
             Op::Binary(op) if integers => return self.op(Code::IBinary(*op, from), &operands),
@@ -162,7 +162,7 @@ impl Builder<'_> {
         if Class::of(to).is_half() && !exact { self.op(Code::FRound(to), &[result]) } else { result }
     }
 
-    /// Small constant powers are products and roots, which is what models use.
+    /// Expands small constant powers, the usual ones in models, into products and roots.
     fn power(&mut self, base: Virtual, exponent: Virtual) -> Virtual {
         let Definition::Float(constant) = self.values[exponent] else {
             return self.op(Code::FBinary(Binary::Power), &[base, exponent]);
@@ -187,7 +187,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Gives out registers and lists the instructions.
+    /// Allocates registers and lists the instructions.
     fn assign(
         self,
         row: usize,
@@ -206,7 +206,7 @@ impl Builder<'_> {
         }
         let mut chain = Chain { elements: self.group.elements, row, ..Default::default() };
         let mut register = vec![0u16; n];
-        // Constants and loads are there before the first instruction.
+        // Constants and loads are ready before the first instruction.
         for (i, value) in self.values.iter().enumerate() {
             match value {
                 Definition::Float(x) => {
@@ -243,7 +243,8 @@ impl Builder<'_> {
             });
             let [a, b, c, d] = operands.map(|o| register[o]);
             chain.instructions.push(Instruction { code: *code, target: register[i], a, b, c, d });
-            // Operands are freed after the target is chosen: an instruction never writes what it reads.
+            // Operands are freed after the target is chosen, so that an instruction never writes a register that it
+            // reads.
             for (k, &o) in operands[..code.operands()].iter().enumerate() {
                 let constant = matches!(self.values[o], Definition::Float(_) | Definition::Integer(_));
                 if last_use[o] == i && !constant && !operands[..k].contains(&o) {

@@ -1,4 +1,4 @@
-//! Tensors outside of any device: what is loaded into a session and read back from it.
+//! Tensors outside any device: those loaded into a session and those read back from it.
 
 use crate::element::{Class, Element, integer_from_f64, integer_to_f64, is_narrower_than_stored};
 use crate::error::RuntimeError;
@@ -58,7 +58,7 @@ impl HostData {
         self.len() == 0
     }
 
-    /// The elements as raw bytes in the machine's order.
+    /// The elements as raw bytes in native order.
     pub fn as_bytes(&self) -> &[u8] {
         match self {
             HostData::F32(v) => bytemuck::cast_slice(v),
@@ -81,7 +81,7 @@ impl HostData {
         }
     }
 
-    /// Elements from raw bytes in the machine's order; a rest shorter than an element is dropped.
+    /// Decodes raw bytes in native order; an incomplete last element is dropped.
     pub fn from_bytes(class: Class, bytes: &[u8]) -> HostData {
         fn read<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
             bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
@@ -104,7 +104,7 @@ impl HostTensor {
         Ok(tensor)
     }
 
-    /// Whether the invariant of this type holds; fields are public, so callers can break it.
+    /// Checks this type's invariant, which callers can break because the fields are public.
     pub fn check(&self) -> Result<(), RuntimeError> {
         let (expected, found) = (self.ty.elements(), self.data.len() as u64);
         if expected != found || self.data.class() != Class::of(self.ty.dtype) {
@@ -126,7 +126,7 @@ impl HostTensor {
         HostTensor::from_f64(tensor.ty.clone(), &tensor.data)
     }
 
-    /// As many values as `data` has, rounded to the element type of `ty`.
+    /// A tensor of `data`, rounded to the element type of `ty`.
     pub fn from_f64(ty: TensorType, data: &[f64]) -> HostTensor {
         let float = |x: &f64| if is_narrower_than_stored(ty.dtype) { ty.dtype.round(*x) as f32 } else { *x as f32 };
         let integer = |x: &f64| integer_from_f64(*x, ty.dtype);
@@ -157,7 +157,7 @@ impl HostTensor {
         Tensor { ty: self.ty.clone(), data: self.to_f64() }
     }
 
-    /// The elements at the cross product of index lists, one for each dimension, in row-major order.
+    /// The elements at the cross product of index lists, one list per dimension, in row-major order.
     pub fn at(&self, indices: &[Vec<u64>]) -> HostTensor {
         fn read<T: bytemuck::Pod>(selection: &Selection, from: &[T]) -> Vec<T> {
             let mut to = vec![T::zeroed(); selection.elements()];
@@ -190,7 +190,7 @@ impl HostTensor {
         HostTensor::from_f64(self.ty.with_dtype(dtype), &self.to_f64())
     }
 
-    /// The tensor as a buffer holds it, where that has more elements among zeros.
+    /// Pads the tensor with zeros to the size of a buffer, if the buffer is padded.
     pub fn as_in<'a>(&'a self, buffer: &Buffer) -> Cow<'a, HostTensor> {
         match &buffer.extents {
             Some(extents) if extents.shape() == self.ty.shape => {
@@ -202,7 +202,7 @@ impl HostTensor {
         }
     }
 
-    /// What a buffer holds of the model: all of it, or what is among zeros.
+    /// Removes a buffer's padding from the tensor.
     pub fn out_of(self, buffer: &Buffer) -> HostTensor {
         let Some(extents) = &buffer.extents else { return self };
         let mut own = HostTensor::zeros(self.ty.with_shape(extents.shape()));
@@ -210,7 +210,7 @@ impl HostTensor {
         own
     }
 
-    /// All zeros.
+    /// A tensor of zeros.
     pub fn zeros(ty: TensorType) -> HostTensor {
         let n = ty.elements() as usize;
         let data = match Class::of(ty.dtype) {
@@ -225,7 +225,7 @@ impl HostTensor {
     }
 }
 
-/// Moves elements between a tensor and a larger one that it is within: out of that, or into it.
+/// Copies elements between a tensor and its padded form: out of the padded form, or into it.
 fn move_runs(extents: &Extents, from: &HostData, to: &mut HostData, out: bool) {
     fn typed<T: Copy>(extents: &Extents, from: &[T], to: &mut [T], out: bool) {
         let mut own = 0;

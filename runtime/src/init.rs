@@ -1,5 +1,5 @@
-//! First values of parameters, chosen by shape, use and name: gains one, biases zero, matrices and embeddings small normals,
-//! convolutions by fan-in (He et al. 2015).
+//! Initial values of parameters, chosen by shape, use and name: gains are one, biases zero, matrices and embeddings
+//! small normals, convolutions scaled by fan-in (He et al. 2015).
 
 use crate::host::{HostData, HostTensor};
 use crate::random::Stream;
@@ -8,21 +8,21 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
 use altiplano_ir::types::TensorType;
 
-/// Deviation of matrices and embeddings, as in GPT-2.
+/// Standard deviation of matrices and embeddings, as in GPT-2.
 pub const MATRIX_DEVIATION: f64 = 0.02;
 
-/// What a model does with a parameter of one dimension, where that is plain.
+/// The use of a one-dimensional parameter, as far as the graph shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Something is multiplied with it.
+    /// Something is multiplied by it.
     Gain,
     /// It is added to something.
     Bias,
-    /// Its name must do.
+    /// The graph does not show it; the name decides.
     Unknown,
 }
 
-/// The role of each value of a graph by its first use: broadcasts and conversions only hand it on.
+/// The role of a parameter by its first use. Broadcasts and conversions are looked through.
 pub fn role(graph: &Graph, users: &[Vec<ValueId>], parameter: ValueId) -> Role {
     let mut v = parameter;
     while let [user, ..] = users[v.index()][..] {
@@ -36,7 +36,7 @@ pub fn role(graph: &Graph, users: &[Vec<ValueId>], parameter: ValueId) -> Role {
     Role::Unknown
 }
 
-/// The first value of a parameter for `--init seed`. It depends on name, type, role and seed alone.
+/// The initial value of a parameter for `--init seed`. It depends on name, type, role and seed alone.
 ///
 /// ```
 /// use altiplano_ir::{dtype::DType, types::TensorType};
@@ -70,11 +70,11 @@ pub fn initial(name: &str, ty: &TensorType, role: Role, seed: u64) -> HostTensor
     HostTensor { ty: ty.with_dtype(DType::F32), data: HostData::F32(values) }.cast(ty.dtype)
 }
 
-/// Whether the last key of a one-dimensional parameter's name says that it multiplies. The only one-dimensional
-/// `weight` is that of a norm.
+/// Returns whether the name of a one-dimensional parameter marks a gain, by its last key. A one-dimensional `weight`
+/// can only be that of a norm.
 fn is_gain(name: &str) -> bool {
     let separators = |c: char| !c.is_alphanumeric() && c != '_';
-    // The number of a layer or of a row says nothing.
+    // Layer and row numbers carry no meaning.
     let says = |k: &&str| k.bytes().any(|b| !b.is_ascii_digit());
     let key = name.split(separators).rfind(says).unwrap_or("").to_lowercase();
     let names = ["g", "gain", "gamma", "scale", "weight", "w"];
@@ -117,7 +117,7 @@ mod tests {
         assert!((half.to_f64()[5] - matrix[5]).abs() < 1e-3);
     }
 
-    /// Arguments without names are told apart by what the model does with them.
+    /// The role of an argument without a name follows from its use.
     #[test]
     fn uses_tell_gains_from_biases() {
         let mut graph = Graph::new("norm");

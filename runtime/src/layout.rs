@@ -1,5 +1,5 @@
-//! Index lists between global tensors and the parts that devices hold: cutting parts out, putting them back together,
-//! and the messages of transfers, which are cross products of such lists.
+//! Index lists that map global tensors to the parts on devices. They cut parts out, join them, and give the messages of
+//! transfers, which are cross products of such lists.
 
 use crate::element::Element;
 use crate::kernel::instruction::combine;
@@ -10,9 +10,9 @@ use altiplano_ir::program::{Buffer, BufferId, BufferKind, Call, Program};
 use altiplano_ir::sharding::Sharding;
 use bytemuck::Pod;
 
-/// The elements of a tensor at the cross product of index lists, as runs of neighbours.
+/// The elements of a tensor at the cross product of index lists, as contiguous runs.
 pub struct Selection {
-    /// Start and length of runs within the innermost group of dimensions.
+    /// Start and length of each run within the innermost group of dimensions.
     runs: Vec<(usize, usize)>,
     /// Offsets of the outer dimensions' indices.
     outer: Vec<Vec<usize>>,
@@ -20,11 +20,11 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// `indices` has a list for each dimension of `shape`, all below the dimension's size.
+    /// `indices` has one list for each dimension of `shape`; all indices are below the dimension's size.
     pub fn new(shape: &[usize], indices: &[Vec<u64>]) -> Selection {
         let strides = row_major(shape);
         let elements = indices.iter().map(Vec::len).product();
-        // Trailing dimensions that are taken whole belong to one run.
+        // Trailing dimensions that are selected whole belong to one run.
         let mut rank = shape.len();
         let mut length = 1;
         while rank > 0 && indices[rank - 1].len() == shape[rank - 1] && is_increasing(&indices[rank - 1]) {
@@ -79,7 +79,7 @@ impl Selection {
         self.for_each(|t, s, n| tensor[t..t + n].copy_from_slice(&source[s..s + n]));
     }
 
-    /// Like [`Selection::write`], but combines with what is there.
+    /// Like [`Selection::write`], but reduces into the existing elements.
     pub fn combine<T: Element>(&self, source: &[T], tensor: &mut [T], reducer: Reducer) {
         self.for_each(|t, s, n| {
             for (x, y) in tensor[t..t + n].iter_mut().zip(&source[s..s + n]) {
@@ -93,13 +93,13 @@ fn is_increasing(list: &[u64]) -> bool {
     list.iter().enumerate().all(|(i, &x)| i as u64 == x)
 }
 
-/// Marks the rows of a step's input, along dimension `dim`, that a device of a program reads: `read` has one place for each row of the
-/// global batch, of which microbatches follow each other.
+/// Marks the rows along dimension `dim` of a step's input that a device of a program reads. `read` has one entry for
+/// each row of the global batch, in which microbatches follow each other.
 pub fn mark_rows(program: &Program, position: u32, input: &str, dim: usize, read: &mut [bool]) {
     let coordinates = program.mesh.coordinates(position);
     let is_it = |buffer: &Buffer| matches!(&buffer.kind, BufferKind::Input { name } if name == input);
     for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers).filter(|(_, buffer)| is_it(buffer)) {
-        // What is a neutral element here is another device's to read.
+        // This device holds the neutral element; another device reads the rows.
         let Some(layout) = buffer.sharding.dims.get(dim) else { continue };
         if summand_of(&buffer.sharding, &coordinates).is_some() {
             continue;
@@ -123,12 +123,12 @@ pub fn mark_rows(program: &Program, position: u32, input: &str, dim: usize, read
     }
 }
 
-/// Per dimension the global indices that a device holds.
+/// The global indices that a device holds, per dimension.
 pub fn held_indices(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> Vec<Vec<u64>> {
     sharding.dims.iter().map(|d| d.global_indices(mesh, coordinates)).collect()
 }
 
-/// Whether a device only repeats what another one, earlier along some unused axis, holds.
+/// Returns whether a device holds a copy of the part of an earlier device along some unused axis.
 pub fn is_replica(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> bool {
     mesh.axis_ids().any(|a| {
         coordinates[a.0 as usize] != 0
@@ -137,7 +137,7 @@ pub fn is_replica(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> bool
     })
 }
 
-/// The reducer of a partial axis along which a device is not the first, if there is one.
+/// The reducer of a partial axis along which the device is not the first, if any.
 pub fn summand_of(sharding: &Sharding, coordinates: &[u32]) -> Option<Reducer> {
     sharding.partial.iter().find(|(a, _)| coordinates[a.0 as usize] != 0).map(|&(_, r)| r)
 }

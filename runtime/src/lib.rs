@@ -1,8 +1,8 @@
-//! Executes programs on the CPU: every device is a thread that interprets its program's schedule, with collectives and
+//! Executes programs on the CPU. Every device is a thread that interprets its program's schedule, with collectives and
 //! transfers through memory.
 //!
-//! [`Session`] is the way in, [`evaluate`] the short one for a bare graph. A body is compiled once for all devices of its program (see [`compile`]); what tensors
-//! look like outside of devices is a [`HostTensor`].
+//! [`Session`] is the main entry point; [`evaluate`] runs a bare graph. Each body is compiled once for all devices of
+//! its program (see [`compile`]). A [`HostTensor`] is a tensor outside any device.
 
 pub mod arena;
 pub mod array_file;

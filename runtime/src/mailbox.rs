@@ -1,6 +1,6 @@
-//! Messages between devices, which are threads of one process or, over MPI, processes. Every device has one mailbox; what arrives
-//! before it is wanted is set aside. Sending never blocks. A device that fails tells all others to stop, so that nobody waits for it
-//! for ever; of processes the watch does so.
+//! Messages between devices, which are threads of one process or, over MPI, processes. Every device has one mailbox;
+//! messages that arrive early are queued. Sending never blocks. A thread that fails tells all others to stop, so that
+//! none waits for it forever; between processes the watch does so.
 
 use crate::arena::Storage;
 use crate::collective::Terms;
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvError, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-/// What a message belongs to. Collectives need no number: all members run the same ones in the same order, and
-/// messages between two devices keep theirs.
+/// The purpose of a message. Collectives need no number: all members run them in the same order, and messages between
+/// two devices arrive in the order in which they were sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tag {
     Transfer {
@@ -24,24 +24,24 @@ pub enum Tag {
         message: u32,
     },
     Collective,
-    /// Of collectives that go on while their devices do other things, which are the same on all members in the same order too.
+    /// Belongs to an asynchronous collective. All members run these in the same order, too.
     Behind,
-    /// From one device to another, in an order that both know.
+    /// From one device to another, in an order known to both.
     Channel,
-    /// What a device tells all others of a step that it has run.
+    /// A device's report to all others on the step that it has run.
     Report,
 }
 
-/// What a message carries.
+/// The content of a message.
 #[derive(Debug)]
 pub enum Payload {
-    /// Elements that left their device, in blocks of eight bytes.
+    /// Copied elements, in words of eight bytes.
     Words(Vec<u64>),
     /// A tensor that its owner keeps unchanged until all members of a collective are done.
     Shared(Arc<Storage>),
-    /// What its owner reduces with others, and where the result goes.
+    /// A member's operand and result of an all-reduce.
     Lent(Arc<Terms>),
-    /// The sender no longer reads what others shared, and no longer writes what they lent.
+    /// The sender no longer accesses the tensors that others shared.
     Done,
 }
 
@@ -50,10 +50,10 @@ enum Packet {
     Stop,
 }
 
-/// What carries messages.
+/// The transport of messages.
 enum Wire {
-    /// Devices are threads of this process, and lend each other what they send, unless they are to send copies. Where each has a core
-    /// of its own it looks for a message for a while before it sleeps.
+    /// Devices are threads of this process, and share tensors unless `copies` is set. If each thread has a core of its
+    /// own, it spins for a while before it sleeps.
     Threads {
         receiver: Receiver<Packet>,
         senders: Vec<Sender<Packet>>,
@@ -66,15 +66,17 @@ enum Wire {
     Ranks(Box<RankWire>),
 }
 
-/// For how long a device that has a core to itself looks for a message before it sleeps: about what waking it takes, so that it never
-/// waits more than twice as long as it must (Karlin et al. 1994, Competitive randomized algorithms for nonuniform problems).
+/// Time for which a device with a core of its own spins before it sleeps. It is about the cost of a wake-up, so that a
+/// wait never takes more than twice as long as it must (Karlin et al. 1994, Competitive randomized algorithms for
+/// nonuniform problems).
 const LOOK: Duration = Duration::from_micros(50);
 
-/// Waits for which a device does not look after looks that were in vain, at most.
+/// Upper limit on the number of waits without spinning after vain attempts.
 const MOST_SKIPPED: u32 = 1 << 10;
 
-/// Whether a device looks before it sleeps. Looks pay where messages come soon; where other programs want the cores they come late, and
-/// who has looked gets a core later than who has slept. So after each look in vain as many waits again go without.
+/// Decides whether a device spins before it sleeps. Spinning pays if messages come soon. If other programs compete for
+/// the cores, messages come late, and a thread that has spun gets a core later than one that has slept. So each vain
+/// attempt doubles the number of waits that skip spinning.
 #[derive(Default)]
 struct Looks {
     skipped: u32,
@@ -93,7 +95,7 @@ impl Looks {
         self.left = self.skipped;
     }
 
-    /// The next packet, which is looked for before it is slept for.
+    /// Receives the next packet: spins for it, then sleeps.
     fn receive(&mut self, receiver: &Receiver<Packet>, start: Instant) -> Result<Packet, RecvError> {
         if !self.looks() {
             return receiver.recv();
@@ -115,17 +117,17 @@ impl Looks {
     }
 }
 
-/// One device's end of the network. Devices are numbered by rank, over all programs.
+/// One device's end of the network. Devices are numbered by rank over all programs.
 pub struct Mailbox {
     pub rank: usize,
     wire: Wire,
     waiting: HashMap<(usize, Tag), VecDeque<Payload>>,
-    /// For messages that had not come yet.
+    /// Total time spent waiting for messages.
     pub waited: Duration,
 }
 
 impl Mailbox {
-    /// Mailboxes for all ranks, connected to each other; whether they send copies as processes do.
+    /// Creates connected mailboxes for all ranks. With `copies`, they send copies as processes do.
     pub fn network(ranks: usize, copies: bool) -> Vec<Mailbox> {
         let stopped = Arc::new(AtomicBool::new(false));
         let own_cores = std::thread::available_parallelism().is_ok_and(|cores| ranks <= cores.get());
@@ -156,27 +158,27 @@ impl Mailbox {
         }
     }
 
-    /// What carries messages, where it is MPI.
+    /// The MPI transport, if the mailbox has one.
     #[cfg(feature = "mpi")]
     pub fn ranks(&mut self) -> Option<&mut RankWire> {
         if let Wire::Ranks(wire) = &mut self.wire { Some(wire) } else { None }
     }
 
-    /// Whether others get copies of what is sent to them, so that nobody need wait until they have read it.
+    /// Returns whether messages carry copies, so that the sender need not wait until they are read.
     pub fn copies(&self) -> bool {
         !matches!(self.wire, Wire::Threads { copies: false, .. })
     }
 
     pub fn send(&self, to: usize, tag: Tag, payload: Payload) {
         match &self.wire {
-            // A receiver that is gone has failed, and has told everybody.
+            // A receiver that is gone has failed, and has told all others.
             Wire::Threads { senders, .. } => drop(senders[to].send(Packet::Message { from: self.rank, tag, payload })),
             #[cfg(feature = "mpi")]
             Wire::Ranks(wire) => wire.send(to, tag, payload),
         }
     }
 
-    /// Waits for the next message of this tag from `from`.
+    /// Waits for the next message with this tag from `from`.
     pub fn receive(&mut self, from: usize, tag: Tag) -> Result<Payload, KernelError> {
         if let Some(payload) = self.waiting.get_mut(&(from, tag)).and_then(VecDeque::pop_front) {
             return Ok(payload);
@@ -212,7 +214,7 @@ impl Mailbox {
         }
     }
 
-    /// The next message of a collective behind others from `from`, if it has come.
+    /// The next message of an asynchronous collective from `from`, if it has arrived.
     pub fn try_receive_behind(&mut self, from: usize) -> Result<Option<Payload>, KernelError> {
         match &self.wire {
             Wire::Threads { receiver, .. } => {
@@ -227,7 +229,7 @@ impl Mailbox {
         }
     }
 
-    /// Fails where another device has failed.
+    /// Fails if another device has failed.
     pub fn check(&self) -> Result<(), KernelError> {
         match &self.wire {
             Wire::Threads { stopped, .. } if stopped.load(Ordering::Relaxed) => Err(KernelError::Disconnected),
@@ -251,7 +253,7 @@ impl Mailbox {
         }
     }
 
-    /// Says what the device does, to those who would have to tell where it was lost.
+    /// Publishes the device's activity, so that the watch can report where it was lost.
     pub fn note(&self, _place: &Place) {
         #[cfg(feature = "mpi")]
         if let Wire::Ranks(wire) = &self.wire {
@@ -259,7 +261,7 @@ impl Mailbox {
         }
     }
 
-    /// Forgets queued messages; between steps there are none.
+    /// Drops empty queues; between steps all are empty.
     pub fn clear(&mut self) {
         self.waiting.retain(|_, queue| !queue.is_empty());
     }

@@ -1,6 +1,6 @@
-//! Elementary functions in f32 without branches, so that loops over them become vector instructions. Each is within
-//! about two units in the last place of the exact value. `FMA` says whether the caller runs where fused multiply-add is
-//! one instruction; elsewhere it would be a call to a library.
+//! Elementary functions in f32 without branches, so that loops over them vectorise. Each is within about two units in
+//! the last place of the exact value. `FMA` is true if fused multiply-add is one instruction for the caller; elsewhere
+//! it would be a library call.
 
 #[inline(always)]
 fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
@@ -40,7 +40,7 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// `exp(r) - 1 - r` for `|r| <= ln 2 / 2`, by its Taylor series: what is left out is below 1e-8.
+/// `exp(r) - 1 - r` for `|r| <= ln 2 / 2`, by its Taylor series; the truncation error is below 1e-8.
 #[inline(always)]
 fn exp_tail<const FMA: bool>(r: f32) -> f32 {
     let series = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
@@ -49,7 +49,7 @@ fn exp_tail<const FMA: bool>(r: f32) -> f32 {
 
 #[inline(always)]
 pub fn exp<const FMA: bool>(x: f32) -> f32 {
-    // Beyond these the result is infinite or zero anyway; a NaN passes both comparisons.
+    // Beyond these limits the result is infinite or zero anyway; a NaN passes both comparisons.
     let clamped = if x > 100.0 { 100.0 } else { x };
     let clamped = if clamped < -110.0 { -110.0 } else { clamped };
     let (n, r) = reduce_exponent::<FMA>(clamped);
@@ -72,7 +72,7 @@ pub fn exp_m1<const FMA: bool>(x: f32) -> f32 {
     if x == 0.0 { x } else { result }
 }
 
-/// By `ln m = 2 artanh((m - 1) / (m + 1))` for the mantissa m in `[sqrt 1/2, sqrt 2]`.
+/// Uses `ln m = 2 artanh((m - 1) / (m + 1))` for the mantissa m in `[sqrt 1/2, sqrt 2]`.
 #[inline(always)]
 pub fn ln<const FMA: bool>(x: f32) -> f32 {
     let denormal = x < f32::MIN_POSITIVE;
@@ -93,7 +93,7 @@ pub fn ln<const FMA: bool>(x: f32) -> f32 {
     if x < 0.0 || x.is_nan() { f32::NAN } else { result }
 }
 
-/// By Kahan's correction of `ln(1 + x)` for the rounding of `1 + x`.
+/// Uses Kahan's correction of `ln(1 + x)` for the rounding of `1 + x`.
 #[inline(always)]
 pub fn ln_1p<const FMA: bool>(x: f32) -> f32 {
     let u = 1.0 + x;

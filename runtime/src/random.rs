@@ -1,5 +1,5 @@
-//! Counter-based random numbers: the number at a position depends on seed, name and position only, so a tensor is the
-//! same whatever else is drawn, in whatever order, on however many threads.
+//! Counter-based random numbers. The number at a position depends on seed, name and position only. So a tensor is the
+//! same whatever else is drawn, in any order, on any number of threads.
 
 use rayon::prelude::*;
 
@@ -9,7 +9,8 @@ pub struct Stream {
     key: u64,
 }
 
-/// The finaliser of splitmix64 (Steele et al. 2014): every bit of the argument moves half the bits of the result.
+/// The finaliser of splitmix64 (Steele et al. 2014): every bit of the argument flips each bit of the result with
+/// probability one half.
 fn mix(z: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -24,7 +25,7 @@ impl Stream {
         Stream { key: mix(seed.wrapping_mul(GOLDEN) ^ mix(name)) }
     }
 
-    /// 64 random bits.
+    /// 64 random bits at a position.
     pub fn bits(self, position: u64) -> u64 {
         mix(self.key ^ mix(position.wrapping_add(1).wrapping_mul(GOLDEN)))
     }
@@ -42,7 +43,7 @@ impl Stream {
         [radius * cosine, radius * sine]
     }
 
-    /// The first `n` normals of this deviation.
+    /// The first `n` normals with this standard deviation.
     pub fn normals(self, n: usize, deviation: f64) -> Vec<f32> {
         const CHUNK: usize = 1 << 12;
         let mut values = vec![0.0f32; n];

@@ -1,46 +1,47 @@
-//! What a device did in a step, and when: its calls, and the kernels within them. Only the first device of each program is recorded,
-//! since the others do the same.
+//! A timeline of a device's step: its calls and the kernels within them. Only the first device of each program is
+//! recorded, since the others do the same.
 
 use altiplano_ir::graph::ValueId;
 use std::time::{Duration, Instant};
 
-/// Something that a device did.
+/// The work of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// The call at a position of its program's schedule.
     Call { position: usize },
-    /// The collective that makes a node's value, of the call at a position, while others are made: from where it is begun until all has come.
+    /// An asynchronous collective that makes a node's value for the call at a position, from its start until its result
+    /// is complete.
     Behind { position: usize, node: ValueId },
     /// The kernel that makes a node's value, within the call at a position.
     Kernel { position: usize, node: ValueId },
 }
 
-/// When it did it, in seconds from the start of the step.
+/// A span of work, in seconds from the start of the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
     pub what: What,
     pub start_s: f64,
     pub end_s: f64,
-    /// Of that, what it waited for messages of others.
+    /// Part of the span spent waiting for messages.
     pub waited_s: f64,
-    /// Bytes that it held at the end.
+    /// Bytes that the device held at the end.
     pub held_bytes: u64,
 }
 
-/// A step of the first device of a program.
+/// The recorded step of the first device of a program.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
     pub program: u32,
     pub spans: Vec<Span>,
 }
 
-/// Notes down spans as a device comes to their ends.
+/// Records spans as a device completes them.
 pub(crate) struct Recorder {
     origin: Instant,
     spans: Vec<Span>,
 }
 
-/// A moment at which something starts.
+/// The start of a span.
 #[derive(Clone, Copy)]
 pub(crate) struct Start {
     at: Instant,

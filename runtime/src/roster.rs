@@ -1,5 +1,5 @@
-//! Who holds what: the programs of a session with their ranks, and the buffers in which parameters and state lie. Sessions differ in
-//! where their devices are, not in this.
+//! Ownership of buffers: the programs of a session with their ranks, and the buffers that hold parameters and state. It
+//! is the same for all sessions, wherever their devices are.
 
 use crate::compile::compile;
 use crate::device::Plan;
@@ -14,17 +14,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The programs of a session. Ranks number their devices in order.
+/// The programs of a session. Ranks number the devices of all programs in order.
 pub struct Roster {
     pub plans: Vec<Arc<Plan>>,
     pub loss_is_mean: bool,
 }
 
-/// A buffer of a program.
+/// A program and one of its buffers.
 pub type Holder = (usize, BufferId);
 
 impl Roster {
-    /// Compiles the bodies of those programs that `runs` names by index.
+    /// Compiles the bodies of the programs for which `runs` holds.
     pub fn new(programs: &Programs, check_nan: bool, runs: impl Fn(usize) -> bool) -> Roster {
         let first_rank = first_ranks(programs);
         let transfers: Vec<_> = (0..programs.transfers.len() as u32)
@@ -45,7 +45,7 @@ impl Roster {
         Roster { plans, loss_is_mean: programs.loss_is_mean }
     }
 
-    /// Ranks of a program's devices.
+    /// The ranks of a program's devices.
     pub fn ranks(&self, p: usize) -> Range<usize> {
         let first = self.plans[p].first_rank[p];
         first..first + self.plans[p].program.devices.len()
@@ -60,7 +60,7 @@ impl Roster {
         (0..self.plans.len()).rposition(|p| self.ranks(p).start <= rank).unwrap_or(0)
     }
 
-    /// Buffers for which `wanted` holds, with the program of each.
+    /// The buffers for which `wanted` holds, with the program of each.
     fn buffers(&self, wanted: impl Fn(&BufferKind) -> bool) -> Vec<Holder> {
         let mut found = Vec::new();
         for (p, plan) in self.plans.iter().enumerate() {
@@ -73,16 +73,16 @@ impl Roster {
         found
     }
 
-    /// Where a parameter is held, first where it is updated.
+    /// The buffers that hold a parameter, starting with the one that is updated.
     pub fn parameter(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
         let mut holders = self.buffers(|kind| matches!(kind, BufferKind::Parameter { name: n } if n == name));
-        // Copies that others send are never newer.
+        // Copies received from other programs are never newer.
         holders.sort_by_key(|&(p, buffer)| !self.plans[p].program.writes(buffer));
         let unknown = || RuntimeError::UnknownParameter { name: name.to_string() };
         if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
     }
 
-    /// Where a parameter is kept unrounded.
+    /// The buffers that hold the unrounded master copy of a parameter.
     pub fn masters(&self, name: &str) -> Vec<Holder> {
         self.buffers(
             |kind| matches!(kind, BufferKind::State { parameter, slot } if parameter == name && slot == "master"),
@@ -102,7 +102,7 @@ impl Roster {
         if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
     }
 
-    /// The tensor in the types of those holders that are wanted, all of which it must fit.
+    /// Casts a tensor to the types of the wanted holders. It must fit all holders.
     pub fn cast(
         &self,
         name: &str,
@@ -156,7 +156,7 @@ pub fn first_ranks(programs: &Programs) -> Vec<usize> {
 }
 
 impl Plan {
-    /// Whether what a rank of this program holds of a buffer is also held by an earlier one.
+    /// Returns whether an earlier rank of the program holds the same part of a buffer.
     pub fn repeats(&self, buffer: BufferId, rank: usize) -> bool {
         let coordinates = self.coordinates(rank);
         is_replica(&self.program.buffer(buffer).sharding, &self.program.mesh, &coordinates)
@@ -166,7 +166,7 @@ impl Plan {
         self.program.mesh.coordinates((rank - self.first_rank[self.index as usize]) as u32)
     }
 
-    /// Puts one device's part of a buffer where it belongs in the whole, unless another device has the same.
+    /// Writes one device's part of a buffer into the whole tensor, unless another device has the same part.
     pub fn place_part(&self, buffer: BufferId, rank: usize, part: &HostData, whole: &mut HostTensor) {
         if self.repeats(buffer, rank) {
             return;
@@ -179,7 +179,7 @@ impl Plan {
     }
 }
 
-/// Writes a part into the whole tensor, or combines it with what is there.
+/// Writes a part into the whole tensor, or reduces it into the existing elements.
 fn put(selection: &Selection, part: &HostData, whole: &mut HostData, reducer: Option<Reducer>) {
     fn typed<T: Element>(selection: &Selection, part: &[T], whole: &mut [T], reducer: Option<Reducer>) {
         match reducer {

@@ -1,5 +1,5 @@
-//! A session runs the programs of a plan: one thread per device, which lives as long as the session and keeps the
-//! device's parameters and state between steps.
+//! A session runs the programs of a plan. It has one thread per device, which lives as long as the session and keeps
+//! the device's parameters and state between steps.
 
 use crate::arena::Arena;
 use crate::check::{check, checked_inputs, step_loss};
@@ -18,64 +18,64 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// How a session runs.
+/// Options of a session.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
-    /// Cores that all devices share; all of the machine's where absent.
+    /// Cores shared by all devices; all of the machine's if absent.
     pub cores: Option<usize>,
-    /// Bytes that each device may hold; more is an error.
+    /// Limit on the bytes that each device may hold; exceeding it is an error.
     pub memory_limit_bytes: Option<u64>,
-    /// Report what devices did when.
+    /// Record a timeline of each step.
     pub record: bool,
-    /// Stop at the first op that makes a NaN of numbers.
+    /// Stop at the first op that makes a NaN from inputs without one.
     pub check_nan: bool,
-    /// Devices send each other copies, as those of several processes do, and neither lend nor wait until others have read.
+    /// Devices send copies, as processes do, instead of sharing tensors and waiting for their readers.
     pub by_messages: bool,
 }
 
-/// What a step did.
+/// The results and timing of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// Mean or sum of the microbatches' losses, as the plan says; NaN where no program computes a loss.
+    /// Mean or sum of the microbatches' losses, as the plan says; NaN if no program computes a loss.
     pub loss: f64,
     pub losses: Vec<f64>,
     /// Wall-clock seconds of the step.
     pub seconds: f64,
-    /// The most bytes that each device (by global id) has held so far.
+    /// Peak bytes held by each device so far, by global id.
     pub peak_bytes: Vec<u64>,
-    /// Of each program, where the session records.
+    /// One recording per program, if the session records.
     pub recordings: Vec<Recording>,
 }
 
-/// Programs in execution.
+/// Running programs.
 ///
 /// Dropping a session ends its threads.
 pub struct Session {
     roster: Roster,
     record: bool,
-    /// By device, its own memory and its part of the host's.
+    /// For each device, its id, its own memory and its share of host memory.
     arenas: Vec<(u32, [Arc<Arena>; 2])>,
-    /// By rank.
+    /// Command channels, by rank.
     commands: Vec<Sender<Command>>,
     replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
-    /// By rank, what came before it was asked for.
+    /// Replies that arrived before they were asked for, by rank.
     early: Vec<VecDeque<Result<Reply, RuntimeError>>>,
     threads: Vec<JoinHandle<()>>,
     stopped: bool,
-    /// When the steps were begun that have not ended, and when the last one ended.
+    /// Start times of the steps in progress, and the end time of the last completed step.
     begun: VecDeque<Instant>,
     last_end: Option<Instant>,
-    /// Reports of steps that have ended, which nobody has asked for yet.
+    /// Reports of completed steps that have not been collected yet.
     ended: VecDeque<StepReport>,
-    /// Whether calls of the last step are left.
+    /// True if calls of the last step remain.
     pending: bool,
 }
 
-/// What a batch took, and the model's results by position, each of them the parts of its microbatches.
+/// The report of a batch, and the model's results by position, each in parts by microbatch.
 pub type Evaluated = (StepReport, BTreeMap<u32, Vec<HostTensor>>);
 
 impl Session {
-    /// Checks the programs, compiles their bodies and starts the devices, with zeros in all parameters and state.
+    /// Checks the programs, compiles their bodies and starts the devices. All parameters and state are zero.
     pub fn new(programs: &Programs, options: &Options) -> Result<Session, RuntimeError> {
         check(programs)?;
         let roster = Roster::new(programs, options.check_nan, |_| true);
@@ -130,8 +130,8 @@ impl Session {
         Ok(session)
     }
 
-    /// Loads a parameter into every program that holds it, and into its `master` state. A tensor of another float
-    /// type is rounded to the parameter's; the master gets it unrounded.
+    /// Loads a parameter into every program that holds it, and into its `master` state. A tensor of another float type
+    /// is rounded to the parameter's type; the master gets it unrounded.
     pub fn load_parameter(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
         let holders = [self.roster.parameter(name)?, self.roster.masters(name)].concat();
         self.load(name, &holders, tensor)
@@ -151,12 +151,13 @@ impl Session {
         Ok(())
     }
 
-    /// Whether a step begins before the one before it has ended, so that [`Session::begin_step`] is to be called ahead.
+    /// Returns whether a step begins before the previous one has ended. If so, call [`Session::begin_step`] ahead of
+    /// [`Session::end_step`].
     pub fn overlaps(&self) -> bool {
         self.roster.plans.iter().any(|plan| plan.program.runs_ahead())
     }
 
-    /// Gives all devices a step to run, as [`Session::step`] takes it, after those that were begun before.
+    /// Starts a step on all devices, with the arguments of [`Session::step`], after those already in progress.
     pub fn begin_step(
         &mut self,
         inputs: &BTreeMap<String, HostTensor>,
@@ -165,8 +166,10 @@ impl Session {
         self.begin_run(inputs, scalars, false)
     }
 
-    /// Waits for the first step that was begun and not ended. Its loss is known then; where steps overlap, its gradients change the
-    /// weights, or all copies of them, during the next step, or when [`Session::flush`] is called. Its seconds are those since the step before ended.
+    /// Waits for the oldest step in progress and returns its report, loss included.
+    ///
+    /// If steps overlap, its gradients reach the weights, or all copies of them, during the next step or in
+    /// [`Session::flush`]. The step's seconds count from the end of the previous step.
     pub fn end_step(&mut self) -> Result<StepReport, RuntimeError> {
         match self.ended.pop_front() {
             Some(report) => Ok(report),
@@ -174,8 +177,8 @@ impl Session {
         }
     }
 
-    /// Runs what is left of the last step, so that all gradients have changed the weights, wherever these are held. The step after it finds the weights as
-    /// new as in a run that begins with them.
+    /// Runs the remaining calls of the last step, so that its gradients reach all copies of the weights. The next step
+    /// then uses current weights, like the first step of a run.
     pub fn flush(&mut self) -> Result<(), RuntimeError> {
         self.settle()?;
         if self.pending {
@@ -187,7 +190,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends all steps that were begun.
+    /// Completes all steps in progress.
     fn settle(&mut self) -> Result<(), RuntimeError> {
         while !self.begun.is_empty() {
             let report = self.end_run()?.0;
@@ -206,20 +209,21 @@ impl Session {
         Ok(self.run(inputs, scalars, false)?.0)
     }
 
-    /// One pass of programs that train nothing, over a global batch as [`Session::step`] takes it: the results of the model
-    /// by position, each of them the parts of its microbatches. What is an input itself or a constant is left out.
+    /// Runs programs without training on a global batch, given as in [`Session::step`]. Returns the model's results by
+    /// position, each in parts by microbatch. Results that are inputs or constants are left out.
     pub fn evaluate(&mut self, inputs: &BTreeMap<String, HostTensor>) -> Result<Evaluated, RuntimeError> {
         self.settle()?;
         self.begin_evaluation(inputs)?;
         self.end_evaluation()
     }
 
-    /// Gives all devices a batch, as [`Session::evaluate`] takes it, after those that were begun before and without waiting for them.
+    /// Starts an evaluation on all devices, with the arguments of [`Session::evaluate`], without waiting for those in
+    /// progress.
     pub fn begin_evaluation(&mut self, inputs: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
         self.begin_run(inputs, &BTreeMap::new(), true)
     }
 
-    /// Waits for the first batch that was begun and not ended. Its seconds are those since the one before it ended.
+    /// Waits for the oldest batch in progress. Its seconds count from the end of the batch before it.
     pub fn end_evaluation(&mut self) -> Result<Evaluated, RuntimeError> {
         let (report, parts) = self.end_run()?;
         let mut results: BTreeMap<u32, BTreeMap<Option<u32>, HostTensor>> = BTreeMap::new();
@@ -269,13 +273,13 @@ impl Session {
         let begun = self.begun.pop_front().ok_or(RuntimeError::NoStep)?;
         let all: Vec<usize> = (0..self.commands.len()).collect();
         let replies = self.collect(&all)?;
-        // As devices saw it: whoever asks may hear of it later.
+        // Use the time at which devices finished; the caller may collect the report later.
         let ended = |reply: &Reply| if let Reply::Stepped { ended, .. } = reply { Some(*ended) } else { None };
         let ended = replies.iter().filter_map(|(_, reply)| ended(reply)).max().unwrap_or_else(Instant::now);
         let start = self.last_end.map_or(begun, |end| end.max(begun));
         self.last_end = Some(ended);
         let seconds = ended.saturating_duration_since(start).as_secs_f64();
-        // Devices note down times from when they were told, which may be before the step that they were at had ended.
+        // Devices record times from the moment of the command, which may precede the end of the previous step.
         let first = |reply: &Reply| match reply {
             Reply::Stepped { spans, .. } => spans.iter().map(|span| span.start_s).reduce(f64::min),
             _ => None,
@@ -300,20 +304,20 @@ impl Session {
         Ok((StepReport { loss, losses, seconds, peak_bytes: self.peak_bytes(), recordings }, parts))
     }
 
-    /// A parameter, put together from one program that holds it.
+    /// Assembles a parameter from one program that holds it.
     pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
         let holders = self.roster.parameter(name)?;
         self.gather(holders[0])
     }
 
-    /// One tensor of optimizer state.
+    /// Assembles one tensor of optimizer state.
     pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
         let holders = self.roster.state(parameter, slot)?;
         self.gather(holders[0])
     }
 
-    /// The gradient of a parameter as the last step accumulated it: partial sums are added up, and where several
-    /// programs hold an accumulator of the same parameter, their sum.
+    /// The gradient of a parameter as the last step accumulated it. Partial sums are reduced; if several programs hold
+    /// accumulators of the parameter, these are added.
     pub fn accumulator(&mut self, parameter: &str) -> Result<HostTensor, RuntimeError> {
         let holders = self.roster.accumulator(parameter)?;
         let mut sum = self.gather(holders[0])?;
@@ -335,12 +339,12 @@ impl Session {
         self.roster.states()
     }
 
-    /// The most bytes that each device has held so far, by global id.
+    /// Peak bytes held by each device so far, by global id.
     pub fn peak_bytes(&self) -> Vec<u64> {
         self.peaks(0)
     }
 
-    /// The most bytes that each device has kept in the memory of its host so far, by global id.
+    /// Peak bytes held by each device in host memory so far, by global id.
     pub fn host_peak_bytes(&self) -> Vec<u64> {
         self.peaks(1)
     }
@@ -354,7 +358,7 @@ impl Session {
         peaks
     }
 
-    /// Puts a buffer together from its parts, reducing what is partial.
+    /// Assembles a buffer from its parts, and reduces those that are partial.
     fn gather(&mut self, (p, buffer): Holder) -> Result<HostTensor, RuntimeError> {
         let plan = self.roster.plans[p].clone();
         let description = plan.program.buffer(buffer);
@@ -367,7 +371,7 @@ impl Session {
         Ok(whole.out_of(description))
     }
 
-    /// Gives a command to all devices of a program.
+    /// Sends a command to all devices of a program and collects their replies.
     fn ask(&mut self, p: usize, command: impl Fn(usize) -> Command) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         self.settle()?;
         self.begin()?;
@@ -379,7 +383,7 @@ impl Session {
         if self.stopped { Err(RuntimeError::Stopped) } else { Ok(()) }
     }
 
-    /// Sends commands and waits for all answers, in order of rank.
+    /// Sends commands and waits for all replies, in order of rank.
     fn exchange(
         &mut self,
         ranks: &[usize],
@@ -389,7 +393,7 @@ impl Session {
         self.collect(ranks)
     }
 
-    /// Gives each of some devices a command.
+    /// Sends a command to each of some devices.
     fn send(&mut self, ranks: &[usize], command: impl Fn(usize) -> Command) -> Result<(), RuntimeError> {
         let mut sent = true;
         for &rank in ranks {
@@ -399,8 +403,8 @@ impl Session {
         if sent { Ok(()) } else { Err(RuntimeError::Stopped) }
     }
 
-    /// Waits for the answers of devices to the first commands that they have not answered yet, in order of rank. Of several errors
-    /// the one that caused the others is returned.
+    /// Waits for the oldest outstanding reply of each device, in order of rank. If several fail, returns the error that
+    /// caused the others.
     fn collect(&mut self, ranks: &[usize]) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         let mut answers = Vec::with_capacity(ranks.len());
         let mut failure: Option<RuntimeError> = None;

@@ -1,4 +1,4 @@
-//! What a compiled body consists of: kernel calls in order, with the stored values that they read, make and release.
+//! The parts of a compiled body: kernel calls in order, with the stored values that they read, make and release.
 
 use crate::element::Class;
 use crate::host::HostData;
@@ -18,12 +18,12 @@ use altiplano_ir::op::{Combine, Extremum, Reducer};
 use altiplano_ir::reshard::Collective;
 use std::sync::Arc;
 
-/// What a step does.
+/// The operation of a step.
 #[derive(Clone, Debug)]
 pub enum Kernel {
     Chain(Chain),
     Copy(Copy),
-    /// One value for all elements.
+    /// Sets all elements to one value.
     Fill {
         value: f64,
         dtype: DType,
@@ -45,9 +45,9 @@ pub enum Kernel {
         select: Extremum,
     },
     Reduce(Reduction),
-    /// Each operand's copy into the result.
+    /// Copies each operand into the result.
     Concatenate(Vec<Copy>),
-    /// The second operand everywhere, then the copy of the first.
+    /// Fills the result with the second operand, then copies the first.
     Pad(Copy),
     Gather {
         lookup: Lookup,
@@ -59,7 +59,7 @@ pub enum Kernel {
         index: Class,
         dtype: DType,
     },
-    /// The first input, unless the output took over its storage, with the updates in it.
+    /// Copies the first input, unless the output took over its storage, and applies the updates.
     Scatter {
         lookup: Lookup,
         index: Class,
@@ -81,7 +81,8 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// Whether results are computed in the format in which they are stored, so that they may not be of their type yet.
+    /// Returns whether results are computed in their storage format, so that they may still need rounding to their
+    /// type.
     pub fn adds_or_multiplies(&self) -> bool {
         match self {
             Kernel::Dot(_) | Kernel::Convolution(_) | Kernel::ReduceWindow { .. } | Kernel::SelectAndScatter { .. } => {
@@ -92,7 +93,7 @@ impl Kernel {
             Kernel::Iota(_) | Kernel::AxisIndex { .. } | Kernel::Fill { .. } | Kernel::Dense(_) => false,
             Kernel::Copy(_) | Kernel::Concatenate(_) | Kernel::Pad(_) | Kernel::Gather { .. } => false,
             Kernel::Bitcast(_) | Kernel::Reverse(_) | Kernel::ArgSort(_) => false,
-            // These round as they go.
+            // These kernels round their results themselves.
             Kernel::Chain(_) | Kernel::Cumulative(_) | Kernel::Collective { .. } => false,
         }
     }

@@ -1,29 +1,30 @@
-//! The threads of a device that has several cores: a pool of its own, and the device is on one of them. Setting threads of a pool to work from
-//! outside takes two to three times as long as from a thread of the pool, and devices that each add a thread to one pool of all cores
-//! have more threads than there are cores.
+//! The thread pool of a device with several cores. The device runs on one of the pool's own threads.
+//!
+//! Starting work from outside a pool takes two to three times as long as from one of its threads. A single pool for all
+//! devices would have more threads than there are cores, since each device adds one.
 
 use rayon::ThreadPoolBuilder;
 
-// What of each kind of work a kernel has at least where it is spread over threads: what one thread of a core of 2023 takes 30 to 100 us
-// for (`altiplano profile`, AMD EPYC 9004). Threads that sleep take about 25 us until they work.
-/// Multiplications with an addition each, of matrix products.
+// Minimum amounts of work, by kind, for which a kernel uses several threads. Each is the work of 30 to 100 us on one
+// core of 2023 (`altiplano profile`, AMD EPYC 9004). Waking a sleeping thread takes about 25 us.
+/// Multiply-adds of matrix products.
 pub const PRODUCTS: usize = 1 << 21;
-/// Elements times instructions and loads of a chain.
+/// Elements of a chain, times its instructions and loads.
 pub const INSTRUCTIONS: usize = 1 << 19;
-/// Elements that are reduced.
+/// Reduced elements.
 pub const REDUCED: usize = 1 << 18;
-/// Elements that are copied, or gathered for a convolution.
+/// Elements copied, or gathered for a convolution.
 pub const COPIED: usize = 1 << 17;
-/// Elements of windows, and of rows that are sorted or added up.
+/// Elements of windows, and of rows that are sorted or scanned.
 pub const VISITED: usize = 1 << 16;
 
-/// Whether work of which there is so much is spread over threads: where it is at least one of the above.
+/// Returns whether an amount of work is spread over threads: if it is at least `least`, one of the limits above.
 pub fn spreads(threads: usize, work: usize, least: usize) -> bool {
     threads > 1 && work >= least
 }
 
-/// Runs something on one of so many threads, all of which it sets to work where it spreads work. Where the system gives no threads for
-/// that, those that the whole process has are set to work.
+/// Runs a function on one thread of a pool of `threads` threads. If the system cannot start them, it runs on the global
+/// pool.
 pub fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send) -> R {
     let name = name.to_string();
     let build = || ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.clone()).build().ok();

@@ -1,5 +1,5 @@
-//! Says what a compiled body does, for whoever wants to know what it will take: its kernel calls in order, each as terms that a
-//! measured profile has prices of. Beside bodies a device cuts inputs and zeroes accumulators; that is work too.
+//! Describes the work of a compiled body for time estimates: its kernel calls in order, each as terms that a measured
+//! profile can price. Outside of bodies, a device also cuts inputs and zeroes accumulators, which counts as work too.
 
 use crate::compile::compile;
 use crate::element::Class;
@@ -12,12 +12,12 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::{Called, Term, Work};
 use std::collections::BTreeMap;
 
-/// Threads that each of so many devices has on a machine of `cores`.
+/// Number of threads of each of `devices` devices on a machine with `cores` cores.
 pub fn threads_of_device(cores: usize, devices: usize) -> usize {
     (cores / devices.max(1)).max(1)
 }
 
-/// The kernel calls of a body, in the order in which they run, on a device with so many threads.
+/// The kernel calls of a body, in order, on a device with `threads` threads.
 pub fn body_work(body: &Body, threads: usize) -> Vec<Called> {
     let compiled = compile(body);
     let mut bytes: BTreeMap<ValueId, u64> = compiled.leaves.iter().map(|l| (l.value, l.bytes)).collect();
@@ -36,8 +36,8 @@ pub fn body_work(body: &Body, threads: usize) -> Vec<Called> {
     calls
 }
 
-/// What a device does once a step outside of bodies, or with each microbatch before the forward body: accumulators are zeroed,
-/// inputs are cut out of the batch, what bodies read is found and what they write is kept.
+/// The work of a device outside of bodies, once per step or before each microbatch's forward body. It zeroes
+/// accumulators, cuts inputs out of the batch, looks up the buffers that bodies read, and stores those that they write.
 pub fn preparation(program: &Program, stage: u32, each_microbatch: bool) -> Work {
     let mut work = Work::new(1);
     let forward = program.bodies.iter().find(|b| b.stage == stage && b.phase == Phase::Forward);
@@ -118,7 +118,7 @@ fn step_work(step: &Step, threads: usize) -> Work {
         }
         Kernel::ArgSort(order) => {
             work.parts = spread_over(order.row, order.visits());
-            // Comparisons are as many as elements times the logarithm of a row.
+            // The number of comparisons is that of the elements times the logarithm of a row.
             work.once("argsort", DType::F32, elements * (order.row as f64).log2().max(1.0));
         }
         Kernel::Collective { collective, shape, group_size, .. } => {
@@ -129,7 +129,7 @@ fn step_work(step: &Step, threads: usize) -> Work {
                 Collective::KeepFirst { .. } => work.once("fill", DType::F32, bytes),
                 _ if *group_size < 2 => {}
                 _ => {
-                    // What is moved is moved alike whatever its type is.
+                    // The cost of a move does not depend on the element type.
                     let term = Term::once(collective.name(), DType::F32, [operand.max(bytes)]);
                     work.add(Term { threads: *group_size as u32, ..term });
                 }
@@ -154,7 +154,7 @@ mod tests {
     use altiplano_ir::program::BufferId;
     use altiplano_ir::types::TensorType;
 
-    /// Terms of all calls of a body that reads `leaves` and leaves `result`, as text.
+    /// The terms, as text, of all calls of a body that reads `leaves` and writes `result`.
     fn terms(graph: Graph, leaves: &[ValueId], result: ValueId, threads: usize) -> Vec<String> {
         let reads = (0..).map(BufferId).zip(leaves).map(|(b, &v)| (v, b)).collect();
         let writes = vec![(BufferId(100), result)];

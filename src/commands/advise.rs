@@ -1,4 +1,4 @@
-//! `altiplano advise PLAN`: what limits a plan, and what others would give.
+//! `altiplano advise PLAN`: the bottlenecks of a plan, and the gain from changes.
 
 use crate::commands::fixed::FixedOptions;
 use crate::commands::{load_to_ask, say};
@@ -11,21 +11,21 @@ use clap::Args;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Say what limits a plan, and what a node more, faster links, more memory or a larger batch would give
+/// Explain what limits a plan, and what another node, faster links, more memory or a larger batch would gain
 #[derive(Args)]
 pub struct Advise {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
-    /// What is fixed of the plans that this one is set beside
+    /// Fixed choices of the plans for comparison
     #[command(flatten)]
     fixed: FixedOptions,
-    /// The gradient's noise scale in samples (McCandlish et al. 2018), which says how far larger batches help
+    /// Gradient noise scale in samples (McCandlish et al. 2018), to tell how far larger batches help
     #[arg(long, value_name = "SAMPLES", value_parser = positive)]
     noise_scale: Option<f64>,
-    /// Seconds after which searches give the best that they have found; what they find then depends on the machine
+    /// Time limit of searches in seconds; results then depend on the machine
     #[arg(long, value_name = "SECONDS", value_parser = positive, default_value = "60")]
     within: f64,
-    /// JSON, as docs/advice.schema.json says
+    /// Print JSON (docs/advice.schema.json)
     #[arg(long)]
     json: bool,
 }
@@ -49,9 +49,7 @@ impl Advise {
         drop(bar);
         eprintln!("planned {} times in {}", found.len(), seconds(took_s));
         if stopped {
-            eprintln!(
-                "note: the time was up, or the search was stopped; some of these are the best that were found by then"
-            );
+            eprintln!("note: a search ran out of time or was cancelled; some of these are its best plans by then");
         }
         if self.json {
             return say(format!("{:#}", advice_json(&plan, &found, self.noise_scale)?));

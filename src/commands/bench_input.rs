@@ -1,4 +1,4 @@
-//! `altiplano bench-input MODEL --data PATH`: how fast batches are read, without training on them.
+//! `altiplano bench-input MODEL --data PATH`: measures how fast batches are read, without training.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
@@ -7,7 +7,7 @@ use altiplano::training::input_speed;
 use altiplano::units::{bytes, digits, seconds};
 use clap::Args;
 
-/// Read batches as `run` does, and say how fast they come
+/// Read batches as `run` does, and report the rate
 #[derive(Args)]
 pub struct BenchInput {
     #[command(flatten)]
@@ -24,7 +24,7 @@ impl BenchInput {
         let (plan, given) = self.plan.plan_and_step()?;
         let training = self.start.training(self.batches, given.as_ref());
         if training.data.file.is_none() {
-            return Err(Error::Option { option: "--data", problem: "names the file or folder to read" });
+            return Err(Error::Option { option: "--data", problem: "must name the file or folder to read" });
         }
         let speed = input_speed(&plan, &training)?;
         if let Some(description) = &speed.description {
@@ -40,7 +40,7 @@ impl BenchInput {
         ))?;
         let each = |amount: f64| amount / speed.seconds.max(1e-9);
         say(format!(
-            "read {} batches of {} samples in {}: {} samples/s, {}/s as the model takes them",
+            "read {} batches of {} samples in {}: {} samples/s, {}/s in the model's types",
             speed.batches,
             plan.global_batch,
             seconds(speed.seconds),

@@ -1,4 +1,4 @@
-//! `altiplano calibrate`: constants of devices fitted on measured steps.
+//! `altiplano calibrate`: fits the constants of devices on measured steps.
 
 use crate::commands::say;
 use altiplano::fidelity::{calibrate, device_file};
@@ -6,14 +6,14 @@ use altiplano::{Error, expect_writable, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Fit the constants of a device on tables of measured steps, and on kernels that PyTorch's profiler has timed
+/// Fit the constants of a device on tables of measured steps and on timed kernels
 #[derive(Args)]
 pub struct Calibrate {
-    /// Tables as `altiplano fidelity` reads them, Chrome traces of `torch.profiler` recorded with `record_shapes=True`, and those of
-    /// `altiplano run --trace`
+    /// Tables as for `altiplano fidelity`, Chrome traces of `torch.profiler` recorded with `record_shapes=True`, or
+    /// traces of `altiplano run --trace`
     #[arg(required = true)]
     tables: Vec<PathBuf>,
-    /// Write a file of the devices, with their constants and what is left of each row, for --devices
+    /// Write a devices file for --devices, with the fitted constants and the residual of each row
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -26,7 +26,7 @@ impl Calibrate {
             let (before, after) = (device.error_before, device.error_after);
             say(format!("{}: error {before:.4} -> {after:.4}", device.device))?;
             for (name, value) in device.at_bounds() {
-                eprintln!("warning: {name} is {value}, the end of what is tried: what was measured does not say it");
+                eprintln!("warning: {name} is {value}, the limit of the search: the measurements do not determine it");
             }
             for fit in &device.fits {
                 let (rows, mape, bias) = (fit.residuals.len(), fit.mape_percent(), fit.bias_percent());

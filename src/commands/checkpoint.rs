@@ -1,4 +1,4 @@
-//! `altiplano checkpoint DIR`: what checkpoints are there, whether they are whole, and their weights as one file.
+//! `altiplano checkpoint DIR`: lists and verifies checkpoints, and exports their weights as one file.
 
 use crate::commands::say;
 use altiplano::runtime::data::write_safetensors;
@@ -8,13 +8,13 @@ use altiplano::{Error, expect_writable};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Check the checkpoints of a run, or write the weights of one as a file
+/// Verify the checkpoints of a run, or export the weights of one
 #[derive(Args)]
 pub struct Checkpoint {
     /// The folder of a run's checkpoints, or one of them
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-    /// Write the weights of the newest that is whole (.safetensors, as --weights takes it)
+    /// Write the weights of the newest complete checkpoint (.safetensors, for --weights)
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -24,7 +24,7 @@ impl Checkpoint {
         if let Some(file) = &self.output {
             expect_writable(file)?;
             let damaged = |error: &Error| {
-                eprintln!("warning: {error}; looking at the one before");
+                eprintln!("warning: {error}; trying the previous one");
                 Ok(())
             };
             let (manifest, weights) = weights(&self.folder, damaged)?;
@@ -47,7 +47,7 @@ impl Checkpoint {
                     let (model, optimizer) = (&manifest.model, manifest.optimizer.name());
                     let samples = manifest.data.position.samples;
                     say(format!(
-                        "{}: whole; '{model}' after step {} and {samples} samples, {optimizer}, {} in {files}",
+                        "{}: complete; '{model}' after step {} and {samples} samples, {optimizer}, {} in {files}",
                         place.display(),
                         manifest.step,
                         bytes(size)

@@ -1,4 +1,4 @@
-//! `altiplano clusters`: the presets.
+//! `altiplano clusters`: lists the presets.
 
 use crate::commands::say;
 use altiplano::Error;

@@ -1,4 +1,5 @@
-//! `altiplano compare A B`: two plans. `altiplano compare PLAN --baseline '...'`: a plan against what somebody runs today.
+//! `altiplano compare A B`: compares two plans. `altiplano compare PLAN --baseline '...'`: compares a plan with a
+//! configuration in use today.
 
 use crate::commands::{load_to_ask, say};
 use altiplano::Error;
@@ -6,22 +7,22 @@ use altiplano::compare::{Baseline, Comparison, duration};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
-/// Set a plan beside another one, or beside a configuration that you run today
+/// Compare a plan with another one, or with a configuration that you run today
 #[derive(Args)]
 pub struct Compare {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
-    /// Another one, of the same model or of another
+    /// A second plan file, of the same model or another
     #[arg(required_unless_present = "baseline", conflicts_with = "baseline")]
     other: Option<PathBuf>,
-    /// The configuration: tp, pp, dp, mbs (samples of a microbatch on one replica), zero, recompute, target (megatron by default),
-    /// as in 'tp=4 pp=2 mbs=1 recompute'
+    /// A configuration as in 'tp=4 pp=2 mbs=1 recompute', with tp, pp, dp, mbs (microbatch samples per replica), zero,
+    /// recompute and target [default target: megatron]
     #[arg(long, value_name = "DEGREES")]
     baseline: Option<Baseline>,
-    /// What a step of the configuration takes, measured (5.3s, 830ms)
+    /// Measured step time of the configuration (5.3s, 830ms)
     #[arg(long, value_name = "SECONDS", value_parser = duration, requires = "baseline", conflicts_with = "other")]
     measured: Option<f64>,
-    /// JSON, as docs/comparison.schema.json says
+    /// Print JSON (docs/comparison.schema.json)
     #[arg(long)]
     json: bool,
 }
@@ -43,7 +44,7 @@ impl Compare {
     }
 }
 
-/// What two files are called in tables: by their names, where these differ and are short.
+/// The names of two files in tables: their file names, if these differ and are short.
 fn names(files: [&Path; 2]) -> [String; 2] {
     const SHORT: usize = 16;
     let stems = files.map(|f| f.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default());

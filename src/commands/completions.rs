@@ -1,4 +1,4 @@
-//! `altiplano completions SHELL`: what a shell needs to complete commands and options.
+//! `altiplano completions SHELL`: prints the script by which a shell completes commands and options.
 
 use crate::commands::say;
 use altiplano::Error;

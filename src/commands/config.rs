@@ -1,7 +1,8 @@
-//! `run --config FILE`: the options of a run in a TOML file, under the names that they have on the command line, which wins.
+//! `run --config FILE`: the options of a run in a TOML file. They have the same names as on the command line, which
+//! takes precedence.
 //!
-//! A file is nothing but options: its keys are looked up in the command's own definition and its values are parsed as if they had
-//! been typed, so that no option has two meanings.
+//! The file's keys are looked up in the command's own definition, and its values are parsed as if they had been typed.
+//! So no option has two meanings.
 
 use crate::commands::vocabulary::instead;
 use altiplano::{Error, Names, OptionsProblem, read_bytes};
@@ -12,15 +13,15 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
-/// An option as a file has it.
+/// An option in a file.
 struct Entry {
     key: String,
-    /// Where its value is, in bytes.
+    /// Position of its value, in bytes.
     at: usize,
     arguments: Vec<String>,
 }
 
-/// The matches of a command line, with what a file of options adds to it.
+/// Parses a command line, with the options that a file adds to it.
 pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches, Error> {
     let given = match command.clone().try_get_matches_from(&arguments) {
         Ok(given) => given,
@@ -28,7 +29,7 @@ pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches,
             Some(problem) => return Err(Error::NoSuchOption { problem }),
             None => error.exit(),
         },
-        // What is missing may be in the file; the second parse, with the file, tells where it is not.
+        // The missing argument may be in the file. If it is not, the second parse, with the file, reports it.
         Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => {
             let lenient = command.clone().mut_subcommand("run", |run| run.ignore_errors(true)).ignore_errors(true);
             let given = lenient.try_get_matches_from(&arguments).unwrap_or_else(|_| error.exit());
@@ -70,7 +71,7 @@ pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches,
     })
 }
 
-/// The options in a file, as arguments.
+/// Reads the options in a file, as arguments.
 fn entries(run: &Command, file: &Path, text: &str) -> Result<Vec<Entry>, Error> {
     let table = DeTable::parse(text).map_err(|error| {
         let place = error.span().map_or(text.len(), |span| span.start);
@@ -108,12 +109,12 @@ fn entries(run: &Command, file: &Path, text: &str) -> Result<Vec<Entry>, Error> 
     Ok(entries)
 }
 
-/// Whether an option has a name, its own or one of other software.
+/// Returns whether an option has a name, its own or one of other software.
 fn is_named(argument: &clap::Arg, name: &str) -> bool {
     argument.get_long() == Some(name) || argument.get_all_aliases().is_some_and(|others| others.contains(&name))
 }
 
-/// Options whose names begin as this one does.
+/// Options whose names begin in the same way.
 fn near(run: &Command, name: &str) -> Names {
     let start: String = name.chars().take(3).collect();
     let all = run.get_arguments().filter_map(|a| a.get_long());

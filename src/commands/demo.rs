@@ -1,4 +1,4 @@
-//! `altiplano demo`: the whole way on a small GPT that comes with the project.
+//! `altiplano demo`: plans, trains and verifies a small GPT that comes with the project.
 
 use crate::commands::run::line;
 use crate::commands::say;
@@ -26,8 +26,8 @@ impl Demo {
         let plan = plan(&request(&model, load_cluster("local:4")?), &Silent)?;
         say(report(&plan))?;
 
-        // A rate at which the loss falls from the first step on: three times as fast it first rises, and what machines round differently
-        // is no longer small after ten steps.
+        // At this rate the loss falls from the first step on. At three times the rate it first rises, and rounding
+        // differences between machines are no longer small after ten steps.
         let training = Training { steps: self.steps, learning_rate: 1e-3, ..Training::default() };
         say("\nTraining on four workers")?;
         let four = self.losses(&plan, &training)?;
@@ -41,7 +41,7 @@ impl Demo {
             worst = worst.max(difference);
             say(format!("{:>4}  {:<12.6}  {:<10.6}  {difference:.1e}", a.number, a.loss, b.loss))?;
         }
-        // Rounding grows from step to step, since each starts where the last one ended.
+        // Rounding errors grow from step to step, since each step starts where the last one ended.
         let tolerance = 1e-4;
         if worst > tolerance {
             let tensor = "loss".to_string();

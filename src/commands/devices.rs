@@ -1,4 +1,4 @@
-//! `altiplano devices`: what programs can run on here, and how to get what is missing.
+//! `altiplano devices`: lists the devices that programs can run on, and how to get missing parts.
 
 use crate::commands::options::cuda_search;
 use crate::commands::probe::processors;
@@ -9,7 +9,7 @@ use altiplano::units::bytes;
 use clap::Args;
 use serde_json::{Value, json};
 
-/// List what plans can run on here: the CPU, GPUs and their libraries, and how to get what is missing
+/// List the devices that plans can run on: the CPU, GPUs and their libraries, and how to get missing ones
 #[derive(Args)]
 pub struct Devices {
     /// Print JSON (docs/devices.schema.json)
@@ -45,7 +45,7 @@ impl Devices {
     }
 }
 
-/// How a library is called in a list.
+/// The name of a library in a list.
 fn name(kind: Kind) -> &'static str {
     match kind {
         Kind::Driver => "driver",
@@ -62,7 +62,7 @@ fn line(gpu: &Gpu) -> String {
     format!("GPU {index}  {name}  {architecture}, {multiprocessors} multiprocessors, {}{free}", bytes(*memory_bytes))
 }
 
-/// A library that is absent is called so where its name is beside it already.
+/// The problem of a missing library, without its name, which stands beside it already.
 fn missing(kind: Kind, error: &CudaError) -> String {
     match error {
         CudaError::MissingLibrary { .. } => format!("missing, {}: {}", kind.purpose(), kind.remedy()),

@@ -1,4 +1,4 @@
-//! Every command that a page, a document or a message shows is one that this program takes.
+//! Tests that this program accepts every command that a page, a document or a message shows.
 
 use crate::Cli;
 use crate::commands::vocabulary::with_names;
@@ -23,8 +23,8 @@ fn files(folder: &str, extensions: &[&str]) -> Vec<PathBuf> {
     found
 }
 
-/// The command lines in a text: in code blocks, those that begin a line; between backticks; in a page's program, what an element `code`
-/// of the class `command` shows.
+/// The command lines in a text: lines of code blocks that start with the program's name, text between backticks, and
+/// `code` elements of class `command` in a page's program.
 fn commands(path: &Path, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let is_markdown = path.extension().is_some_and(|e| e == "md");
@@ -38,7 +38,7 @@ fn commands(path: &Path, text: &str) -> Vec<String> {
             found.extend(rest.split_once("</code>").map(|(command, _)| command.to_string()));
         }
     }
-    // A mention may go on in the next line of a comment.
+    // A command may continue on the next line of a comment.
     let joined: String =
         joined.lines().filter(|line| !line.trim_start().starts_with("```")).map(|l| l.to_string() + "\n").collect();
     let flat = joined.replace("\n///", " ").replace("\n//!", " ").replace("\n//", " ").replace('\n', " ");
@@ -47,7 +47,7 @@ fn commands(path: &Path, text: &str) -> Vec<String> {
     found
 }
 
-/// The words of a command line up to what a shell does with its output; `{...}` of a program and `...` stand for anything.
+/// The words of a command line, up to shell redirections; `{...}` of a program and `...` match anything.
 fn words(command: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let (mut quote, mut depth) = (None, 0);
@@ -70,7 +70,7 @@ fn words(command: &str) -> Vec<String> {
     words
 }
 
-/// Why a command line is none, if it is none.
+/// The reason why a command line is invalid, if it is.
 fn problem(command: &str) -> Option<String> {
     let mut line = vec!["altiplano".to_string()];
     line.extend(words(command));
@@ -79,7 +79,7 @@ fn problem(command: &str) -> Option<String> {
         Some(ContextValue::String(value)) => value.as_str(),
         _ => "",
     };
-    // What a document leaves to the reader: a value in capitals, or all after the first words.
+    // A placeholder in a document: a value in capitals, or everything after the first words.
     let open = value.is_empty() || !value.chars().any(|c| c.is_ascii_lowercase());
     match error.kind() {
         ErrorKind::MissingRequiredArgument | ErrorKind::MissingSubcommand => None,

@@ -1,4 +1,4 @@
-//! `altiplano fidelity`: predictions against a table of measured steps.
+//! `altiplano fidelity`: compares predictions with a table of measured steps.
 
 use crate::commands::say;
 use altiplano::fidelity::{Fidelity as Found, Recomputation, fidelity};
@@ -6,21 +6,21 @@ use altiplano::{Error, load_devices};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
-/// Predict every row of a table of measured training steps, and say how well predictions agree
+/// Predict every row of a table of measured training steps, and report the accuracy
 #[derive(Args)]
 pub struct Fidelity {
-    /// CSV: a row a measured step, with its model, machine and degrees; README.md describes the columns
+    /// A CSV file with a measured step per row: its model, machine and degrees (columns in README.md)
     table: PathBuf,
-    /// Print one JSON document: the figures, and every row with its prediction
+    /// Print JSON: the figures, and every row with its prediction
     #[arg(long)]
     json: bool,
-    /// How the column `recompute` is taken: as the steps of a campaign say (rows of one source and kind of node), or as stated
+    /// Use the column `recompute` as stated, or infer it per campaign (rows of one source and kind of node)
     #[arg(long, value_enum, default_value = "inferred")]
     recompute: Recompute,
-    /// A file of devices, as `altiplano calibrate` writes it, that take the place of the catalogue's of the same names
+    /// A devices file of `altiplano calibrate`, which replaces catalogue devices of the same names
     #[arg(long, value_name = "FILE")]
     devices: Option<PathBuf>,
-    /// Print the figures alone
+    /// Print only the figures
     #[arg(long)]
     summary: bool,
 }
@@ -68,7 +68,7 @@ fn figures(found: &Found) -> Result<(), Error> {
     let s = &found.statistics;
     for reading in &found.readings {
         say(format!(
-            "note: {} rows on {} state full recomputation, but their steps agree with none: they are read so (mean error {:.1} % instead of {:.1} %; --recompute stated keeps to the table)",
+            "note: {} rows on {} state full recomputation, but their step times match none, and they are predicted so (mean error {:.1} % instead of {:.1} %; --recompute stated keeps to the table)",
             reading.rows, reading.cluster, reading.read_mape_percent, reading.stated_mape_percent
         ))?;
     }

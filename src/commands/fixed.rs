@@ -1,4 +1,4 @@
-//! What options fix of a plan: degrees, batches, and how training goes. What is not given is searched.
+//! Options that fix parts of a plan: degrees, batches, and how training runs. Everything else is searched.
 
 use crate::commands::options::OF_TRAINING;
 use altiplano::Error;
@@ -8,62 +8,60 @@ use altiplano::planner::Request;
 use altiplano_ir::recompute::Recompute;
 use clap::{Args, ValueEnum};
 
-/// What is fixed of the plans that are looked at, degrees and the like.
+/// Fixed choices of plans, such as degrees.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct FixedOptions {
-    /// Samples of the global batch that go through the pipeline at once
+    /// Samples per microbatch, over all replicas
     #[arg(long, value_name = "N")]
     microbatch: Option<u64>,
-    /// The same as a count: the global batch divided by --microbatch
+    /// Number of microbatches: the global batch divided by --microbatch
     #[arg(long, value_name = "N")]
     num_microbatches: Option<u32>,
-    /// Samples that each replica takes at a time: --microbatch over the degree of data parallelism
+    /// Samples per microbatch and replica: --microbatch divided by the data-parallel degree
     #[arg(long, value_name = "N", conflicts_with = "microbatch")]
     micro_batch_size: Option<u64>,
     /// Degree of data parallelism
     #[arg(long, value_name = "N")]
     dp: Option<u32>,
-    /// Devices over which parameters are sharded and each of which has samples of its own: --dp N --zero 3
+    /// Devices that shard parameters and have their own samples: --dp N --zero 3
     #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["dp", "zero"])]
     data_parallel_shard_degree: Option<u32>,
     /// Degree of tensor parallelism
     #[arg(long, value_name = "N")]
     pub tp: Option<u32>,
-    /// Blocks of devices that the stages of a pipeline are on, one stage each unless --virtual-stages says more
+    /// Degree of pipeline parallelism: blocks of devices, with one stage each unless --virtual-stages is given
     #[arg(long, value_name = "N")]
     pp: Option<u32>,
-    /// Degree of context parallelism: devices that split the positions of samples, beside those of the other degrees
+    /// Degree of context parallelism: devices that split the positions of samples, in addition to the other degrees
     #[arg(long, value_name = "N")]
     cp: Option<u32>,
-    /// Degree of expert parallelism: parts that experts are dealt out to, among the devices of the other degrees
+    /// Degree of expert parallelism: parts over which experts are distributed, within the devices of the other degrees
     #[arg(long, value_name = "N")]
     ep: Option<u32>,
-    /// Stages of a pipeline that share each block of devices (interleaved 1f1b); 1: none do
+    /// Stages that share each block of devices (interleaved 1f1b); 1 turns it off
     #[arg(long, value_name = "N")]
     virtual_stages: Option<u32>,
-    /// Lay out parameters and values whose names match: `params*['w']=[{}, {tensor}]`, axes as --dp and --tp size them
+    /// Layout of parameters and values by name pattern: `params*['w']=[{}, {tensor}]`, with axes sized by --dp and --tp
     #[arg(long, value_name = "PATTERN=SHARDING")]
     pub pin: Vec<NamedPin>,
-    /// Shard over the data axis: 1 optimizer state, 2 gradients too, 3 parameters too
+    /// Shard over the data axis: 1 optimizer state, 2 also gradients, 3 also parameters
     #[arg(long, value_name = "0..3")]
     zero: Option<u8>,
-    /// What is in the memory of the hosts while the devices do not need it: optimizer: its state, activations: what forward passes
-    /// leave for backward passes, or both with a comma between, or all; auto: what it takes where nothing fits otherwise, on GPUs
-    /// [default: none]
+    /// Offload to host memory: optimizer (its state), activations, both with a comma between, or all; auto offloads
+    /// only what is needed to fit, or where it beats recomputation, on GPUs [default: none]
     #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse)]
     offload: Option<OffloadName>,
-    /// Compute activations again in the backward pass instead of keeping them
+    /// Recompute activations in the backward pass instead of keeping them
     #[arg(long)]
     recompute: Option<RecomputeName>,
-    /// Order of forward and backward work on the stages of a pipeline; pipedream: without a flush between steps, with gradients that
-    /// are one step late
+    /// Pipeline schedule; pipedream has no flush between steps, and gradients are one step late
     #[arg(long)]
     schedule: Option<ScheduleName>,
-    /// When gradients change the weights; stale: one step late, reduced while the next step runs [default: synchronous]
+    /// When gradients update the weights; stale: one step late, reduced while the next step runs [default: synchronous]
     #[arg(long)]
     update: Option<UpdateName>,
-    /// What a model that is run, not trained (--loss none), is planned for: that a batch is soon done, or, where batches follow each
-    /// other, that many are [default: latency]
+    /// Objective for a model that is run without training (--loss none): latency of a batch, or throughput of a stream of
+    /// batches [default: latency]
     #[arg(long, value_enum)]
     goal: Option<GoalName>,
 }
@@ -86,9 +84,9 @@ impl OffloadName {
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum RecomputeName {
     None,
-    /// Products larger than their factors, as attention scores are
+    /// Products larger than their factors, such as attention scores
     Selective,
-    /// Everything that does not leave its layer
+    /// Everything that stays within a layer
     Full,
 }
 
@@ -115,25 +113,25 @@ enum GoalName {
 }
 
 impl FixedOptions {
-    /// Whether anything is fixed.
+    /// Returns whether nothing is fixed.
     pub fn is_empty(&self) -> bool {
         *self == FixedOptions::default()
     }
 
-    /// The degree of data parallelism, by whichever option.
+    /// The data-parallel degree, by either option.
     pub fn replicas(&self) -> Option<u32> {
         self.dp.or(self.data_parallel_shard_degree)
     }
 
-    /// Samples that go through the pipeline at once, where they are given or follow.
+    /// Samples per microbatch, if given or implied.
     pub fn together(&self) -> Option<u64> {
         let of_replicas = || self.micro_batch_size?.checked_mul(u64::from(self.replicas()?));
         self.microbatch.or_else(of_replicas)
     }
 
-    /// Fixes it, pins aside.
+    /// Applies the fixed choices to a request, except pins.
     pub fn fix(&self, request: &mut Request) -> Result<(), Error> {
-        // Options that are of training make no sense where nothing is trained.
+        // Training options are errors if nothing is trained.
         let of_training = [
             ("--schedule", self.schedule.is_some()),
             ("--update", self.update.is_some()),
@@ -148,7 +146,7 @@ impl FixedOptions {
         if self.goal.is_some() && request.trains() {
             return Err(Error::Option {
                 option: "--goal",
-                problem: "is of models that are run, not trained (--loss none)",
+                problem: "applies only to models that are run without training (--loss none)",
             });
         }
         request.goal = match self.goal {
@@ -189,7 +187,7 @@ impl FixedOptions {
         Ok(())
     }
 
-    /// [`Self::fix`] for the model of a plan, whose names the pins are of.
+    /// As [`Self::fix`], with pins, which name values of the plan's model.
     pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
         self.fix(request)?;
         apply_pins(&mut request.graph, &self.pin, [self.replicas(), self.tp])

@@ -1,4 +1,4 @@
-//! `altiplano import MODEL -o graph.json`: a model as the project's own graph format.
+//! `altiplano import MODEL -o graph.json`: converts a model to the project's own graph format.
 
 use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
@@ -7,10 +7,11 @@ use altiplano::{Error, load_all_results, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Convert a model to altiplano.graph JSON, with its parameters and batch told apart
+/// Convert a model to altiplano.graph JSON, with its parameters and batch identified
 #[derive(Args)]
 pub struct Import {
-    /// StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or altiplano.graph JSON
+    /// A model: StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or
+    /// altiplano.graph JSON
     model: PathBuf,
     #[command(flatten)]
     options: ModelOptions,
@@ -23,7 +24,7 @@ impl Import {
     pub fn run(self) -> Result<(), Error> {
         let options = self.options.import();
         if !options.stop_gradients.is_empty() {
-            let problem = "a graph file does not hold it; give it to plan, run or verify";
+            let problem = "a graph file cannot store it; give it to plan, run or verify instead";
             return Err(Error::Option { option: "--stop-gradient", problem });
         }
         let model = load_all_results(&self.model, &options)?;

@@ -1,4 +1,4 @@
-//! `altiplano inspect PLAN`: the report of a plan file.
+//! `altiplano inspect PLAN`: reports on a plan file.
 
 use crate::commands::{say, say_report};
 use altiplano::units::bytes;
@@ -12,25 +12,24 @@ use std::path::PathBuf;
 /// Explain a plan file
 #[derive(Args)]
 pub struct Inspect {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
-    /// Print the plan as one JSON document
+    /// Print the plan as JSON
     #[arg(long, conflicts_with = "programs")]
     json: bool,
-    /// Print the programs that the devices run
+    /// Print the programs of the devices
     #[arg(long)]
     programs: bool,
-    /// With --programs: print the kernels that these launch on NVIDIA GPUs, as one CUDA source
+    /// With --programs: print their kernels on NVIDIA GPUs, as one CUDA source
     #[arg(long, requires = "programs")]
     kernels: bool,
-    /// With --programs: print what the device of this rank does in a step where it is a GPU, command by command
+    /// With --programs: print the commands of this rank's device in a step, if it is a GPU
     #[arg(long, value_name = "RANK", requires = "programs", conflicts_with = "kernels")]
     tape: Option<u32>,
-    /// Print the layers and stages with their shardings, and the bytes between them, as DOT, which Graphviz draws
+    /// Print the layers and stages with their shardings, and the bytes between them, in Graphviz's DOT language
     #[arg(long, conflicts_with_all = ["json", "programs"])]
     dot: bool,
-    /// Write a page for a browser to this file: the step on each device, its memory, layouts, and what else was possible
-    /// (docs/page.md)
+    /// Write an HTML page to this file: timelines, memory, layouts, and alternatives (docs/page.md)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "dot"])]
     html: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! `altiplano man -o DIR`: the manual pages, one for each command.
+//! `altiplano man -o DIR`: writes the manual pages, one per command.
 
 use crate::commands::say;
 use altiplano::{Error, write_file};
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// Write manual pages
 #[derive(Args)]
 pub struct Manual {
-    /// The folder to write them to, which is made where it is not there
+    /// The folder to write to, created if missing
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
 }

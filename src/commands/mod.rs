@@ -1,4 +1,4 @@
-//! The subcommands, and the writing to stdout that they share.
+//! The subcommands, and their shared output functions.
 
 pub mod advise;
 pub mod bench_input;
@@ -41,16 +41,16 @@ use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
 
-/// Keeps what a search learned for later ones, if it was asked to. Where that fails nothing is lost but time.
+/// Saves the results of a search for later ones, if requested. A failure costs only time, so it is a warning.
 pub fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
-        eprintln!("warning: {}: {error}; what the search found is not kept", cache.file().display());
+        eprintln!("warning: {}: {error}; the search results are not cached", cache.file().display());
     }
 }
 
-/// How text on stdout looks: as wide as the terminal that it is, with colours unless NO_COLOR or a terminal without them says otherwise;
-/// plain where it is none.
+/// The look of text on stdout. On a terminal it has the terminal's width, and colours unless NO_COLOR or a terminal
+/// without them forbids it. Otherwise it is plain.
 fn look() -> Look {
     let term = console::Term::stdout();
     if !term.is_term() {
@@ -61,13 +61,13 @@ fn look() -> Look {
     Look { width: term.size_checked().map(|(_, columns)| columns.into()), colour: !is_set("NO_COLOR") && !dumb }
 }
 
-/// Lines of the terminal that stdout is.
+/// Number of lines of the terminal, if stdout is one.
 fn lines_of_terminal() -> Option<usize> {
     let term = console::Term::stdout();
     if term.is_term() { term.size_checked().map(|(lines, _)| lines.into()) } else { None }
 }
 
-/// Writes a report of a plan. Where it is longer than the terminal, the answer that it begins with is below it once more.
+/// Prints a report of a plan. If it is longer than the terminal, repeats its first lines at the end.
 fn say_report(plan: &Plan) -> Result<(), Error> {
     let look = look();
     let text = report_as(plan, look);
@@ -78,7 +78,7 @@ fn say_report(plan: &Plan) -> Result<(), Error> {
     Ok(())
 }
 
-/// The command line of some arguments, as a shell takes it.
+/// Quotes arguments as a command line for a shell.
 fn command_line(arguments: impl Iterator<Item = String>) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,@+%".contains(c);
     let quoted = |word: String| match !word.is_empty() && word.chars().all(plain) {
@@ -89,13 +89,13 @@ fn command_line(arguments: impl Iterator<Item = String>) -> String {
     words.join(" ")
 }
 
-/// This program, and what it was asked that a plan follows from.
+/// The program's version and the command that determines a plan.
 fn made_by() -> MadeBy {
     let command = command_line(what_decides(std::env::args().skip(1)).into_iter());
     MadeBy { version: env!("CARGO_PKG_VERSION").to_string(), command }
 }
 
-/// Arguments without options that only say where results go or how they are shown.
+/// Removes options that only say where results go or how they are shown.
 fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
     const FILES: [&str; 5] = ["-o", "--output", "--html", "--from", "--cache"];
     let mut kept = Vec::new();
@@ -112,32 +112,34 @@ fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
     kept
 }
 
-/// Writes a line to stdout; a reader that has gone away is an error like any other, which `main` takes for the end.
+/// Prints a line to stdout. If the reader has closed it, that is an error like any other, which `main` treats as the
+/// end.
 fn say(text: impl Display) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{text}").and_then(|()| out.flush()).map_err(Error::Output)
 }
 
-/// Says on stderr what was odd about a model.
+/// Prints the remarks on a model to stderr.
 fn warn(warnings: &[Warning]) {
     for warning in warnings {
         eprintln!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
     }
 }
 
-/// A plan that other plans are set beside, which no profile can judge alike: it is judged by the figures of its cluster, as they are.
+/// Loads a plan for comparison with other plans. Since a measured profile cannot price those, the cluster's figures
+/// predict all of them.
 fn load_to_ask(file: &Path) -> Result<Plan, Error> {
     let plan = load_plan(file)?;
     if let Some(measured) = &plan.profile {
         eprintln!(
-            "note: the plan was judged by the {measured}; here it is by the cluster's figures, as all that is set beside it"
+            "note: the plan was predicted by the {measured}; here the cluster's figures predict it, as all other plans"
         );
     }
     by_cluster(plan)
 }
 
-/// Says on stderr, after a search that failed, what is short or in conflict, and which changes were planned and do work; as one JSON
-/// document on stdout where that is asked for.
+/// Explains a failed search on stderr: what is short or in conflict, and which changes were planned and work. With
+/// `json`, prints it as JSON to stdout.
 fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> Result<(), Error> {
     let Error::Plan(failure) = error else { return Ok(()) };
     let explained = match **failure {
@@ -153,7 +155,7 @@ fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> R
         Some(Explained::Memory(shortage)) => bar.suspend(|| eprintln!("{shortage}")),
         Some(Explained::Choices(fixes)) if !fixes.is_empty() => {
             let lines: Vec<String> = fixes.iter().map(|fix| format!("\n  {fix}")).collect();
-            bar.suspend(|| eprintln!("what has a plan instead, fastest first:{}", lines.concat()));
+            bar.suspend(|| eprintln!("changes with which there is a plan, fastest first:{}", lines.concat()));
         }
         _ => {}
     }

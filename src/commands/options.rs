@@ -1,4 +1,4 @@
-//! Options that several subcommands take, and what they are to the library.
+//! Options shared by several subcommands, and their translation for the library.
 
 use crate::commands::fixed::FixedOptions;
 use crate::commands::{keep_searches, warn};
@@ -24,60 +24,61 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
-/// How to read a model.
+/// Options of reading a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct ModelOptions {
-    /// Arguments that are trained: positions, ranges, names or patterns (0-11, params, params['h*, *lora*). In a file that
-    /// says what its parameters are, all others of them are frozen
+    /// Trained arguments, by position, range, name or pattern (0-11, params, params['h*, *lora*); if the file marks its
+    /// parameters, all others are frozen
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     params: Vec<String>,
-    /// Arguments that are not: the batch, and what else each step is given
+    /// Arguments that are not trained: the batch and other inputs of each step
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     inputs: Vec<String>,
-    /// Parameters that are not trained, named as for --params: no gradient, no optimizer state, never changed
+    /// Frozen parameters, selected as for --params: no gradient, no optimizer state, no update
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     freeze: Vec<String>,
-    /// Parameters that weight decay leaves out, named as for --params
+    /// Parameters excluded from weight decay, selected as for --params
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
     no_decay: Vec<String>,
-    /// Batch dimension of an input, or that it has none [default: 0 for every input]
+    /// Batch dimension of an input, or none [default: 0 for every input]
     #[arg(long, value_parser = batch_dim, value_name = "NAME=DIM|none")]
     batch_dim: Vec<(String, Option<usize>)>,
-    /// The same model traced at another batch size, which settles what scales with the batch
+    /// The same model traced at another batch size, to determine what scales with the batch
     #[arg(long, value_name = "FILE")]
     also: Option<PathBuf>,
-    /// Let no gradient flow through this value: a name or number as `altiplano show` prints it
+    /// Stop the gradient at this value: a name or number from `altiplano show`
     #[arg(long, value_name = "NAME")]
     stop_gradient: Vec<String>,
-    /// The result that is the loss: a name (loss) or position [default: the one called loss, or the first]. For a model
-    /// without a loss: cross-entropy (with a new input `labels`), mse (`targets`), or none to run it without training
+    /// The result that is the loss, by name or position [default: the one named loss, or the first]; for a model
+    /// without a loss: cross-entropy (new input `labels`), mse (new input `targets`), or none to run it without
+    /// training
     #[arg(long, value_name = "RESULT")]
     loss: Option<String>,
-    /// Leave out the shardings that the model states (with_sharding_constraint and the like)
+    /// Ignore the shardings that the model states (with_sharding_constraint and the like)
     #[arg(long)]
     ignore_shardings: bool,
-    /// Plan the ops that the file has, without recognising softmax, attention and the like in them
+    /// Plan the ops as the file has them, without recognising softmax, attention and the like
     #[arg(long)]
     as_written: bool,
-    /// Floating-point type to train in [default: as traced]
+    /// Floating-point type for training [default: as traced]
     #[arg(long)]
     precision: Option<Precision>,
-    /// --precision bf16
+    /// Short for --precision bf16
     #[arg(long, hide = true, conflicts_with_all = ["precision", "fp16"])]
     bf16: bool,
-    /// --precision f16
+    /// Short for --precision f16
     #[arg(long, hide = true, conflicts_with = "precision")]
     fp16: bool,
-    /// Tokens in a sample, where the model is a Hugging Face config [default: its positions, at most 4096]
+    /// Tokens per sample, for a Hugging Face config [default: its positions, at most 4096]
     #[arg(long, value_name = "N")]
     seq: Option<u64>,
-    /// Tokens that an expert of a config's model takes, as a multiple of an even share [default: 1.25]
+    /// Tokens per expert, for a Hugging Face config, as a multiple of an even share [default: 1.25]
     #[arg(long, value_name = "X")]
     capacity_factor: Option<f64>,
     /// Value of a size that the file leaves open, such as batch or sequence_length
     #[arg(long, value_parser = size, value_name = "NAME=N")]
     size: Vec<(String, u64)>,
-    /// Take a small twin of the model instead: fewer layers and smaller sizes, at most so many parameters [default: 4M]
+    /// Downscale the model: fewer layers and smaller sizes, up to this number of parameters [default: 4M]
     #[arg(long, value_name = "PARAMETERS", num_args = 0..=1, require_equals = true, default_missing_value = "4M", value_parser = parameters)]
     reduce: Option<u64>,
 }
@@ -89,7 +90,7 @@ enum Precision {
     F16,
 }
 
-/// A number of parameters, such as `4M` or `200k`.
+/// Parses a number of parameters, such as `4M` or `200k`.
 fn parameters(text: &str) -> Result<u64, &'static str> {
     let units = [("k", 1_000), ("M", 1_000_000), ("B", 1_000_000_000), ("", 1)];
     let (digits, unit) =
@@ -99,7 +100,7 @@ fn parameters(text: &str) -> Result<u64, &'static str> {
     if (1.0..1e18).contains(&parameters) { Ok(parameters as u64) } else { Err("expected at least 1 parameter") }
 }
 
-/// A learning rate, which may be 0 to look and not to touch.
+/// Parses a learning rate; 0 runs steps without changing the weights.
 fn learning_rate(text: &str) -> Result<f64, &'static str> {
     not_negative(text)
 }
@@ -109,19 +110,19 @@ fn not_negative(text: &str) -> Result<f64, &'static str> {
     if number.is_finite() && number >= 0.0 { Ok(number) } else { Err("expected a finite number, 0 or more") }
 }
 
-/// What an average keeps.
+/// Parses a decay factor of an average.
 fn below_one(text: &str) -> Result<f64, &'static str> {
     let number: f64 = text.parse().map_err(|_| "expected a number")?;
-    if (0.0..1.0).contains(&number) { Ok(number) } else { Err("expected a number from 0, below 1") }
+    if (0.0..1.0).contains(&number) { Ok(number) } else { Err("expected a number of at least 0 and below 1") }
 }
 
-/// A number above 0.
+/// Parses a number above 0.
 fn positive(text: &str) -> Result<f64, &'static str> {
     let number: f64 = text.parse().map_err(|_| "expected a number")?;
     if number.is_finite() && number > 0.0 { Ok(number) } else { Err("expected a finite number above 0") }
 }
 
-/// Of a loss; none where it is off.
+/// A loss scale; `None` if it is off.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Scaling(Option<LossScale>);
 
@@ -140,19 +141,19 @@ fn scaling(text: &str) -> Result<Scaling, &'static str> {
         }
         _ => return Err("expected dynamic, dynamic:INITIAL:STEPS, a number above 0, or off"),
     };
-    // Every loss is of a type that has single precision's numbers or fewer.
+    // Single precision covers the numbers of every type of loss.
     scale.problem(DType::F32).map_or(Ok(Scaling(Some(scale))), Err)
 }
 
 impl Scaling {
-    /// What a plan of such a loss is given, where it can be.
+    /// The loss scale for a plan with this type of loss, if it is possible.
     fn of(self, loss: DType, is_late: bool) -> Result<Option<LossScale>, Error> {
         let option = "--loss-scale";
         if let Some(problem) = self.0.and_then(|scale| scale.problem(loss)) {
             return Err(Error::Option { option, problem });
         }
         if self.0.is_some_and(|scale| !scale.is_of_staleness(is_late.into())) {
-            let problem = "is found from the gradients of the step before, which late gradients (--schedule pipedream, --update stale) do not tell in time; give it a number";
+            let problem = "is found from the gradients of the previous step, which are not known in time if gradients are late (--schedule pipedream, --update stale); give a fixed number";
             return Err(Error::Option { option, problem });
         }
         Ok(self.0)
@@ -174,7 +175,7 @@ fn batch_dim(text: &str) -> Result<(String, Option<usize>), &'static str> {
 }
 
 impl ModelOptions {
-    /// The precision, by whichever option.
+    /// The precision, by either option.
     fn precision(&self) -> Option<Precision> {
         match (self.bf16, self.fp16) {
             (true, _) => Some(Precision::Bf16),
@@ -211,13 +212,13 @@ impl ModelOptions {
     }
 }
 
-/// What a model is planned for, and what is fixed of the plan. What is not given is searched.
+/// The target of a plan, and its fixed choices. Everything else is searched.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
     /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
     #[arg(long, value_name = "CLUSTER")]
     cluster: Option<String>,
-    /// A file of devices, as `altiplano calibrate` writes it, that take the place of the catalogue's of the same names
+    /// A devices file of `altiplano calibrate`, which replaces catalogue devices of the same names
     #[arg(long, value_name = "FILE")]
     devices: Option<PathBuf>,
     /// Samples per optimizer step [default: the traced batch]
@@ -225,95 +226,98 @@ pub struct PlanOptions {
     global_batch: Option<u64>,
     #[command(flatten)]
     fixed: FixedOptions,
-    /// What updates parameters, with the settings of its paper [default: adamw]
+    /// Optimizer, with the settings of its paper [default: adamw]
     #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES))]
     optimizer: Option<String>,
     #[command(flatten)]
     settings: OptimizerSettings,
-    /// Scale gradients down to this norm, of all parameters together, where theirs is larger
+    /// Clip the gradient norm of all parameters together to this value
     #[arg(long, value_name = "NORM", value_parser = positive)]
     clip_norm: Option<f64>,
-    /// Scale the loss for gradients too small for f16: dynamic, dynamic:INITIAL, dynamic:INITIAL:STEPS (grown after so many steps
-    /// without overflow), a fixed number, or off [default: dynamic:65536:2000 for f16, else off]
+    /// Scale the loss for gradients too small for f16: dynamic, dynamic:INITIAL, dynamic:INITIAL:STEPS (grows after
+    /// STEPS steps without overflow), a fixed number, or off [default: dynamic:65536:2000 for f16, else off]
     #[arg(long, value_name = "SCALE", value_parser = scaling)]
     loss_scale: Option<Scaling>,
-    /// Let the last N devices hold the weights as parameter servers; all others are workers with a replica of the model each
+    /// Use the last N devices as parameter servers that hold the weights; all others are workers with a replica of the
+    /// model each
     #[arg(long, value_name = "N")]
     parameter_servers: Option<u32>,
-    /// Servers update by each worker's push as it comes and answer that worker alone, so that no worker waits for another and
-    /// gradients are as many updates late as there are other workers
+    /// Let servers update after each worker's push, without waiting for others; gradients are late by as many updates
+    /// as there are other workers
     #[arg(long, requires = "parameter_servers")]
     asynchronous: bool,
-    /// Judge plans by what `altiplano profile` measured of this machine
+    /// Predict plans by a profile that `altiplano profile` measured on this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Plan what this software can run, as it runs it [default: altiplano]
+    /// Plan for what this software can run, as it runs it [default: altiplano]
     #[arg(long)]
     target: Option<TargetName>,
-    /// Take attention to be one kernel that never writes its scores, or not [default: auto, what the target's software has for the model's
-    /// heads on the cluster's devices]
+    /// Treat attention as one kernel that never writes its scores [default: auto, by the target's software, the model's
+    /// heads and the devices]
     #[arg(long, value_name = "auto|yes|no", value_enum)]
     fused_attention: Option<FusedName>,
-    /// FLOPs of attention that count in the MFU: those that its masks leave, or all, as PaLM and Megatron-LM count [default: computed]
+    /// Attention FLOPs in the MFU: those that masks leave (computed), or all, as PaLM and Megatron-LM count (full)
+    /// [default: computed]
     #[arg(long, value_enum)]
     mfu_convention: Option<ConventionName>,
-    /// Take the fastest plan, or one GPU where more are hardly faster [default: simplest]
+    /// Prefer the fastest plan, or one GPU if more are hardly faster [default: simplest]
     #[arg(long)]
     prefer: Option<Preference>,
-    /// Search only what Alpa does, for comparison
+    /// Search only Alpa's space, for comparison
     #[arg(long)]
     search: Option<SearchName>,
-    /// Make sizes larger that devices do not divide, a vocabulary of 50257 one of 50304, where the plan is faster for it [default: auto]
+    /// Pad sizes that devices do not divide, such as a vocabulary of 50257 to 50304, if the plan is then faster
+    /// [default: auto]
     #[arg(long)]
     pad: Option<PadName>,
-    /// Send keys and values of attention around a ring, block by block, where the plan is better for it [default: auto], nowhere, or in
-    /// so many blocks wherever they can be cut
+    /// Send keys and values of attention around a ring: if the plan is then better (auto), never (none), or in this
+    /// number of blocks wherever possible [default: auto]
     #[arg(long, value_parser = ring, value_name = "N|auto|none")]
     ring: Option<Ring>,
-    /// Make the logits of a cross-entropy a chunk of positions at a time, so that they never fill memory, where the plan is better
-    /// for it [default: auto], nowhere, or in so many chunks wherever they can be cut
+    /// Compute the logits of a cross-entropy in chunks of positions to save memory: if the plan is then better (auto),
+    /// never (none), or in this number of chunks wherever possible [default: auto]
     #[arg(long, value_parser = loss_chunks, value_name = "N|auto|none")]
     loss_chunks: Option<LossChunks>,
-    /// Split the batch into microbatches although the loss is no mean or sum over samples
+    /// Allow microbatches although the loss is no mean or sum over samples
     #[arg(long)]
     allow_microbatch_semantics: bool,
-    /// Keep what the search finds in this folder, and look there first: the plan is the same, and another search of this model or of
-    /// one like it is faster
+    /// Cache search results in this folder and reuse them: the plan is the same, and later searches of similar models
+    /// are faster
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
 }
 
-/// Settings of the optimizer that take the place of its paper's.
+/// Optimizer settings that override those of its paper.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct OptimizerSettings {
     /// Momentum of sgd, rmsprop, lars and larc
     #[arg(long, value_name = "X", value_parser = below_one)]
     momentum: Option<f64>,
-    /// Part that the average of gradients keeps each step, of adam, adamw and lamb
+    /// Decay of the gradient average per step, of adam, adamw and lamb
     #[arg(long, value_name = "X", value_parser = below_one)]
     beta1: Option<f64>,
-    /// Part that the average of squares keeps each step, of adam, adamw and lamb
+    /// Decay of the average of squares per step, of adam, adamw and lamb
     #[arg(long, value_name = "X", value_parser = below_one)]
     beta2: Option<f64>,
-    /// What is added to roots of averages, of all but sgd, lars and larc
+    /// Constant added to roots of averages, of all but sgd, lars and larc
     #[arg(long, value_name = "X", value_parser = positive)]
     epsilon: Option<f64>,
-    /// Pull of parameters towards 0
+    /// Weight decay
     #[arg(long, value_name = "X", value_parser = not_negative)]
     weight_decay: Option<f64>,
-    /// Part that the average of squares keeps each step, of rmsprop
+    /// Decay of the average of squares per step, of rmsprop
     #[arg(long, value_name = "X", value_parser = below_one)]
     decay: Option<f64>,
-    /// Part that the averages keep each step, of adadelta
+    /// Decay of the averages per step, of adadelta
     #[arg(long, value_name = "X", value_parser = below_one)]
     rho: Option<f64>,
-    /// Factor of the ratio of norms, of lars and larc
+    /// Trust coefficient: factor of the ratio of norms, of lars and larc
     #[arg(long, value_name = "X", value_parser = positive)]
     trust: Option<f64>,
 }
 
 impl OptimizerSettings {
-    /// The options as they are typed, what they set, and their values.
+    /// The given options as typed, the settings that they set, and their values.
     fn given(&self) -> impl Iterator<Item = (&'static str, &'static str, f64)> + use<> {
         let all = [
             ("--momentum", "momentum", self.momentum),
@@ -328,13 +332,14 @@ impl OptimizerSettings {
         all.into_iter().filter_map(|(option, name, value)| Some((option, name, value?)))
     }
 
-    /// Sets what is given.
+    /// Applies the given settings.
     ///
     /// # Errors
-    /// A setting that the optimizer does not have.
+    /// Fails if the optimizer lacks a setting.
     fn set(&self, optimizer: &mut Optimizer) -> Result<(), Error> {
         for (option, name, value) in self.given() {
-            let problem = "the optimizer has no such setting; --help says which have it, and --optimizer takes another";
+            let problem =
+                "the optimizer has no such setting; see --help for those that have it, or choose another --optimizer";
             *optimizer.setting(name).ok_or(Error::Option { option, problem })? = value;
         }
         Ok(())
@@ -347,7 +352,7 @@ enum TargetName {
     Megatron,
     Fsdp,
     Xla,
-    /// What trains models of the file's kind: fsdp for torch.export archives, xla for StableHLO, else altiplano
+    /// By the file: fsdp for torch.export archives, xla for StableHLO, else altiplano
     Auto,
 }
 
@@ -399,7 +404,7 @@ enum SearchName {
 }
 
 impl PlanOptions {
-    /// The plan for a model, by the profile if there is one.
+    /// Plans a model, by the profile if there is one.
     pub fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
         let plan = plan_by(request, profile.as_ref(), progress);
@@ -409,7 +414,7 @@ impl PlanOptions {
         Ok(plan)
     }
 
-    /// The plans that none beats in seconds, bytes, devices and price at once.
+    /// The Pareto frontier of plans in seconds, bytes, devices and price.
     pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
         let points = frontier_by(request, profile.as_ref(), progress);
@@ -417,30 +422,30 @@ impl PlanOptions {
         points
     }
 
-    /// For plans on machines that are not this one, which no profile measured.
+    /// Fails if a profile is given, for plans on other machines, which it does not cover.
     pub fn expect_no_profile(&self) -> Result<(), Error> {
         match self.profile {
             Some(_) => {
-                Err(Error::Option { option: "--profile", problem: "is of this machine alone, not of several nodes" })
+                Err(Error::Option { option: "--profile", problem: "covers only this machine, not several nodes" })
             }
             None => Ok(()),
         }
     }
 
-    /// The planning problem that a model file and these options pose.
+    /// The planning request of a model file with these options.
     pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
         let (request, warnings) = self.request_quietly(model, options)?;
         warn(&warnings);
         Ok(request)
     }
 
-    /// [`Self::request`], with what is odd about the model for the caller to say.
+    /// As [`Self::request`], but returns the remarks on the model for the caller to print.
     pub fn request_quietly(&self, model: &Path, options: &ModelOptions) -> Result<(Request, Vec<Warning>), Error> {
         let (request, _, warnings) = self.request_of(model, &read_bytes(model)?, options)?;
         Ok((request, warnings))
     }
 
-    /// [`Self::request`] of a model file that was read already.
+    /// As [`Self::request`], for a model file that is already in memory.
     fn request_of(
         &self,
         model: &Path,
@@ -453,10 +458,13 @@ impl PlanOptions {
             if !devices.apply(&mut cluster) {
                 let (file, names) = (file.display(), devices.names().collect::<Vec<_>>().join(", "));
                 let found: Vec<&str> = cluster.groups.iter().map(|g| g.device.name.as_str()).collect();
-                eprintln!("warning: {file}: has {names}, and the cluster has {}; it changes nothing", found.join(", "));
+                eprintln!(
+                    "warning: {file}: it describes {names}, but the cluster has {}; it has no effect",
+                    found.join(", ")
+                );
             }
         }
-        // A config's model has the batch that is asked for.
+        // A config's model gets the requested batch.
         let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
         let FixedOptions { tp, pin, .. } = &self.fixed;
         let sizes = [self.fixed.replicas(), *tp];
@@ -504,7 +512,7 @@ impl PlanOptions {
                 let (target, kind) = match Format::of(bytes) {
                     Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
                     Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
-                    _ => (Target::Altiplano, "of no framework's own form"),
+                    _ => (Target::Altiplano, "in no framework's own format"),
                 };
                 eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
                 target
@@ -515,7 +523,7 @@ impl PlanOptions {
             Some(FusedName::No) => Some(false),
             Some(FusedName::Yes) if request.cluster.groups.iter().all(|g| g.device.kind.is_gpu()) => Some(true),
             Some(FusedName::Yes) => {
-                let problem = "yes is of GPUs: CPU workers write the scores of attention";
+                let problem = "yes needs GPUs: CPU workers write attention scores";
                 return Err(Error::Option { option: "--fused-attention", problem });
             }
         };
@@ -531,7 +539,8 @@ impl PlanOptions {
             request.search = SearchKind::Alpa;
         }
         if request.target != Target::Altiplano {
-            let problem = "with --target megatron, fsdp or xla is synchronous: these do not train with late gradients";
+            let problem =
+                "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
             let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
             let late = late.into_iter().chain([("--update", request.update == Update::Stale)]);
             if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
@@ -540,7 +549,7 @@ impl PlanOptions {
         }
         request.servers = self.parameter_servers.map(|count| OverServers { count, asynchronous: self.asynchronous });
         if request.servers.is_some() && self.search.is_some() {
-            let problem = "is of plans without --parameter-servers, which leave nothing of it to search";
+            let problem = "conflicts with --parameter-servers, which leaves nothing to search";
             return Err(Error::Option { option: "--search", problem });
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
@@ -549,7 +558,7 @@ impl PlanOptions {
     }
 }
 
-pub const OF_TRAINING: &str = "says how to train, which --loss none does not";
+pub const OF_TRAINING: &str = "is a training option, but --loss none does not train";
 
 /// Predicts a plan by the profile in a file.
 pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
@@ -559,7 +568,7 @@ pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
     Ok(profile)
 }
 
-/// Says on stderr what a profile does not cover of a plan.
+/// Warns on stderr about the parts of a plan that a profile does not cover.
 fn say_uncovered(plan: &Plan, profile: Option<&Profile>) -> Result<(), Error> {
     if let Some(profile) = profile {
         uncovered(plan, profile)?.iter().for_each(|line| eprintln!("warning: {line}"));
@@ -567,10 +576,11 @@ fn say_uncovered(plan: &Plan, profile: Option<&Profile>) -> Result<(), Error> {
     Ok(())
 }
 
-/// A plan file, or a model file and what to plan it for.
+/// A plan file, or a model file with the options to plan it.
 #[derive(Args, Clone, Debug)]
 pub struct PlanOrModel {
-    /// A plan (altiplano.plan JSON), or a model (StableHLO text, .pt2, ONNX, config.json or altiplano.graph JSON) that is planned first
+    /// A plan (altiplano.plan JSON), or a model to plan first (StableHLO text, .pt2, ONNX, config.json or
+    /// altiplano.graph JSON)
     #[arg(value_name = "PLAN|MODEL")]
     file: PathBuf,
     #[command(flatten)]
@@ -580,7 +590,7 @@ pub struct PlanOrModel {
 }
 
 impl PlanOrModel {
-    /// For what all ranks must have the same of, which a plan found anew by each need not be.
+    /// Fails unless the file is a plan, which all ranks must share; a plan that each finds anew may differ.
     pub fn expect_plan(&self, option: &'static str) -> Result<(), Error> {
         if Format::of(&read_bytes(&self.file)?) == Format::PlanJson {
             return Ok(());
@@ -588,13 +598,13 @@ impl PlanOrModel {
         Err(Error::Option { option, problem: "takes a plan file, which `altiplano plan MODEL -o PLAN` writes" })
     }
 
-    /// The measured profile that plans are judged by, if there is one.
+    /// The measured profile for predictions, if given.
     pub fn profile(&self) -> Result<Option<Profile>, Error> {
         self.plan.profile.as_deref().map(load_profile).transpose()
     }
 
-    /// The plan in the file, or the one found for the model in it. The table of alternatives is left out: nobody asked.
-    /// With it what a model that is a whole training step computes itself.
+    /// The plan in the file, or one planned for its model, without the table of alternatives. Also the training step of
+    /// a model that is one.
     pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
@@ -604,7 +614,7 @@ impl PlanOrModel {
             if fixed {
                 return Err(Error::Option {
                     option: "PLAN",
-                    problem: "a plan file has its cluster, model and degrees in it; options for planning need a model file",
+                    problem: "a plan file already has a cluster, a model and degrees; planning options need a model file",
                 });
             }
             let mut plan = plan_of(&self.file, &bytes)?;
@@ -620,12 +630,11 @@ impl PlanOrModel {
                 plan.loss_scale = scaling.of(loss, plan.staleness() > 0)?;
             }
             if plan.servers.is_some() && plan.loss_scale.is_some() {
-                let problem = "is of plans without parameter servers, which do not tell workers when to change it";
+                let problem = "conflicts with parameter servers, which do not tell workers when to change it";
                 return Err(Error::Option { option: "--loss-scale", problem });
             }
             if plan.updates_of_step() > 1 && plan.clip_norm.is_some() {
-                let problem =
-                    "needs the norm of all gradients at once, and the plan's servers update by one push after another";
+                let problem = "needs the norm of all gradients at once, but the plan's servers update after each push";
                 return Err(Error::Option { option: "--clip-norm", problem });
             }
             if let Some(file) = &self.plan.profile {
@@ -641,28 +650,29 @@ impl PlanOrModel {
     }
 }
 
-/// What a run starts from and trains on.
+/// Options of how a run starts and what it trains on.
 #[derive(Args, Clone)]
 pub struct Start {
-    /// Batches: .safetensors with tensors named as the inputs, a folder of such files, .npy, or ids (.u16, .u32) [default: made up]
+    /// Batches: .safetensors with tensors named after the inputs, a folder of such files, .npy, or token ids (.u16,
+    /// .u32) [default: synthetic]
     #[arg(long, value_name = "FILE|DIR")]
     data: Option<PathBuf>,
-    /// What the ids in the file of --data are, which then holds nothing else (little-endian)
+    /// Type of the ids in a --data file of bare little-endian ids
     #[arg(long, value_name = "TYPE", requires = "data", value_enum)]
     token_type: Option<TokenType>,
-    /// Take samples in an order by this seed, another in each epoch, instead of as they come [default seed: 0]
+    /// Shuffle samples with this seed, differently in each epoch [default seed: 0]
     #[arg(long, value_name = "SEED", requires = "data", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
     shuffle: Option<u64>,
-    /// Start from these weights: .safetensors with tensors named as the parameters, or an ONNX model
+    /// Start from these weights: .safetensors with tensors named after the parameters, or an ONNX model
     #[arg(long, value_name = "FILE", conflicts_with = "init")]
     weights: Option<PathBuf>,
     /// Initialise weights with this seed
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     init: u64,
-    /// Learning rate [default: that of a whole training step, or 0.001]
+    /// Learning rate [default: that of the model's training step, or 0.001]
     #[arg(long, value_name = "X", value_parser = learning_rate, allow_hyphen_values = true)]
     lr: Option<f64>,
-    /// What workers run on; `altiplano devices` lists what is here
+    /// Devices to run on; `altiplano devices` lists them
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
     device: DeviceKind,
 }
@@ -680,7 +690,7 @@ enum DeviceKind {
 }
 
 impl Start {
-    /// How GPUs are used, where they are asked for; that they can be is found out before anything is planned.
+    /// The options of GPUs, if requested. Unusable GPUs are an error before anything is planned.
     pub fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
         if self.device == DeviceKind::Cpu { Ok(None) } else { gpus().map(Some) }
     }
@@ -689,7 +699,7 @@ impl Start {
         self.device == DeviceKind::Cuda
     }
 
-    /// For what does not run on GPUs.
+    /// Fails if GPUs are requested for work that runs only on CPUs.
     pub fn expect_cpu(&self) -> Result<(), Error> {
         if self.cuda()?.is_none() {
             return Ok(());
@@ -700,7 +710,7 @@ impl Start {
         })
     }
 
-    /// `step` is the training step that the model was, if it was one.
+    /// `step` is the training step from which the model was extracted, if any.
     pub fn training(self, steps: u64, step: Option<&GivenStep>) -> Training {
         let learning_rate = self.lr.or(step.and_then(|s| s.learning_rate)).unwrap_or(1e-3);
         Training {
@@ -724,21 +734,21 @@ impl Start {
 /// The GPUs of this machine.
 ///
 /// # Errors
-/// What is in the way of running programs on them.
+/// Fails if programs cannot run on them.
 pub fn gpus() -> Result<CudaOptions, Error> {
     let search = cuda_search();
     Survey::of(&search).usable()?;
     Ok(CudaOptions { search, cache: kernel_cache(), ..CudaOptions::default() })
 }
 
-/// Where compiled kernels are kept: in the user's folder of caches, where there is one.
+/// The folder of compiled kernels in the user's cache folder, if there is one.
 fn kernel_cache() -> Option<PathBuf> {
     let of_user = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
     let caches = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
     Some(caches.or_else(of_user)?.join("altiplano/kernels"))
 }
 
-/// Where CUDA's libraries are looked for: where `ALTIPLANO_CUDA` says, then in the active virtual environment of Python.
+/// Locations of CUDA's libraries: first `ALTIPLANO_CUDA`, then the active Python virtual environment.
 pub fn cuda_search() -> Search {
     let mut folders: Vec<PathBuf> =
         std::env::var_os("ALTIPLANO_CUDA").map(|all| std::env::split_paths(&all).collect()).unwrap_or_default();

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 /// Plan how a model is trained on a cluster
 #[derive(Args)]
 pub struct Plan {
-    /// StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or altiplano.graph JSON
+    /// A model: StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or
+    /// altiplano.graph JSON
     model: PathBuf,
     #[command(flatten)]
     options: ModelOptions,
@@ -20,17 +21,17 @@ pub struct Plan {
     /// Write the plan to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Write a page for a browser to this file, as `altiplano inspect --html` does
+    /// Write an HTML page to this file, as `altiplano inspect --html` does
     #[arg(long, value_name = "FILE", conflicts_with = "frontier")]
     html: Option<PathBuf>,
-    /// Say what moved from this plan, of the same model or of one like it
+    /// Show the changes from this plan, of the same model or a similar one
     #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"])]
     from: Option<PathBuf>,
-    /// Print what faster plans cost: the plans that none beats in seconds, bytes, devices and price at once. With -o, each is
-    /// written to a file of its own, numbered
+    /// Print the Pareto frontier of plans in seconds, bytes, devices and price; with -o, write each plan to a numbered
+    /// file
     #[arg(long)]
     frontier: bool,
-    /// Print the plan file itself instead of the report; with --frontier, what its table says; where there is no plan, why
+    /// Print the plan as JSON instead of the report; with --frontier, its table; without a plan, the reason
     #[arg(long)]
     json: bool,
 }
@@ -58,7 +59,7 @@ impl Plan {
             Ok(plan) => plan,
             Err(error) => {
                 bar.suspend(|| warn(&warnings));
-                // Options that contradict each other say so themselves.
+                // Contradictory options explain themselves.
                 if !error.is_usage() {
                     explain_failure(&request, &error, &bar, self.json)?;
                 }
@@ -67,7 +68,7 @@ impl Plan {
         };
         plan.made_by = Some(made_by());
         if bar.stopped() {
-            bar.suspend(|| eprintln!("note: the search was stopped; this is the best plan that it had found"));
+            bar.suspend(|| eprintln!("note: the search was cancelled; this is its best plan so far"));
         }
         drop(bar);
         if let Some(file) = &self.output {
@@ -80,7 +81,7 @@ impl Plan {
             warn(&warnings);
             return say(plan.to_json());
         }
-        // The answer comes first, and nothing before it.
+        // The answer comes before any warnings.
         say_report(&plan)?;
         warn(&warnings);
         match (old, self.from) {

@@ -1,4 +1,4 @@
-//! `altiplano probe`: the cluster file of the machine that it runs on.
+//! `altiplano probe`: writes the cluster file of this machine.
 
 use crate::commands::say;
 use altiplano::cost_models::probe::{
@@ -12,25 +12,25 @@ use clap::Args;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Describe this machine as a cluster file, from what nvidia-smi and the kernel say of it
+/// Describe this machine as a cluster file, from nvidia-smi and the kernel
 #[derive(Args)]
 pub struct Probe {
     /// Write the cluster to this file instead of stdout
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Nodes like this one
+    /// Number of nodes like this one
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     nodes: u32,
-    /// Set the bandwidth of the links by the log of a test of nccl-tests, all_reduce_perf for one
+    /// Set the bandwidth of the links from a log of nccl-tests, such as all_reduce_perf
     #[arg(long, value_name = "LOG")]
     nccl_tests: Option<PathBuf>,
-    /// Read what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader` printed, perhaps elsewhere
+    /// Read the output of `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader`, possibly of another machine
     #[arg(long, value_name = "FILE")]
     gpus: Option<PathBuf>,
-    /// Read what `nvidia-smi topo -m` printed
+    /// Read the output of `nvidia-smi topo -m`
     #[arg(long, value_name = "FILE", requires = "gpus")]
     topology: Option<PathBuf>,
-    /// Where the kernel lists network cards; without it /sys/class/infiniband of this machine, unless --gpus describes another
+    /// The kernel's directory of network cards [default: /sys/class/infiniband, unless --gpus is given]
     #[arg(long, value_name = "DIR")]
     infiniband: Option<PathBuf>,
 }
@@ -59,7 +59,7 @@ impl Probe {
             }
         };
         if found.is_some() && self.gpus.is_none() {
-            // Where a listing says what GPUs there are, they are those of another machine.
+            // A listing in a file describes another machine, whose host memory is unknown.
             group.host_memory_bytes = Some(processors()?.1);
         }
         if let Some(file) = &self.nccl_tests {
@@ -68,7 +68,7 @@ impl Probe {
         }
         let name = format!("{} x {}", group.devices_per_node, group.device.name);
         let cluster = Cluster { name, groups: vec![group], between_groups: None, storage: None };
-        let text = format!("# What was found; latencies are usual ones.\n{}", print(&cluster));
+        let text = format!("# Detected values; latencies are typical ones.\n{}", print(&cluster));
         match &self.output {
             Some(file) => write_file(file, &text),
             None => say(text.trim_end()),
@@ -89,7 +89,7 @@ fn parsed<T>(file: &Path, parse: fn(&str) -> Result<T, ClusterError>) -> Result<
     parse(&read(file)?).map_err(|error| of_file(file, error))
 }
 
-/// The GPUs that NVIDIA's driver knows here and how they are connected; `None` where there is no driver or no GPU.
+/// The local GPUs and their connections, from NVIDIA's driver; `None` without a driver or GPU.
 fn local_gpus() -> Result<Option<(Vec<Gpu>, Option<Connections>)>, Error> {
     let Some(listed) = nvidia_smi(&["--query-gpu=name,memory.total", "--format=csv,noheader"]) else {
         return Ok(None);
@@ -103,7 +103,8 @@ fn local_gpus() -> Result<Option<(Vec<Gpu>, Option<Connections>)>, Error> {
     Ok(Some((gpus, connections)))
 }
 
-/// What nvidia-smi prints, if it is here and succeeds; where it fails, a driver does, and stderr says so.
+/// The output of nvidia-smi, if it is installed and succeeds. If it fails, the driver fails, and stderr shows its
+/// message.
 fn nvidia_smi(arguments: &[&str]) -> Option<String> {
     let output = Command::new("nvidia-smi").args(arguments).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -111,11 +112,11 @@ fn nvidia_smi(arguments: &[&str]) -> Option<String> {
         return Some(text);
     }
     let reason = text.lines().chain(String::from_utf8_lossy(&output.stderr).lines()).next().unwrap_or("").to_string();
-    eprintln!("warning: nvidia-smi {} failed and is passed over: {reason}", arguments[0]);
+    eprintln!("warning: nvidia-smi {} failed and is ignored: {reason}", arguments[0]);
     None
 }
 
-/// The ports under the kernel's list of cards that are up. A directory that was named must be there.
+/// The active ports in the kernel's directory of network cards. A directory given by the user must exist.
 fn network_cards(directory: &Path, named: bool) -> Result<Vec<Nic>, Error> {
     let entries = |path: &Path| -> std::io::Result<Vec<PathBuf>> {
         let mut found = std::fs::read_dir(path)?.map(|e| e.map(|e| e.path())).collect::<Result<Vec<_>, _>>()?;
@@ -141,10 +142,10 @@ fn network_cards(directory: &Path, named: bool) -> Result<Vec<Nic>, Error> {
     Ok(found)
 }
 
-/// Cores and bytes of memory.
+/// Number of cores, and bytes of memory.
 pub(super) fn processors() -> Result<(u32, u64), Error> {
     let cores = std::fs::read_to_string("/proc/cpuinfo").map_or(0, |text| parse_cores(&text));
-    // Elsewhere than on Linux the standard library knows the threads, if not the cores.
+    // On systems other than Linux, the standard library knows the number of threads, if not of cores.
     let threads = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
     let cores = if cores == 0 { threads() } else { cores };
     let meminfo = Path::new("/proc/meminfo");

@@ -1,5 +1,5 @@
-//! `altiplano profile`: what the kernels of plans take on this machine, on its processor or its GPUs, and what ranks take to send to
-//! each other.
+//! `altiplano profile`: measures the kernels of plans on this machine's CPU or GPUs, and the communication between
+//! ranks.
 
 use crate::commands::options::gpus;
 use crate::commands::ranks::MeasuringArguments;
@@ -16,16 +16,16 @@ use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 
-/// Measure what kernels, collectives and transfers take on this machine, for --profile of plan, run, verify and simulate
+/// Measure kernels, collectives and transfers on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
 pub struct Profile {
-    /// What is measured: cpu, the workers of `local:N`, or cuda, GPUs
+    /// Device to measure: cpu (the workers of `local:N`) or cuda (GPUs)
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
-    /// Few and small sizes in a few seconds, to try it out
+    /// Measure only a few small sizes, in a few seconds
     #[arg(long)]
     quick: bool,
-    /// With --engine mpi: the profile of a node, as this command writes it without, whose collectives are replaced by those of ranks
+    /// With --engine mpi: a profile of one node, in which the measured collectives between ranks replace its own
     #[arg(long, value_name = "FILE")]
     add_to: Option<PathBuf>,
     /// Write the profile to this file instead of stdout
@@ -44,7 +44,7 @@ enum Device {
 impl Profile {
     pub fn run(self) -> Result<(), Error> {
         if self.engine.is_mpi() && self.device == Device::Cuda {
-            let problem = "measures links between ranks of MPI, which are workers, and not GPUs";
+            let problem = "measures links between MPI ranks on CPUs, not GPUs";
             return Err(Error::Option { option: "--engine mpi", problem });
         }
         self.engine.expect_alone()?;
@@ -52,11 +52,11 @@ impl Profile {
             (None, false) => self.measure_kernels(),
             (Some(profile), true) => self.engine.clone().on_team(|team| self.measure_links(profile, team)),
             (None, true) => {
-                let problem = "measures links between ranks, and needs --add-to FILE: the profile of a node, as `altiplano profile -o FILE` writes it there";
+                let problem = "measures links between ranks, and needs --add-to FILE: the profile of a node, written there by `altiplano profile -o FILE`";
                 Err(Error::Option { option: "--engine mpi", problem })
             }
             (Some(_), false) => {
-                let problem = "is for links between ranks, which --engine mpi measures";
+                let problem = "applies only to links between ranks (--engine mpi)";
                 Err(Error::Option { option: "--add-to", problem })
             }
         }
@@ -81,7 +81,7 @@ impl Profile {
         Ok(())
     }
 
-    /// Of all ranks the first reads and writes.
+    /// Only the first rank reads and writes files.
     #[cfg(feature = "mpi")]
     fn measure_links(&self, profile: &Path, team: Team) -> Result<(), Error> {
         use altiplano::runtime::mpi::measure::measure_links;

@@ -1,4 +1,5 @@
-//! `--engine`: this process alone, or as one of those that run a plan together, and how it ends if one of them fails.
+//! `--engine`: runs in this process alone, or as one of several that run a plan together. It also ends all of them if
+//! one fails.
 
 use crate::commands::command_line;
 use altiplano::Error;
@@ -12,35 +13,35 @@ use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What a plan is run by, and how processes that run it together do so.
+/// The engine of a plan, and the coordination of processes that run it together.
 #[derive(Args, Clone, Debug)]
 pub struct RankArguments {
-    /// Run all devices as threads of this process; or GPUs of processes that srun or torchrun started, which find each other by
-    /// --rendezvous; or one device as a rank of MPI (docs/cluster.md) [default: threads; where a launcher started several processes:
-    /// processes if --device is cuda, else none, and the run is refused]
+    /// Run all devices as threads of this process (threads); GPUs of processes that srun or torchrun started
+    /// (processes); or one device per MPI rank (mpi); see docs/cluster.md [default: threads; after a launcher:
+    /// processes with --device cuda, else none, which is an error]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<EngineName>,
     #[command(flatten)]
     lost: LostArguments,
-    /// A directory that all processes of --engine processes see, in which they find each other [default: under Slurm,
-    /// .altiplano-rendezvous where the job was submitted]
+    /// A shared directory in which the processes of --engine processes find each other [default: under Slurm,
+    /// .altiplano-rendezvous in the submission directory]
     #[arg(long, value_name = "DIR")]
     rendezvous: Option<PathBuf>,
-    /// Seconds for which processes wait there for all others
+    /// Seconds for which processes wait for all others
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     rendezvous_timeout: u64,
-    /// Add up in the order of devices, so that losses of ranks are those of threads to the bit; slower
+    /// Sum in the order of devices, so that losses match those of threads bit by bit; slower
     #[arg(long)]
     reduce_in_order: bool,
-    /// Take ranks for devices in order, wherever they are, not by the nodes that the plan is for
+    /// Assign ranks to devices in order, regardless of the plan's nodes
     #[arg(long)]
     ranks_anywhere: bool,
 }
 
-/// Whether this process measures alone, or with the other ranks of MPI.
+/// Measures in this process alone, or with the other MPI ranks.
 #[derive(Args, Clone, Debug)]
 pub struct MeasuringArguments {
-    /// Measure the threads of this process, or the links between ranks of mpirun or srun (docs/cluster.md) [default: threads]
+    /// Measure the threads of this process, or the links between MPI ranks (docs/cluster.md) [default: threads]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<MeasuringEngine>,
     #[command(flatten)]
@@ -49,7 +50,7 @@ pub struct MeasuringArguments {
 
 #[derive(Args, Clone, Copy, Debug)]
 struct LostArguments {
-    /// Seconds after which a rank that nothing is heard of is lost
+    /// Seconds of silence after which a rank counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..))]
     lost_after: u64,
 }
@@ -68,7 +69,7 @@ enum MeasuringEngine {
 }
 
 impl RankArguments {
-    /// By what the plan is run, in which launchers have a say.
+    /// The engine of the plan, for which launchers set a default.
     fn engine(&self, cuda: bool) -> Result<EngineName, Error> {
         match self.engine {
             Some(engine) => Ok(engine),
@@ -80,7 +81,7 @@ impl RankArguments {
         }
     }
 
-    /// The option that makes this process one of many, as the user would say it.
+    /// The option that makes this process one of several, as the user would type it.
     pub fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
         Ok(match self.engine(cuda)? {
             EngineName::Threads => None,
@@ -89,15 +90,15 @@ impl RankArguments {
         })
     }
 
-    /// Runs something on those who run the plan, on GPUs or not. Where these are many and it fails on one, it ends on all, and this does
-    /// not return.
+    /// Runs a function on the processes that run the plan, on GPUs or not. If there are several and it fails on one, it
+    /// ends all of them and does not return.
     pub fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         let engine = self.engine(cuda)?;
-        let of_ranks = "says how ranks run a plan; it needs --engine mpi";
-        let of_cpus = "says how ranks add up on CPUs; NCCL adds up as it likes";
-        let of_many = "says how several processes run a plan, which --engine processes or mpi makes of them";
-        let of_gpus = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
-        let of_processes = "is where the processes of --engine processes find each other";
+        let of_ranks = "applies only to MPI ranks; it needs --engine mpi";
+        let of_cpus = "applies only to CPUs; NCCL chooses its own order of summation";
+        let of_many = "applies only to several processes; it needs --engine processes or mpi";
+        let of_gpus = "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
+        let of_processes = "applies only to --engine processes";
         let refused = [
             (engine == EngineName::Processes && !cuda, "--engine processes", of_gpus),
             (self.reduce_in_order && engine != EngineName::Mpi, "--reduce-in-order", of_ranks),
@@ -123,7 +124,7 @@ impl RankArguments {
         let rendezvous = Rendezvous { directory, timeout: Duration::from_secs(self.rendezvous_timeout) };
         let met = meet(&place, &rendezvous, Duration::from_secs(self.lost.lost_after), ends());
         let world = match met {
-            // The first process has said why, and says it for all.
+            // The first process has reported the reason for all.
             Err(RuntimeError::Rendezvous(error)) if matches!(*error, RendezvousError::Ended) => leave(2),
             met => met?,
         };
@@ -142,7 +143,7 @@ impl MeasuringArguments {
         self.engine == Some(MeasuringEngine::Mpi)
     }
 
-    /// Refuses to measure a machine several times at once, as a launcher would have it.
+    /// Refuses to measure a machine in several processes at once, as a launcher would start them.
     pub fn expect_alone(&self) -> Result<(), Error> {
         match place()?.filter(|place| place.size > 1 && self.engine.is_none()) {
             Some(place) => Err(refused(&place, &["--engine", "mpi"])),
@@ -150,19 +151,19 @@ impl MeasuringArguments {
         }
     }
 
-    /// As [`RankArguments::on_team`], of those that run no plan.
+    /// As [`RankArguments::on_team`], for ranks that run no plan.
     pub fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         if self.is_mpi() { on_ranks(self.lost, false, false, run) } else { run(Team::Alone) }
     }
 }
 
-/// What a launcher says of this process.
+/// This process's place according to its launcher.
 fn place() -> Result<Option<Place>, Error> {
     let place = Place::of(|name| std::env::var(name).ok());
     place.map_err(|error| RuntimeError::Rendezvous(Box::new(error)).into())
 }
 
-/// The refusal of several processes that would each do all of the work, with the command line that makes them one run.
+/// The error for several processes that would each do all of the work. It shows the command that makes them one run.
 fn refused(place: &Place, options: &[&str]) -> Error {
     let given = std::env::args().skip(1).chain(options.iter().map(ToString::to_string));
     Error::Launched { size: place.size, command: command_line(given) }
@@ -172,7 +173,7 @@ fn ends() -> Ends {
     Ends { say: Box::new(|message| eprintln!("error: {message}")), exit: Box::new(|code| leave(code)) }
 }
 
-/// Runs something as one of a world. An error of one ends all.
+/// Runs a function as one process of a world. An error in one ends all.
 fn on_world(world: World, run: impl FnOnce(World) -> Result<(), Error>) -> Result<(), Error> {
     let watch = world.watch();
     run(world).map_err(|error| {

@@ -1,28 +1,28 @@
-//! Options of how the learning rate goes over the steps.
+//! Options of the learning-rate schedule.
 
 use altiplano::Error;
 use altiplano::training::rate::{RateSchedule, Shape};
 use clap::{Args, ValueEnum};
 
-/// How the learning rate goes; --lr is its peak.
+/// The learning-rate schedule; --lr is its peak.
 #[derive(Args, Clone, Debug)]
 pub struct Rate {
-    /// How the learning rate falls after the warm-up
+    /// Decay of the learning rate after the warm-up
     #[arg(long, value_name = "SHAPE", value_enum, default_value_t = ShapeName::Constant)]
     lr_schedule: ShapeName,
-    /// Steps in which the learning rate rises to --lr
+    /// Steps of the warm-up to --lr
     #[arg(long, value_name = "N", default_value_t = 0)]
     lr_warmup: u64,
-    /// The step at which --lr-final is reached [default: --steps]
+    /// The step that reaches --lr-final [default: --steps]
     #[arg(long, value_name = "N")]
     lr_steps: Option<u64>,
-    /// What the learning rate falls to
+    /// Final learning rate
     #[arg(long, value_name = "X", value_parser = not_negative, default_value_t = 0.0)]
     lr_final: f64,
-    /// Steps between two falls of `step`
+    /// Steps between two drops of `step`
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     lr_every: Option<u64>,
-    /// Factor of each fall of `step`
+    /// Factor of each drop of `step`
     #[arg(long, value_name = "X", value_parser = not_negative, default_value_t = 0.1)]
     lr_factor: f64,
     /// Exponent of `polynomial`
@@ -43,7 +43,7 @@ enum ShapeName {
 }
 
 impl Rate {
-    /// The schedule over a run of so many steps.
+    /// The schedule for a run of `steps` steps.
     pub fn schedule(&self, steps: u64) -> Result<RateSchedule, Error> {
         let shape = match self.lr_schedule {
             ShapeName::Constant => Shape::Constant,
@@ -60,7 +60,7 @@ impl Rate {
             return Err(Error::Option { option: "--lr-final", problem });
         }
         if shape == Shape::Step && self.lr_every.is_none() {
-            let problem = "says after how many steps `step` falls, and is needed for it";
+            let problem = "is required: it gives the steps between two drops of `step`";
             return Err(Error::Option { option: "--lr-every", problem });
         }
         Ok(RateSchedule {

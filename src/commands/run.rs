@@ -1,5 +1,5 @@
-//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, on GPUs, or as one of many ranks, or runs a model that is not
-//! trained.
+//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, on GPUs, or as one of several ranks. It also
+//! runs models without training.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::ranks::RankArguments;
@@ -25,52 +25,52 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Train a plan on CPU workers of this machine
+/// Train a plan on CPU workers of this machine or on GPUs
 #[derive(Args)]
 pub struct Run {
     #[command(flatten)]
     plan: PlanOrModel,
-    /// Optimizer steps, or batches of a model that is run and not trained (--loss none)
+    /// Optimizer steps, or batches of a model that is run without training (--loss none)
     #[arg(long, value_name = "N", default_value_t = 10)]
     steps: u64,
-    /// Write the results of the last batch as result/0 and so on, where nothing is trained (.safetensors)
+    /// Write the results of the last batch as result/0 and so on, if nothing is trained (.safetensors)
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Write the last step as a Chrome trace, with the tracks and names of `simulate --trace`
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Look through what every op makes, and stop at the first that makes a NaN
+    /// Check the results of every op, and stop at the first that makes a NaN
     #[arg(long)]
     check_nan: bool,
-    /// Write checkpoints into this folder: at the end, where a signal ends the run, and as often as --checkpoint-every says
+    /// Write checkpoints to this folder: at the end, after a signal, and at the interval of --checkpoint-every
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Steps between two checkpoints
     #[arg(long, value_name = "N", requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
     checkpoint_every: Option<u64>,
-    /// Keep the newest K checkpoints alone
+    /// Keep only the newest K checkpoints
     #[arg(long, value_name = "K", requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
     keep: Option<u64>,
-    /// Go on from the newest checkpoint that is whole, up to --steps steps in all; under any plan of the model
+    /// Resume from the newest complete checkpoint, up to --steps steps in all, under any plan of the model
     #[arg(long, requires = "checkpoint")]
     resume: bool,
-    /// Write a line of JSON for each step: step, loss, learning_rate, seconds, samples_per_s, data_wait_s; gradient_norm,
-    /// noise_scale, loss_scale (of the next step) and skipped_steps where they are known; and step and eval_loss for each look at held-out data
+    /// Write a JSON line per step (step, loss, learning_rate, seconds, samples_per_s, data_wait_s; if known,
+    /// gradient_norm, noise_scale, loss_scale of the next step, skipped_steps) and per evaluation (step, eval_loss)
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
-    /// Look at the loss on this data, which nothing is trained on, in files as --data takes them
+    /// Evaluate the loss on this held-out data, in files as for --data
     #[arg(long, value_name = "FILE|DIR")]
     eval_data: Option<PathBuf>,
-    /// Steps between two such looks; there is one after the last step [default: 100]
+    /// Steps between two evaluations; one always follows the last step [default: 100]
     #[arg(long, value_name = "N", requires = "eval_data", value_parser = clap::value_parser!(u64).range(1..))]
     eval_every: Option<u64>,
-    /// Batches of a look [default: 8]
+    /// Batches per evaluation [default: 8]
     #[arg(long, value_name = "K", requires = "eval_data", value_parser = clap::value_parser!(u64).range(1..))]
     eval_steps: Option<u64>,
-    /// Estimate from how much microbatches and replicas differ up to which batch larger ones save steps
+    /// Estimate the gradient noise scale: the batch size up to which larger batches save steps
     #[arg(long)]
     measure_noise_scale: bool,
-    /// Options of `run` in a TOML file, by their names here (`lr = 0.003`); what is given here as well wins
+    /// TOML file with options of `run`, by their names here (`lr = 0.003`); the command line takes precedence
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(flatten)]
@@ -88,10 +88,10 @@ impl Run {
         self.ranks.clone().on_team(cuda, |team| self.run_on(team, of_many))
     }
 
-    /// `of_many` is the option that makes this process one of several, if one does.
+    /// `of_many` is the option that makes this process one of several, if any.
     fn run_on(self, team: Team, of_many: Option<&'static str>) -> Result<(), Error> {
         let leads = team.leads();
-        // One of many speaks for all.
+        // Only the leader prints.
         let say = |text: String| if leads { say(text) } else { Ok(()) };
         if let Some(option) = of_many {
             self.plan.expect_plan(option)?;
@@ -102,24 +102,23 @@ impl Run {
         let (mut plan, given) = self.plan.plan_and_step()?;
         plan.measure_noise = self.measure_noise_scale;
         if plan.measure_noise && plan.staleness() > 0 {
-            let problem =
-                "measures the gradient of a step when it ends, which the plan's late gradients are not known by";
+            let problem = "measures gradients at the end of a step, when the plan's late gradients are not known";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         if plan.measure_noise && plan.servers.is_some() {
-            let problem =
-                "is of plans without parameter servers, which see the gradients of workers one after the other";
+            let problem = "conflicts with parameter servers, which get the gradients of workers one after the other";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         if self.check_nan && plan.loss_scale.is_some() {
-            let problem = "stops at numbers that a scaled loss makes on purpose, to find how large its scale may be; with it, --loss-scale off";
+            let problem =
+                "conflicts with loss scaling, which overflows on purpose to find its scale; add --loss-scale off";
             return Err(Error::Option { option: "--check-nan", problem });
         }
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;
             if let Some(option) = of_many {
-                let problem = "runs plans that train so far; without it this one runs on threads";
+                let problem = "supports only training so far; without it this plan runs on threads";
                 return Err(Error::Option { option, problem });
             }
         }
@@ -158,7 +157,7 @@ impl Run {
             steps: self.eval_steps.unwrap_or(8),
         });
         if self.output.is_some() && plan.schedule.trains() {
-            let problem = "a training step gives no results; --loss none runs the model instead";
+            let problem = "a training step has no results; use --loss none to run the model";
             return Err(Error::Option { option: "--output", problem });
         }
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
@@ -210,7 +209,7 @@ impl Run {
                 Some(noise) => {
                     format!("{noise}\n  `altiplano scale --noise-scale {:.0}` weighs batches by it", noise.samples)
                 }
-                None => "gradient noise scale: not told from infinity over so few steps; more --steps or a larger batch tell it"
+                None => "gradient noise scale: not measurable in so few steps; use more --steps or a larger batch"
                     .to_string(),
             })?;
         }
@@ -223,7 +222,7 @@ impl Run {
         }
     }
 
-    /// What is said when all steps are done.
+    /// Prints the summary when all steps are done.
     fn end(&self, plan: &Plan, profile: Option<&Profile>, ran: &Ran) -> Result<(), Error> {
         say(held(plan, &ran.peak_bytes)?)?;
         let simulation = Simulation::new(plan.clone(), profile)?;
@@ -237,13 +236,13 @@ impl Run {
     }
 }
 
-/// The signal that asks the run to end, once one has; a second one ends it at once.
+/// The signal that asks the run to end, once received; a second one ends it at once.
 fn signals(bar: &Bar) -> Arc<AtomicUsize> {
     let stopped = Arc::new(AtomicUsize::new(0));
     let again = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // Where no handler can be set, the signal ends the program at once, as ever. The order matters: the first of a kind
-        // arms what the second does.
+        // If no handler can be set, the signal ends the program at once. The order matters: the first signal of a kind
+        // arms the shutdown by the second.
         let set = register_conditional_shutdown(signal, 128 + signal, again.clone())
             .and_then(|_| register(signal, again.clone()))
             .and_then(|_| register_usize(signal, stopped.clone(), signal as usize));
@@ -254,7 +253,7 @@ fn signals(bar: &Bar) -> Arc<AtomicUsize> {
     stopped
 }
 
-/// Says what a run tells between its steps.
+/// Prints an event of a run.
 fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
     match event {
         Event::Step(step) => say(line(step)),
@@ -262,18 +261,18 @@ fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
             say(format!("held out, after step {step}  loss {loss:<9.6}  {}", seconds(*time_s)))
         }
         Event::Resumed { step, place } if *step >= steps => {
-            say(format!("{} has all {steps} steps: nothing is left to do", place.display()))
+            say(format!("{} has all {steps} steps: nothing to do", place.display()))
         }
-        Event::Resumed { step, place } => say(format!("going on after step {step}, from {}", place.display())),
+        Event::Resumed { step, place } => say(format!("resuming after step {step} from {}", place.display())),
         Event::Data { description } => say(description),
-        Event::FromTheStart => say("no checkpoint yet: from the start"),
+        Event::FromTheStart => say("no checkpoint yet: starting from the beginning"),
         Event::Written { step, place } => say(format!("checkpoint of step {step}: {}", place.display())),
         Event::Damaged { error } => {
-            eprintln!("warning: {error}; looking at the one before");
+            eprintln!("warning: {error}; trying the previous one");
             Ok(())
         }
         Event::NotWritten { step, error } => {
-            eprintln!("warning: no checkpoint of step {step} was written, those before it are as they were: {error}");
+            eprintln!("warning: no checkpoint of step {step} was written, and earlier ones are unaffected: {error}");
             Ok(())
         }
     }

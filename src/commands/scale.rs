@@ -1,4 +1,4 @@
-//! `altiplano scale MODEL`: how many nodes to take, how long training then takes and what it costs.
+//! `altiplano scale MODEL`: recommends a number of nodes, with the training time and cost.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::{explain_failure, keep_searches, say};
@@ -14,65 +14,65 @@ use clap::Args;
 use std::path::PathBuf;
 use std::time::Instant;
 
-/// Plan for several counts of nodes: how fast each trains, when it is done, what it costs, and which one to take
+/// Plan for several numbers of nodes: throughput, training time, cost, and a recommendation
 #[derive(Args)]
 pub struct Scale {
-    /// A model, as `altiplano plan` takes it
+    /// A model, as for `altiplano plan`
     model: PathBuf,
     #[command(flatten)]
     options: ModelOptions,
     #[command(flatten)]
     plan: PlanOptions,
-    /// Counts of nodes, whatever the count of --cluster: 1,2,4,...,64 doubles from 4 to 64
+    /// Numbers of nodes, which override that of --cluster; 1,2,4,...,64 doubles from 4 to 64
     #[arg(long, value_name = "COUNTS")]
     nodes: String,
-    /// The batch grows with the nodes; --global-batch is that of the smallest count
+    /// Weak scaling: the batch grows with the nodes, from --global-batch at the smallest number
     #[arg(long, conflicts_with = "strong")]
     weak: bool,
-    /// The batch stays the same [default]
+    /// Strong scaling: the batch stays the same [default]
     #[arg(long)]
     strong: bool,
-    /// Samples of an epoch
+    /// Samples per epoch
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     samples: Option<u64>,
-    /// How often each sample is trained on [default: 1]
+    /// Number of epochs [default: 1]
     #[arg(long, value_name = "E", value_parser = positive, requires = "samples")]
     epochs: Option<f64>,
-    /// Tokens to train on, instead of samples: 300e9
+    /// Number of training tokens, instead of samples: 300e9
     #[arg(long, value_name = "T", value_parser = positive, conflicts_with = "samples")]
     tokens: Option<f64>,
-    /// Take the count with the fewest device-hours that is done in so many hours
+    /// Recommend the fewest device-hours among those done within this many hours
     #[arg(long, value_name = "H", value_parser = positive)]
     max_hours: Option<f64>,
-    /// The gradient's noise scale in samples (McCandlish et al. 2018): --samples or --tokens are then what the batch of the
-    /// smallest count needs, and larger ones need more
+    /// Gradient noise scale in samples (McCandlish et al. 2018): --samples or --tokens then hold for the smallest
+    /// batch, and larger ones need more
     #[arg(long, value_name = "SAMPLES", value_parser = positive)]
     noise_scale: Option<f64>,
-    /// A learning rate that works with --base-batch, to be scaled to the batches here
+    /// A learning rate that works with --base-batch, to be scaled to other batches
     #[arg(long, value_name = "RATE", value_parser = positive, requires = "base_batch")]
     learning_rate: Option<f64>,
     /// The batch of --learning-rate
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), requires = "learning_rate")]
     base_batch: Option<u64>,
-    /// Bytes of a sample as it is stored; the cluster file needs [storage] [default: as the model takes it]
+    /// Stored bytes per sample; needs [storage] in the cluster file [default: as the model takes it]
     #[arg(long, value_name = "BYTES", value_parser = positive)]
     sample_bytes: Option<f64>,
-    /// Samples in a file, which is opened once for them [default: 1]
+    /// Samples per file, each of which is opened once [default: 1]
     #[arg(long, value_name = "N", value_parser = positive)]
     samples_per_file: Option<f64>,
-    /// A table of how long nodes are waited for (CSV with the columns nodes and hours), which is added to the time
+    /// CSV table of queue waits with the columns nodes and hours, added to the time
     #[arg(long, value_name = "FILE.csv")]
     queue_waits: Option<PathBuf>,
-    /// How much steps of workers differ: their standard deviation as a part of what they compute [default: 0]
+    /// Standard deviation of workers' step times, as a fraction of their computing time [default: 0]
     #[arg(long, value_name = "F", value_parser = jitter)]
     jitter: Option<f64>,
-    /// Write all of it as a page that a browser opens without a network
+    /// Write a self-contained HTML page to this file
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Write what is recommended as options of a run, for `altiplano run --config`
+    /// Write the recommendation as options for `altiplano run --config`
     #[arg(long, value_name = "FILE")]
     write_config: Option<PathBuf>,
-    /// JSON, as docs/scale.schema.json says
+    /// Print JSON (docs/scale.schema.json)
     #[arg(long)]
     json: bool,
 }
@@ -107,9 +107,9 @@ impl Scale {
         let mut found = found?;
         if found.rows.iter().all(|row| row.point.is_none()) {
             let Some(first) = found.rows.pop() else {
-                return Err(Error::Option { option: "--nodes", problem: "stopped before any count had a plan" });
+                return Err(Error::Option { option: "--nodes", problem: "cancelled before any count had a plan" });
             };
-            // The largest count comes nearest to a plan.
+            // The largest number of nodes comes closest to a plan.
             if let Err(failure) = first.plan {
                 let mut largest = request.clone();
                 largest.cluster.groups[0].nodes = first.nodes;
@@ -152,7 +152,7 @@ impl Scale {
         };
         let asked = self.sample_bytes.is_some() || self.samples_per_file.is_some();
         if asked && request.cluster.storage.is_none() {
-            let problem = "the cluster says nothing of where samples are read from; its file needs [storage]";
+            let problem = "the cluster does not describe the storage of samples; add [storage] to its file";
             return Err(Error::Option { option: "--sample-bytes", problem });
         }
         let samples = request.cluster.storage.map(|_| Samples {

@@ -1,4 +1,4 @@
-//! `altiplano show FILE`: the text form of a model, a cluster or a plan.
+//! `altiplano show FILE`: prints a model, a cluster or a plan as text.
 
 use crate::commands::options::ModelOptions;
 use crate::commands::{say, say_report, warn};
@@ -26,7 +26,7 @@ impl Show {
         if !path.exists() {
             return match load_cluster(&self.file) {
                 Ok(cluster) => say(print(&cluster).trim_end()),
-                // Whoever names a file wants to hear about the file.
+                // If the argument looks like a path, report the error of the file.
                 Err(Error::Cluster { .. }) if is_path(path) => read_bytes(path).map(|_| ()),
                 Err(error) => Err(error),
             };

@@ -1,4 +1,4 @@
-//! `altiplano simulate PLAN`: a step as the simulator plays it.
+//! `altiplano simulate PLAN`: simulates a step.
 
 use crate::commands::options::judge_by;
 use crate::commands::say;
@@ -7,28 +7,28 @@ use altiplano::{Error, load_plan, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Play a step of a plan: what every stage does when, and why
+/// Simulate a step of a plan: a timeline of every stage, with reasons
 #[derive(Args)]
 pub struct Simulate {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
-    /// Say of the kernels that compute this value or op what they cost and why: a name in the model (transformer.h.0.mlp) or an
+    /// Explain the cost of the kernels that compute this value or op: a name in the model (transformer.h.0.mlp) or an
     /// op (all_reduce)
     #[arg(long, value_name = "NAME")]
     explain: Option<String>,
-    /// Play by what `altiplano profile` measured of this machine
+    /// Simulate by a profile that `altiplano profile` measured on this machine
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Say what the devices of each stage hold when they hold most
+    /// Show the peak memory of each stage's devices by content
     #[arg(long, conflicts_with = "explain")]
     memory: bool,
-    /// Only this stage, with --memory
+    /// With --memory: only this stage
     #[arg(long, value_name = "N", requires = "memory")]
     stage: Option<usize>,
-    /// Write everything as one JSON document (docs/simulation.md)
+    /// Print everything as JSON (docs/simulation.md)
     #[arg(long, conflicts_with_all = ["explain", "memory"])]
     json: bool,
-    /// Write the step as a Chrome trace, which Perfetto opens
+    /// Write the step as a Chrome trace, for Perfetto
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 }
@@ -42,7 +42,7 @@ impl Simulate {
         };
         if let (Some(measured), None) = (&plan.profile, &profile) {
             eprintln!(
-                "note: the plan was judged by the {measured}; without --profile it is played by the cluster's figures"
+                "note: the plan was predicted by the {measured}; without --profile the cluster's figures simulate it"
             );
         }
         let simulation = Simulation::new(plan, profile.as_ref())?;

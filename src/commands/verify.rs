@@ -1,4 +1,4 @@
-//! `altiplano verify PLAN|MODEL`: does the plan compute what one device computes?
+//! `altiplano verify PLAN|MODEL`: verifies that a plan computes what one device computes.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
@@ -9,12 +9,12 @@ use altiplano::{Error, one_line};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Run a plan on its devices and on one, a CPU, and compare loss, gradients and updated weights
+/// Run a plan on its devices and on a single CPU device, and compare loss, gradients and updated weights
 #[derive(Args)]
 pub struct Verify {
     #[command(flatten)]
     plan: PlanOrModel,
-    /// Compare with this file too: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
+    /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
     #[command(flatten)]
@@ -43,14 +43,14 @@ impl Verify {
         match given {
             Some(_) if verified.given.is_empty() => {
                 say(
-                    "against the step's own gradients: not compared, since they cannot be told from what is done to them",
+                    "against the step's own gradients: not compared, since the step changes them before they can be read",
                 )?;
             }
             Some(_) => say(table("the step's own gradients", &verified.given))?,
             None => {}
         }
         if verified.no_gradient {
-            eprintln!("warning: all gradients are zero, in the plan and on one device: that they agree says little");
+            eprintln!("warning: all gradients are zero, in the plan and on one device: their agreement means little");
         }
         match verified.failure() {
             None => say("the numbers agree"),

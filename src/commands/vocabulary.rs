@@ -1,11 +1,11 @@
-//! The names that other software has for options: those of Megatron-LM, DeepSpeed, torchtitan and the Trainer of Transformers are
-//! taken as they are, with `-` or `_` between words. What has no counterpart is answered with what does the same here.
+//! Option names of other software: those of Megatron-LM, DeepSpeed, torchtitan and the Trainer of Transformers are
+//! accepted, with `-` or `_` between words. For options without a counterpart, the error suggests an equivalent.
 
 use clap::builder::Str;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, Command};
 
-/// Options, and what others call them.
+/// Options, and their names in other software.
 const NAMES: &[(&str, &[&str])] = &[
     ("dp", &["data-parallel-size", "data-parallel-degree", "dp-size"]),
     ("tp", &["tensor-model-parallel-size", "tensor-parallel-size", "tensor-parallel-degree", "tp-size"]),
@@ -34,7 +34,7 @@ const NAMES: &[(&str, &[&str])] = &[
     ("lr", &["learning-rate"]),
 ];
 
-/// What others have options for and what to say instead.
+/// Options of other software without a counterpart, and the equivalents to suggest.
 const INSTEAD: &[(&str, &str)] = &[
     ("sequence-parallel", "positions are split between tensor-parallel products wherever that is faster; leave it out"),
     ("use-distributed-optimizer", "--zero 1 shards the optimizer's state"),
@@ -48,7 +48,7 @@ const INSTEAD: &[(&str, &str)] = &[
     ("deepspeed", "its settings are options here: --zero N, --micro-batch-size N, --gradient-accumulation-steps N"),
 ];
 
-/// A command that also knows the names of others.
+/// Adds the names of other software to a command.
 pub fn with_names(command: Command) -> Command {
     command.mut_args(named).mut_subcommands(with_names)
 }
@@ -63,7 +63,7 @@ fn named(arg: Arg) -> Arg {
     arg.aliases(all.into_iter().map(Str::from))
 }
 
-/// What to say of an option that is none here, where others have it.
+/// The suggestion for an unknown option that other software has.
 pub fn instead(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(given)) = error.get(ContextKind::InvalidArg) else { return None };
     let name = given.trim_start_matches('-').split('=').next().unwrap_or("").replace('_', "-");

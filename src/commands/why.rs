@@ -1,18 +1,19 @@
-//! `altiplano why PLAN`: what the other ways would cost to keep a parameter, split an op or cut a stage.
+//! `altiplano why PLAN`: explains what other layouts of a parameter, splits of an op or boundaries of a stage would
+//! cost.
 
 use crate::commands::{load_to_ask, say};
 use altiplano::{Asked, Error, why_stage, why_text};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Say why a plan keeps a parameter, splits an op or cuts a stage as it does
+/// Explain why a plan stores a parameter, splits an op or cuts a stage as it does
 #[derive(Args)]
 pub struct Why {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
     #[command(flatten)]
     question: Question,
-    /// Only in this layer, as the stages of the report count them
+    /// Only in this layer, as numbered in the report's stages
     #[arg(long, value_name = "N", conflicts_with = "stage")]
     layer: Option<u32>,
 }
@@ -20,13 +21,13 @@ pub struct Why {
 #[derive(Args)]
 #[group(required = true, multiple = false)]
 struct Question {
-    /// A parameter: what other layouts and other storage (ZeRO) would cost. `*` stands for anything
+    /// A parameter: the cost of other layouts and other storage (ZeRO); `*` matches anything
     #[arg(long, value_name = "NAME")]
     param: Option<String>,
-    /// An op, by its name, number (%12) or kind (attention): what other strategies would cost
+    /// An op by name, number (%12) or kind (attention): the cost of other strategies
     #[arg(long, value_name = "NAME")]
     op: Option<String>,
-    /// A stage: what it holds, where its time goes, what fills its memory, and what is next to it
+    /// A stage: its contents, its time account, its memory, and the alternatives to its boundaries
     #[arg(long, value_name = "N")]
     stage: Option<usize>,
 }

@@ -1,4 +1,4 @@
-//! `altiplano why-not PLAN --tp 8`: the best plan with something fixed beside the plan, and what it takes that the plan does not.
+//! `altiplano why-not PLAN --tp 8`: compares the plan with the best plan under other fixed choices.
 
 use crate::commands::fixed::FixedOptions;
 use crate::commands::{explain_failure, load_to_ask, made_by, say};
@@ -11,17 +11,17 @@ use altiplano::{Error, expect_writable, side_by_side, write_file};
 use clap::Args;
 use std::path::PathBuf;
 
-/// Say what a plan with other degrees would take: `why-not plan.json --tp 8 --pp 1`
+/// Show what a plan with other degrees would cost: `why-not plan.json --tp 8 --pp 1`
 #[derive(Args)]
 pub struct WhyNot {
-    /// A file that `altiplano plan -o` wrote
+    /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
     #[command(flatten)]
     fixed: FixedOptions,
-    /// Write the plan that was asked for to this file
+    /// Write the other plan to this file
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// JSON, as docs/comparison.schema.json says, or docs/failure.schema.json where there is no such plan
+    /// Print JSON (docs/comparison.schema.json, or docs/failure.schema.json if there is no such plan)
     #[arg(long)]
     json: bool,
 }

@@ -1,10 +1,11 @@
-//! Fits the constants of a device on tables of measured steps, and on kernels that a profiler has timed: one set for all rows
-//! of a device, so that rows which were kept back agree as well.
+//! Fits the constants of a device on tables of measured steps and on kernels timed by a profiler. One set of constants
+//! serves all rows of a device, so that held-out rows agree as well.
 //!
-//! Each constant in turn is moved up and down by a factor, and the move is kept where the error falls; the factors shrink until
-//! nothing is gained. The error of a table is the mean of the absolute logarithms of predicted over measured, and the mean
-//! regret of its groups, since predictions are there to choose by. Tables count alike, however many rows they have, and by the
-//! squares of their errors, so that none is bought with another.
+//! Coordinate search: each constant in turn is moved up and down by a factor, and the move is kept if the error falls.
+//! The factors shrink until nothing improves. The error of a table is the mean absolute logarithm of predicted over
+//! measured, plus the mean regret of its groups, since predictions serve to choose plans. Tables have equal weight,
+//! whatever their number of rows, and enter by the squares of their errors, so that none improves at the expense of
+//! another.
 
 use super::kineto::{Timed, read_trace};
 use super::predict::{Judge, Prepared};
@@ -23,32 +24,32 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Moves of several constants at once that a round tries.
+/// Number of joint moves of several constants per round.
 const DRAWS: u64 = 8;
 
-/// What was fitted for a device.
+/// The result of fitting a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibrated {
     pub device: String,
     pub before: Constants,
     pub after: Constants,
-    /// The error of all tables before and after.
+    /// The error over all tables, before and after.
     pub error_before: f64,
     pub error_after: f64,
-    /// What is left, by table.
+    /// Residuals by table.
     pub fits: Vec<Fit>,
 }
 
-/// What is left between a table's rows of a device and the constants fitted on them.
+/// The residuals of a table's rows of a device under the fitted constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
     pub table: PathBuf,
-    /// Line of each row, or shape of each kernel, and predicted over measured less one.
+    /// The line of each row, or the shape of each kernel, with predicted over measured minus one.
     pub residuals: Vec<(String, f64)>,
 }
 
 impl Calibrated {
-    /// Constants that were fitted to an end of what is tried, which says that what was measured does not determine them.
+    /// Constants that were fitted to a bound, which means that the measurements do not determine them.
     pub fn at_bounds(&self) -> Vec<(&'static str, f64)> {
         let value = |mut constants: Constants, name: &str| constants.by_name(name).copied().unwrap_or(0.0);
         let all = FREE.iter().map(|&(name, low, high)| (name, low, high, value(self.after, name)));
@@ -68,7 +69,7 @@ impl Fit {
     }
 }
 
-/// The file of devices with these constants, which `--devices` takes.
+/// The devices file with these constants, for `--devices`.
 pub fn device_file(fitted: &[Calibrated]) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -93,7 +94,7 @@ fn write_device(out: &mut String, fitted: &Calibrated) -> std::fmt::Result {
     writeln!(out)
 }
 
-/// The constants that are free, with their bounds.
+/// The free constants, with their bounds.
 const FREE: &[(&str, f64, f64)] = &[
     ("matmul_efficiency", 0.2, 0.9),
     ("memory_efficiency", 0.2, 0.95),
@@ -107,7 +108,7 @@ const FREE: &[(&str, f64, f64)] = &[
     ("collective_dispatch_s", 1e-7, 1e-3),
 ];
 
-/// Something that was measured: a step, with its group, or a kernel.
+/// A measurement: a step with its group, or a kernel.
 struct Measured {
     name: String,
     seconds: f64,
@@ -128,14 +129,14 @@ impl Measured {
     }
 }
 
-/// What one file has of a device.
+/// The measurements of a device in one file.
 struct Table<'a> {
     file: &'a Path,
     rows: Vec<Measured>,
 }
 
 impl Table<'_> {
-    /// Seconds of each row under these constants, in their order, so that sums over them do not depend on threads.
+    /// Predicted seconds of each row under these constants. They are in order, so that sums do not depend on threads.
     fn predicted(&self, device: &Device, constants: Constants) -> Vec<f64> {
         self.rows.par_iter().map(|row| row.predicted_s(device, constants)).collect()
     }
@@ -162,7 +163,7 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     let mut of_device: BTreeMap<String, (Device, Vec<Table<'_>>)> = BTreeMap::new();
     for file in files {
         let bytes = read_bytes(file)?;
-        // A table begins with the names of its columns, a trace is a JSON document.
+        // A table starts with its column names; a trace is a JSON document.
         let is_trace = matches!(bytes.iter().find(|b| !b.is_ascii_whitespace()), Some(b'{' | b'['));
         let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &judge)? };
         let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
@@ -229,7 +230,7 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
             let one = |up: f64| move |j: usize| if i == j { up } else { 0.0 };
             let _ = attempt(&one(1.0)) || attempt(&one(-1.0));
         }
-        // Constants may have to move together, which the kinks of an absolute error hide from moves of one.
+        // Some constants only improve the error together, because absolute errors have kinks.
         for _ in 0..DRAWS {
             let drawn = |i: usize| directions.below(draws * FREE.len() as u64 + i as u64, 3) as f64 - 1.0;
             let _ = attempt(&drawn) || attempt(&|i| -drawn(i));
@@ -239,7 +240,7 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
             factor = factor.sqrt();
             continue;
         }
-        // What a round of moves did together is done again while it helps (Hooke and Jeeves 1961).
+        // Repeat the combined moves of a round while that helps (Hooke and Jeeves 1961).
         loop {
             let mut tried = best;
             for (name, low, high) in FREE {

@@ -1,9 +1,9 @@
-//! Kernels that PyTorch's profiler has timed (`torch.profiler.profile(record_shapes=True)` and `export_chrome_trace`), and those of
-//! `altiplano run --trace`, which say themselves what they are.
+//! Reads kernels timed by PyTorch's profiler (`torch.profiler.profile(record_shapes=True)` and `export_chrome_trace`),
+//! and those of `altiplano run --trace`, which describe themselves.
 //!
-//! An op of the host carries the shapes of its operands, and a kernel the number of the op that issued it. Products of matrices
-//! and ops that go over memory once are priced as a plan's kernels are; what else ran is counted and left out. How long the
-//! host takes to issue a kernel is not read, since an eager framework issues others than a plan has.
+//! A host op carries the shapes of its operands, and a kernel the number of the op that issued it. Matrix products and
+//! ops that stream over memory once are priced like a plan's kernels. Other kernels are counted and left out. The
+//! host's issue time is ignored, since an eager framework issues other kernels than a plan has.
 
 use altiplano_cost_models::catalogue;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, Matmul};
@@ -16,24 +16,24 @@ use serde::de::IgnoredAny;
 use std::collections::{BTreeMap, HashMap};
 use thiserror::Error;
 
-/// What is wrong with a trace.
+/// Faults of a trace.
 #[derive(Debug, Error)]
 pub enum TraceError {
     #[error("{line}:{column}: {error}")]
     Json { line: usize, column: usize, error: String },
-    #[error("the trace names no device (`deviceProperties`); it is of no GPU, or of another profiler")]
+    #[error("the trace names no device (`deviceProperties`); it is not of a GPU, or it is from another profiler")]
     NoDevice,
     #[error("the trace is of `{name}`, which is not in the catalogue of devices")]
     UnknownDevice { name: String },
     #[error("no kernel of the trace belongs to an op with shapes; record with `record_shapes=True`")]
     NoKernels,
-    #[error("none of the trace's {ops} ops with kernels is a matmul or goes over memory once")]
+    #[error("none of the trace's {ops} ops with kernels is a matmul or streams over memory")]
     NothingUsed { ops: usize },
-    #[error("a kernel of {name} took {seconds:e} s, which cannot be")]
+    #[error("a kernel of {name} took {seconds:e} s, which is impossible")]
     Duration { name: String, seconds: f64 },
 }
 
-/// A kernel of some shape, and the median of what it took.
+/// A kernel of some shape, with its median time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timed {
     /// `aten::mm [4096, 1024] [1024, 4096]`
@@ -43,12 +43,12 @@ pub struct Timed {
     pub seconds: f64,
 }
 
-/// What is known of a device from a trace.
+/// The measurements of a device in a trace.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace {
     pub device: Device,
     pub kernels: Vec<Timed>,
-    /// Calls of ops that no kernel of a plan is like, and their seconds.
+    /// Calls of ops that match no kernel of a plan, and their seconds.
     pub left_out: usize,
     pub left_out_s: f64,
 }
@@ -75,7 +75,7 @@ struct Event {
     cat: String,
     #[serde(default)]
     name: String,
-    /// Microseconds.
+    /// Duration in microseconds.
     #[serde(default)]
     dur: f64,
     #[serde(default)]
@@ -87,16 +87,16 @@ struct Event {
 struct Arguments {
     #[serde(rename = "External id", alias = "external id")]
     external_id: Maybe<u64>,
-    /// A shape each, and of a list of tensors a list of shapes.
+    /// A shape per operand; for a list of tensors, a list of shapes.
     #[serde(rename = "Input Dims", alias = "Input dims")]
     shapes: Maybe<Vec<Maybe<Vec<u64>>>>,
     #[serde(rename = "Input type")]
     types: Maybe<Vec<Maybe<String>>>,
-    /// Of a trace that this project wrote.
+    /// Present in traces that this project wrote.
     kernel: Maybe<Described>,
 }
 
-/// A kernel that says what it is.
+/// A kernel's description of itself.
 #[derive(Deserialize)]
 struct Described {
     what: DescribedKind,
@@ -112,7 +112,7 @@ enum DescribedKind {
 }
 
 impl Described {
-    /// The kernel with a name by which alike ones are together; `None` where the figures cannot be.
+    /// The kernel, with a name that groups equal ones; `None` if the figures are impossible.
     fn kernel(&self) -> Option<(String, Kernel)> {
         self.read_bytes.checked_add(self.written_bytes)?;
         let (name, kind) = match self.what {
@@ -131,7 +131,7 @@ impl Described {
     }
 }
 
-/// A value of this type, or whatever else another kind of event has under the name.
+/// A value of this type, or a different one that another kind of event has under this name.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Maybe<T> {
@@ -154,18 +154,18 @@ impl<T> Maybe<T> {
     }
 }
 
-/// Bytes that an op writes, beside what it reads.
+/// The bytes that an op writes in addition to those that it reads.
 #[derive(Clone, Copy, PartialEq)]
 enum Writes {
-    /// A tensor like the largest that it reads.
+    /// A tensor like the largest operand.
     Largest,
-    /// Little: it reduces.
+    /// Few bytes: the op is a reduction.
     Little,
     /// Its first operand, which it does not read.
     First,
 }
 
-/// Ops that go over memory once; those in place have an underscore more.
+/// Ops that stream over memory once; in-place variants have an additional underscore.
 const STREAMING: &[(&str, Writes)] = &[
     ("abs", Writes::Largest),
     ("add", Writes::Largest),
@@ -209,7 +209,7 @@ const STREAMING: &[(&str, Writes)] = &[
     ("zero", Writes::First),
 ];
 
-/// No kernel takes an hour.
+/// Upper limit on a kernel's time.
 const LONGEST_S: f64 = 3600.0;
 
 /// Reads a trace.
@@ -225,7 +225,7 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     let device = catalogue_device(&gpu)
         .or_else(|| catalogue::device(&gpu.name))
         .ok_or(TraceError::UnknownDevice { name: gpu.name })?;
-    // What the kernels of each op took together.
+    // Total time of the kernels of each op.
     let mut of_op: HashMap<u64, f64> = HashMap::new();
     for event in file.trace_events.iter().filter(|e| e.cat == "kernel" && e.dur > 0.0) {
         if let Some(&id) = event.args.external_id.is() {
@@ -266,14 +266,14 @@ pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     Ok(Trace { device, kernels: groups.into_iter().map(timed).collect(), left_out, left_out_s })
 }
 
-/// The tensors among an op's operands, whose elements have sizes.
+/// The tensor operands of an op with an element type of known size.
 fn tensors(arguments: &Arguments) -> Vec<(&[u64], DType)> {
     let (Some(shapes), Some(types)) = (arguments.shapes.is(), arguments.types.is()) else { return Vec::new() };
     let both = shapes.iter().zip(types);
     both.filter_map(|(shape, dtype)| Some((shape.is()?.as_slice(), dtype_of(dtype.is()?)?))).collect()
 }
 
-/// A type as the profiler names it; numbers that are no tensors are called `Scalar`.
+/// A type by the profiler's name; numbers that are no tensors are called `Scalar`.
 fn dtype_of(name: &str) -> Option<DType> {
     Some(match name {
         "double" => DType::F64,
@@ -359,7 +359,7 @@ mod tests {
             op(7, "aten::index_put_", json!([[1000], [[3], [4]]]), "float"),
             op(8, "aten::add", json!([[1000], [1000]]), "float"),
         ];
-        // The same op thrice, once with two kernels and once slow.
+        // The same op three times, once with two kernels and once slow.
         events.extend([2, 3].map(|id| op(id, "aten::addmm", json!([[768], [512, 1024], [1024, 768], [], []]), half)));
         events.extend(
             [(1, 20.0), (1, 5.0), (2, 24.0), (3, 90.0), (4, 7.0), (5, 3.0), (6, 2.0), (7, 9.0)].map(|(i, t)| ran(i, t)),

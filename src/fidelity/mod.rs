@@ -1,9 +1,10 @@
-//! How well predictions agree with measured steps: every row of a table is a model, a machine, the degrees that a framework
-//! was told, and the seconds that a step took.
+//! Measures the accuracy of predictions. Every row of a table is a model, a machine, the degrees given to a framework,
+//! and the measured step time.
 //!
-//! The model is built from the row as from any config, planned with the row's degrees ([`altiplano_planner::fixed`]),
-//! lowered and judged like every plan. Rows of one group train the same model on the same devices, so they say whether the
-//! judge ranks plans rightly: what matters is how much slower its favourite is than the fastest one measured.
+//! The model is built as from any config, planned with the row's degrees ([`altiplano_planner::fixed`]), lowered and
+//! predicted like every plan. Rows of one group train the same model on the same devices, so they test how predictions
+//! rank plans. The relevant measure is the regret: how much slower the plan predicted fastest is than the fastest one
+//! measured.
 
 mod calibrate;
 mod kineto;
@@ -32,26 +33,26 @@ pub struct Judged {
     pub gpus: u32,
     pub global_batch: u64,
     pub model: String,
-    /// The degrees, for the reader.
+    /// The degrees, in words.
     pub plan: String,
     pub measured_step_s: f64,
     pub predicted_step_s: f64,
-    /// Predicted over measured, less one.
+    /// Predicted over measured minus one, in percent.
     pub error_percent: f64,
 }
 
-/// All rows of a table judged, and how good the judge is.
+/// The predictions for all rows of a table, and their accuracy.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Fidelity {
     #[serde(flatten)]
     pub statistics: Statistics,
-    /// Campaigns whose rows are read otherwise than they state.
+    /// Campaigns whose recomputation is inferred to differ from the statement.
     pub readings: Vec<Reading>,
     pub groups: Vec<GroupStatistics>,
     pub judged: Vec<Judged>,
 }
 
-/// Reads a table and predicts each of its rows. Rows that state no plan are an error, since there is nothing to predict.
+/// Reads a table and predicts each of its rows. A row without degrees is an error.
 pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> Result<Fidelity, Error> {
     let rows = read_table(file)?;
     let reading::Read { predicted_s, readings, .. } = reading::read(file, &rows, &Judge::new(devices), recomputation)?;

@@ -1,4 +1,5 @@
-//! The predicted step of one row: its model from a config, its degrees as a plan, its plan through the judge.
+//! Predicts the step of one row: builds its model from a config, plans it with the row's degrees, and predicts the
+//! plan.
 
 use super::table::{MicroBatch, Row, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, request};
@@ -19,11 +20,11 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-/// Columns to which Megatron-LM and its kin pad the vocabulary of each tensor-parallel device
+/// Alignment to which Megatron-LM and similar software pad the vocabulary of each tensor-parallel device
 /// (`--make-vocab-size-divisible-by`).
 const VOCABULARY_BLOCK: u64 = 128;
 
-/// Models that were built, by their config, and devices that are not the catalogue's.
+/// Cached models by config, and devices that override the catalogue.
 #[derive(Default)]
 pub struct Judge {
     models: Mutex<HashMap<String, Arc<Model>>>,
@@ -58,8 +59,8 @@ fn dtype(row: &Row) -> Option<DType> {
     }
 }
 
-/// The config of a row's model. The family is told by the model's name: Llama and its kin have gated perceptrons, rotary
-/// positions and a head of their own, Nemotron squared ReLUs; all else is GPT with learned positions and a tied head.
+/// The config of a row's model. The model's name tells the family. Llama-like models have gated MLPs, rotary positions
+/// and an untied head; Nemotron has squared ReLUs. All others are GPTs with learned positions and a tied head.
 fn config(row: &Row) -> serde_json::Value {
     let block = VOCABULARY_BLOCK * u64::from(row.tp);
     let vocabulary = if row.tp > 1 { row.vocab.div_ceil(block) * block } else { row.vocab };
@@ -85,9 +86,9 @@ fn config(row: &Row) -> serde_json::Value {
     })
 }
 
-/// A row made ready to be judged under any constants: what its devices do, without the graphs that it came from.
+/// A row prepared for prediction under any constants: the work of its devices, without the graphs from which it came.
 pub struct Prepared {
-    /// The sizes of microbatch that the row may stand for; the fastest counts.
+    /// The microbatch sizes that the row may stand for; the fastest counts.
     sizes: Vec<Size>,
 }
 
@@ -99,7 +100,7 @@ struct Size {
 }
 
 impl Prepared {
-    /// `recompute`: what is computed again, where that is not what the row states.
+    /// `recompute` overrides the recomputation that the row states.
     pub fn new(row: &Row, judge: &Judge, recompute: Recompute) -> Result<Prepared, TableError> {
         let sizes = match row.micro_batch {
             MicroBatch::Of(size) => vec![size],
@@ -114,7 +115,7 @@ impl Prepared {
         Ok(Prepared { sizes })
     }
 
-    /// The device that the row's machine has.
+    /// The device of the row's machine.
     pub fn device(&self) -> &Device {
         &self.sizes[0].plan.cluster.groups[0].device
     }
@@ -137,7 +138,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     let together = micro_batch * u64::from(row.dp);
     let mut cluster = load_cluster(&row.cluster).map_err(boxed)?;
     let _ = judge.devices.apply(&mut cluster);
-    // What a framework did does not depend on the constants that it is judged by.
+    // The framework's choices must not depend on the constants under test.
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
@@ -166,7 +167,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     let derived = Derived::of(&plan);
     let mut sketch = sketch(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
     let work = predict::work_of(&plan, &sketch, &cost);
-    // Graphs have done their duty.
+    // The graphs are no longer needed.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());
     sketch.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
@@ -174,9 +175,9 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
     Ok(Size { plan, sketch, work, order })
 }
 
-/// True if software had attention in one kernel when a device was new, for rows that do not state it. Tables of measured steps are
-/// published while a device is: those of A100 are of Megatron-LM in 2021 to 2023, which wrote scores, those of H100 of
-/// software since FlashAttention (2022).
+/// For rows that do not say: true if software had fused attention when a device was new. Tables of measured steps date
+/// from that time. Those of A100 come from Megatron-LM in 2021 to 2023, which wrote scores. Those of H100 come from
+/// software after FlashAttention (2022).
 fn fused_when_new(device: &Device) -> bool {
     match device.generation() {
         Some(Architecture::Nvidia(capability)) => capability >= 89,

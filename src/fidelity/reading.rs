@@ -1,10 +1,12 @@
-//! Whether a table's rows did what their column `recompute` says.
+//! Infers whether a table's rows did what their column `recompute` says.
 //!
-//! The column is what an experimenter believed of a framework's configuration, and it moves a step by a third. A campaign (rows
-//! of one source on one kind of node) used one configuration, so it can be asked which reading its steps agree with: computing
-//! a layer twice makes layers dearer against embeddings and heads, which no other constant does. Where rows that state full
-//! recomputation agree far better without it, all of the campaign are read so, and that is said. It is one bit a campaign,
-//! for campaigns large enough that it cannot be chance; `--recompute stated` keeps to the letter.
+//! The column records an experimenter's belief about a framework's configuration, and it changes a step by a third. A
+//! campaign (rows of one source on one kind of node) used one configuration, so its steps show which setting was in
+//! effect: computing layers twice makes them expensive relative to embeddings and heads, which no other constant does.
+//!
+//! If rows that state full recomputation agree far better without it, the whole campaign is read so, and the report
+//! says so. It is one bit per campaign, and only for campaigns large enough to rule out chance. `--recompute stated`
+//! turns it off.
 
 use super::predict::{Judge, Prepared};
 use super::table::Row;
@@ -16,43 +18,43 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// How the column `recompute` is taken.
+/// The interpretation of the column `recompute`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recomputation {
-    /// As the steps of a campaign say.
+    /// As inferred from the steps of a campaign.
     #[default]
     Inferred,
     /// As the rows state.
     Stated,
 }
 
-/// A campaign that is read otherwise than it states.
+/// A campaign whose recomputation is read differently from its statement.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reading {
     pub source: String,
     pub cluster: String,
     pub rows: usize,
-    /// Mean absolute percentage errors of its rows as stated, with full recomputation, and as read, without any.
+    /// Mean absolute percentage error of its rows as stated, with full recomputation, and as read, without any.
     pub stated_mape_percent: f64,
     pub read_mape_percent: f64,
 }
 
-/// Rows that a campaign needs to be asked.
+/// Minimum number of rows of a campaign for an inference.
 const ENOUGH: usize = 16;
 
-/// How much smaller the error of the other reading must be.
+/// Upper limit on the ratio of the errors that counts as far better.
 const FAR_BETTER: f64 = 0.85;
 
-/// Rows as they are read.
+/// Rows with their inferred recomputation.
 pub struct Read {
-    /// What each row computes again.
+    /// The recomputation of each row.
     pub recompute: Vec<Recompute>,
-    /// Seconds of each row under the constants of the catalogue.
+    /// Predicted seconds of each row under the catalogue's constants.
     pub predicted_s: Vec<f64>,
     pub readings: Vec<Reading>,
 }
 
-/// Reads rows, judged under the constants of the catalogue.
+/// Predicts rows under the catalogue's constants and infers their recomputation.
 pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputation) -> Result<Read, Error> {
     let seconds = |recompute: fn(&Row) -> Recompute, rows: &[&Row]| -> Result<Vec<f64>, Error> {
         rows.par_iter()
@@ -92,7 +94,7 @@ pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputati
     Ok(Read { recompute, predicted_s: predicted, readings })
 }
 
-/// Rows that state full recomputation, by source and kind of node, where there are enough.
+/// Rows that state full recomputation, by source and kind of node, for campaigns with enough of them.
 fn campaigns(rows: &[Row]) -> BTreeMap<(String, String), Vec<usize>> {
     let mut campaigns: BTreeMap<(String, String), Vec<usize>> = BTreeMap::new();
     for (i, row) in rows.iter().enumerate().filter(|(_, r)| r.recomputes() == Recompute::Full) {

@@ -1,31 +1,33 @@
-//! How good a judge is: errors, ranks and regret.
+//! Measures of prediction accuracy: errors, ranks and regret.
 
 use super::Judged;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Over all rows of a table.
+/// Statistics over all rows of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Statistics {
     pub rows: usize,
-    /// Mean of the absolute errors, in percent of the measured time.
+    /// Mean absolute error, in percent of the measured time.
     pub mape_percent: f64,
-    /// Mean of the errors with their signs: above 0 where predictions are too slow.
+    /// Mean signed error: above 0 if predictions are too slow.
     pub bias_percent: f64,
-    /// Median rank correlation of the groups with at least [`RANKED`] rows; absent where there is none.
+    /// Median rank correlation of the groups with at least [`RANKED`] rows; absent if there is none.
     pub spearman: Option<f64>,
-    /// The lowest of them.
+    /// The lowest rank correlation.
     pub spearman_least: Option<f64>,
-    /// Mean over groups of at least two rows of how much slower the row predicted fastest is than the fastest measured.
+    /// Mean regret over groups of at least two rows: how much slower the row predicted fastest is than the fastest
+    /// measured.
     pub regret_percent: Option<f64>,
-    /// The highest of them.
+    /// The highest regret.
     pub regret_most_percent: Option<f64>,
-    /// Groups whose row predicted fastest is among the three fastest measured, and how many groups there are.
+    /// Number of groups whose row predicted fastest is among the three fastest measured, and number of all groups.
     pub among_best_three: usize,
     pub compared_groups: usize,
 }
 
-/// Rows that can be ranked: of one group, on as many devices and with the same batch. Steps that do different work are no choice.
+/// The key of rows that can be ranked: of one group, on as many devices, with the same batch. Steps that do different
+/// work are not alternatives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Comparable<'a> {
     pub group: &'a str,
@@ -33,7 +35,7 @@ pub struct Comparable<'a> {
     pub global_batch: u64,
 }
 
-/// Over rows that can be ranked.
+/// Statistics over rows that can be ranked.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GroupStatistics {
     pub group: String,
@@ -42,14 +44,14 @@ pub struct GroupStatistics {
     pub rows: usize,
     pub spearman: Option<f64>,
     pub regret_percent: f64,
-    /// Place of the row predicted fastest among the measured ones, from 1.
+    /// Rank of the row predicted fastest among the measured ones, from 1.
     pub rank_of_choice: usize,
 }
 
-/// Rows that a group needs for its rank correlation to mean something.
+/// Minimum number of rows for a meaningful rank correlation.
 pub const RANKED: usize = 5;
 
-/// What can be said of predictions, over all and by group.
+/// Statistics of predictions, over all rows and by group.
 pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
     let rows = judged.iter().map(|row| {
         let Judged { gpus, global_batch, .. } = *row;
@@ -76,7 +78,7 @@ pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
     (statistics, groups)
 }
 
-/// Of the groups of at least two rows; each row is what it can be ranked with, and its measured and predicted seconds.
+/// Statistics of the groups with at least two rows. Each row has its key, and its measured and predicted seconds.
 pub fn group_statistics<'a>(rows: impl Iterator<Item = (Comparable<'a>, f64, f64)>) -> Vec<GroupStatistics> {
     let mut of_group: BTreeMap<Comparable<'_>, Vec<(f64, f64)>> = BTreeMap::new();
     for (group, measured_s, predicted_s) in rows {
@@ -90,7 +92,7 @@ fn median(sorted: &[f64]) -> Option<f64> {
     (n > 0).then(|| (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0)
 }
 
-/// `rows` are measured and predicted seconds.
+/// `rows` holds measured and predicted seconds.
 fn of(Comparable { group, gpus, global_batch }: Comparable<'_>, rows: &[(f64, f64)]) -> GroupStatistics {
     let chosen = rows.iter().min_by(|a, b| a.1.total_cmp(&b.1)).map_or(0.0, |r| r.0);
     let fastest = rows.iter().map(|r| r.0).fold(f64::INFINITY, f64::min);
@@ -106,7 +108,7 @@ fn of(Comparable { group, gpus, global_batch }: Comparable<'_>, rows: &[(f64, f6
     }
 }
 
-/// The rank of each value, equal values sharing the mean of theirs.
+/// The rank of each value; equal values share the mean of their ranks.
 fn ranks(values: &[f64]) -> Vec<f64> {
     values
         .iter()
@@ -118,7 +120,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// Pearson's correlation, which of ranks is Spearman's; 0 where one side does not vary.
+/// Pearson's correlation, which is Spearman's for ranks; 0 if one side does not vary.
 fn correlation(a: &[f64], b: &[f64]) -> f64 {
     let n = a.len() as f64;
     let (mean_a, mean_b) = (a.iter().sum::<f64>() / n, b.iter().sum::<f64>() / n);
@@ -151,7 +153,8 @@ mod tests {
 
     #[test]
     fn errors_ranks_and_regret_of_a_table_worked_out_by_hand() {
-        // Ranks differ by one swap of neighbours: 1 - 6 * 2 / (5 * 24) = 0.9. The choice (1.1) is the second fastest: 10 %.
+        // The ranks differ by one swap of adjacent rows: 1 - 6 * 2 / (5 * 24) = 0.9. The choice (1.1) is the second
+        // fastest: 10 %.
         let rows: Vec<Judged> =
             [(1.0, 1.2), (1.1, 1.1), (2.0, 2.0), (3.0, 3.3), (4.0, 4.4)].map(|(m, p)| row("a", m, p)).into();
         let (all, groups) = statistics(&rows);

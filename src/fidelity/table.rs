@@ -1,14 +1,14 @@
-//! Tables of measured steps: CSV with a header, a row a measurement. README.md describes the columns.
+//! Tables of measured steps: CSV with a header and one measurement per row. README.md describes the columns.
 
 use crate::Error;
 use altiplano_ir::recompute::Recompute;
 use serde::Deserialize;
 use std::path::Path;
 
-/// One measurement, as the table states it. Sizes are those of the whole model; what is empty is `None`.
+/// One measurement, as the table states it. Sizes are those of the whole model; empty cells are `None`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// Line in the file, counted from 1.
+    /// Line in the file, from 1.
     pub line: u64,
     pub group: String,
     pub model: String,
@@ -32,22 +32,22 @@ pub struct Row {
     pub recompute: String,
     pub sharded_optimizer: bool,
     pub dtype: String,
-    /// True if the software had attention in one kernel, where the row states it.
+    /// True if the software fused attention; absent if the row does not say.
     pub fused_attention: Option<bool>,
     pub measured_step_s: f64,
     pub source: String,
 }
 
-/// Samples of one microbatch on each data-parallel replica.
+/// Samples per microbatch on each data-parallel replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MicroBatch {
     Of(u64),
-    /// The fastest of several was measured.
+    /// The fastest of several sizes was measured.
     Best,
 }
 
 impl Row {
-    /// Whether the row states that each layer is computed again in the backward pass.
+    /// The recomputation that the row states.
     pub fn recomputes(&self) -> Recompute {
         match self.recompute.as_str() {
             "full" => Recompute::Full,
@@ -68,7 +68,7 @@ impl Row {
     }
 }
 
-/// What is wrong with a row.
+/// Faults of a row.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
     #[error("{0}")]
@@ -126,7 +126,7 @@ struct Raw {
     source: String,
 }
 
-/// Reads a table. The first thing wrong with it is the error, with its line.
+/// Reads a table. Its first fault is the error, with its line.
 pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
     let bytes = crate::read_bytes(file)?;
     let at = |line: u64, error: TableError| Error::Row { file: file.to_path_buf(), line, error: Box::new(error) };
@@ -145,7 +145,7 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
     Ok(rows)
 }
 
-/// What is wrong with a cell, by the name of its column.
+/// The fault of a cell, with the name of its column.
 fn cell(error: csv::Error, record: &csv::StringRecord, headers: &csv::StringRecord) -> TableError {
     let csv::ErrorKind::Deserialize { err, .. } = error.kind() else { return error.into() };
     let Some(column) = err.field().and_then(|i| headers.get(i as usize)) else { return error.into() };
@@ -153,18 +153,18 @@ fn cell(error: csv::Error, record: &csv::StringRecord, headers: &csv::StringReco
     TableError::Cell { column: column.to_string(), problem: format!("{} '{found}'", err.kind()) }
 }
 
-/// The line, from 1, of the first character at or after a byte that is no line end: a record begins with what ended the one
-/// before.
+/// The line, from 1, of the first character at or after a byte that is no line end. A record starts with the line end
+/// of the one before.
 fn line_of(bytes: &[u8], byte: u64) -> u64 {
     let at = (byte as usize).min(bytes.len());
     let start = at + bytes[at..].iter().take_while(|b| matches!(b, b'\n' | b'\r')).count();
     1 + bytes[..start].iter().filter(|b| **b == b'\n').count() as u64
 }
 
-/// The largest size of anything in a table, so that products of a few do not overflow.
+/// Upper limit on sizes in a table, so that products of a few do not overflow.
 const MOST: u64 = 1 << 24;
 
-/// Microbatches of a step, each of which is played.
+/// Upper limit on the microbatches of a step, each of which is simulated.
 const MOST_MICROBATCHES: u64 = 1 << 16;
 
 fn row(raw: Raw, line: u64) -> Result<Row, TableError> {

@@ -1,4 +1,4 @@
-//! A model's file: its format, recognised by content, and the graph that it holds.
+//! A model's file: its format, recognised by content, and its graph.
 
 use super::{Aside, ImportOptions, Warning};
 use crate::arguments::Argument;
@@ -14,21 +14,21 @@ use serde::{Deserialize, Deserializer};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// The name of a config in the folders that models are published in.
+/// The name of a config in a published model's folder.
 const CONFIG: &str = "config.json";
 
-/// The file that says what a model is: of a folder its config, and any other file itself.
+/// The file that defines a model: the config of a folder, or the file itself.
 pub(super) fn config_in(file: &Path) -> PathBuf {
     if file.is_dir() { file.join(CONFIG) } else { file.to_path_buf() }
 }
 
-/// What a model is called: its file's name without the ending, or that of its folder.
+/// The model's name: its file's name without the extension, or its folder's name.
 pub(super) fn name_of(file: &Path) -> String {
     let named = if file.is_dir() { file.file_name() } else { file.file_stem() };
     named.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// What a file is, as far as its content says.
+/// The format of a file, by its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     StableHlo,
@@ -44,7 +44,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Looks at the content; the file's name decides nothing.
+    /// Recognises the format by content; the file's name does not matter.
     pub fn of(bytes: &[u8]) -> Format {
         if bytes.starts_with(b"PK\x03\x04") {
             return Format::TorchExport;
@@ -75,8 +75,8 @@ impl Format {
     }
 }
 
-/// By the document's `format`; a document that is cut off is judged by its beginning. One that has neither that nor nodes is
-/// taken for a config, of which it is said what it lacks.
+/// Recognises a JSON document by its `format`, or by its beginning if it is truncated. A document with neither a format
+/// nor nodes counts as a config, so that the error names what it lacks.
 fn json_format(text: &str) -> Format {
     match serde_json::from_str::<Header>(&huggingface::finite_numbers(text)) {
         Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
@@ -86,7 +86,7 @@ fn json_format(text: &str) -> Format {
     }
 }
 
-/// What a JSON document says of itself, though it may say it twice.
+/// The header of a JSON document; duplicate keys are allowed.
 #[derive(Default)]
 struct Header {
     format: Option<String>,
@@ -129,14 +129,14 @@ fn looks_like_toml(text: &str) -> bool {
     table(first) || first.split('=').next().is_some_and(|key| key.trim() == "name" && first.contains('='))
 }
 
-/// The whole file, or the config in a folder. What is not text is caught by the caller.
+/// Reads a whole file, or the config of a folder. The caller checks that it is text.
 pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
     if file.is_dir() && !config_in(file).exists() {
         let error = std::io::Error::new(std::io::ErrorKind::NotFound, no_config(file));
         return Err(Error::Read { file: file.to_path_buf(), error });
     }
     let mut bytes = std::fs::read(config_in(file)).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
-    // Some editors put a mark of the byte order in front of text.
+    // Some editors put a byte-order mark before text.
     if bytes.starts_with(b"\xef\xbb\xbf") {
         bytes.drain(..3);
     }
@@ -146,18 +146,16 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// Why a folder is no model's.
+/// The reason why a folder holds no model.
 fn no_config(folder: &Path) -> &'static str {
     match ["adapter_config.json", "model_index.json"].map(|name| folder.join(name).exists()) {
-        [true, _] => {
-            "a folder of an adapter alone, which has no config.json; give the folder of the model that it adapts"
-        }
-        [_, true] => "a folder of several models; give the folder of one of them, in which its config.json is",
+        [true, _] => "a folder with only an adapter and no config.json; give the folder of the model that it adapts",
+        [_, true] => "a folder of several models; give the folder of one of them, with its config.json",
         _ => "a folder without a config.json; a Hugging Face model's folder has one",
     }
 }
 
-/// What a file holds.
+/// The content of a model file.
 pub(super) struct Read {
     pub graph: Graph,
     pub arguments: Vec<Argument>,
@@ -165,7 +163,7 @@ pub(super) struct Read {
     pub aside: Aside,
 }
 
-/// What writes StableHLO bytecode as text; JAX's own serialization is versioned, plain bytecode is not.
+/// A script that prints StableHLO bytecode as text. JAX's own serialization is versioned; plain bytecode is not.
 const BYTECODE_AS_TEXT: &str = r#"import sys
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
@@ -176,11 +174,11 @@ if b"StableHLO_v" in data[:64]:
 module = ir.Module.parse(data, context) if isinstance(data, (bytes, str)) else data
 print(module.operation.get_asm(enable_debug_info=True))"#;
 
-/// What writes a serialized `jax.export` as text.
+/// A script that prints a serialized `jax.export` as text.
 const EXPORT_AS_TEXT: &str = r#"import sys, jax.export
 print(jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read())).mlir_module())"#;
 
-/// The batch that graphs are made with: one of one sample could not be told from other sizes of one.
+/// The batch size with which graphs are built; a batch of one could not be distinguished from other sizes of one.
 pub(super) const SEVERAL: u64 = 2;
 
 pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
@@ -189,8 +187,7 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
     let format = Format::of(bytes);
     let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
     if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && format != Format::HuggingFaceConfig) {
-        let problem =
-            "only the model of a Hugging Face config takes it; others have the sizes that they were traced with";
+        let problem = "applies only to Hugging Face configs; other models keep their traced sizes";
         return Err(Error::Option { option, problem });
     }
     match format {
@@ -206,8 +203,8 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
         }
         Format::GraphJson => {
             let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
-            // Written out, composites are looked at like all else, and recognised again. Of one sample the marks of the file
-            // are all that is known of its batch, and a composite keeps them.
+            // Expanded composites are analysed like everything else, and recognised again. With one sample, the file's
+            // marks are the only information on its batch, and a composite keeps them.
             let graph = if graph.batch == 1 { graph } else { without_composites(&graph).into_owned() };
             let arguments = leaves(&graph);
             let results = vec![None; graph.outputs.len()];
@@ -255,7 +252,7 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
     }
 }
 
-/// A program of `torch.export`. Its batch is the size that the first dimensions of its inputs share, where that is open.
+/// Reads a `torch.export` program. Its batch is the open size that the first dimensions of its inputs share.
 fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
     let how = torch_export::Options { sizes: options.sizes.clone() };
     let imported =
@@ -269,8 +266,8 @@ fn torch_program(file: PathBuf, bytes: &[u8], options: &ImportOptions) -> Result
     Ok(Read { graph: imported.graph, arguments, results: imported.results, aside })
 }
 
-/// What is to be known of sizes that a file leaves open: what they were taken to be, and those of another batch, which is the
-/// size that the first dimensions of inputs share.
+/// Records the chosen values of a file's open sizes, and those for another batch, which is the size that the first
+/// dimensions of inputs share.
 fn left_open(sizes: &[OpenSize], said: &[(String, u64)]) -> Aside {
     let guessed: Vec<String> = sizes.iter().filter(|s| s.chosen).map(|s| format!("{s}={}", s.value)).collect();
     let batch = sizes.iter().find(|size| size.dims.iter().any(|(_, dim)| *dim == 0));
@@ -287,7 +284,7 @@ fn left_open(sizes: &[OpenSize], said: &[(String, u64)]) -> Aside {
     Aside { notes, other_sizes: other, ..Aside::default() }
 }
 
-/// What is to be known of sizes that a file leaves open: what they were taken to be, and those of a batch twice as large.
+/// Records the chosen values of a file's open sizes, and those for a batch twice as large.
 fn open_sizes(sizes: &[onnx::Size], said: &[(String, u64)]) -> Aside {
     let guessed = sizes.iter().filter(|size| !size.said).map(|size| format!("{}={}", size.name, size.value));
     let guessed: Vec<String> = guessed.collect();

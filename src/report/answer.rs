@@ -1,5 +1,5 @@
-//! The answer that a plan is, in the words of people who set degrees by hand: how many devices do what, what goes through them at a time,
-//! and what is predicted of it. It comes first in every report, and is short enough for a screen of 80 columns and 24 lines.
+//! The short answer of a plan, in the words of people who set degrees by hand: degrees, batch sizes and predictions. It
+//! is the first part of every report and fits on a screen of 80 columns and 24 lines.
 
 use crate::units::{bytes, digits, gibibytes, plural, seconds};
 use altiplano_ir::graph::{Graph, ValueId};
@@ -9,9 +9,9 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_planner::enough::{ENOUGH, FASTER};
 use altiplano_planner::parallelism::{Parallelism, parallelism};
 
-/// Of the work of a stage, what an axis must do alike for the stage to be said to have one degree.
+/// Fraction of a stage's work that an axis must treat alike for the stage to have a single degree.
 const ALIKE: f64 = 0.9;
-/// Stages whose degrees are told one by one.
+/// Maximum number of stages whose degrees are listed one by one.
 const TOLD: usize = 4;
 
 /// `DP 16 (FSDP) x TP 1 x PP 1 x CP 1 x EP 1, micro-batch 2 a GPU, 4 accumulation steps, recompute none: 5.56 s, 23.6k tokens/s/GPU,
@@ -22,7 +22,7 @@ pub fn answer(plan: &Plan) -> String {
     format!("{}, {}: {}", degrees(plan, &all), batches(plan, first), predicted(plan))
 }
 
-/// For whom the plan is.
+/// The intended user of the plan.
 pub fn audience(plan: &Plan) -> String {
     match plan.target {
         Target::Altiplano => {
@@ -32,12 +32,12 @@ pub fn audience(plan: &Plan) -> String {
     }
 }
 
-/// The plan on more devices that is faster by no more than predictions may be off, if there is one.
+/// The plan on more devices whose advantage is within the prediction error, if there is one.
 pub fn faster(plan: &Plan) -> Option<&Alternative> {
     plan.alternatives.iter().find(|line| line.name == FASTER)
 }
 
-/// That one device is enough, where it is, and what more of them would gain.
+/// Says that one device is enough, if so, and what more devices would gain.
 pub fn enough(plan: &Plan) -> Option<String> {
     let more = faster(plan)?;
     let most = 100.0 * (ENOUGH - 1.0);
@@ -48,7 +48,7 @@ pub fn enough(plan: &Plan) -> Option<String> {
     ))
 }
 
-/// How far storage is sharded, as the software names it that runs the plan.
+/// The degree of sharded storage, in the words of the software that runs the plan.
 pub fn sharded(target: Target, level: u8) -> String {
     match (target, level) {
         (Target::Fsdp, 0) => "DDP".to_string(),
@@ -58,7 +58,7 @@ pub fn sharded(target: Target, level: u8) -> String {
     }
 }
 
-/// What a target is called where it comes from.
+/// The usual name of a target.
 fn software(target: Target) -> &'static str {
     match target {
         Target::Altiplano => "Altiplano",
@@ -93,7 +93,7 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
         used = format!(" (some ops otherwise){used}");
     }
     if texts.iter().all(|text| *text == texts[0]) {
-        // The degree of the pipeline stands where it is customary.
+        // Puts the pipeline degree in its customary position.
         return match texts[0].split_once(" x CP ") {
             Some((before, after)) => format!("{before} x {pipeline} x CP {after}{used}"),
             None => format!("{} x {pipeline}{used}", texts[0]),
@@ -155,7 +155,7 @@ fn batches(plan: &Plan, of: &Parallelism) -> String {
     format!("{size}, {times}{recompute}")
 }
 
-/// `none`, `full`, `selective`, or of how many layers which.
+/// The recomputation: `none`, `full`, `selective`, or the number of layers of each level.
 fn recomputed(plan: &Plan) -> String {
     let levels: Vec<Recompute> =
         plan.stages.iter().flat_map(|stage| stage.layers.clone().map(|layer| stage.recomputes(layer))).collect();
@@ -185,7 +185,7 @@ fn predicted(plan: &Plan) -> String {
         f if f >= 1e11 => format!("{} TFLOP/s/{what}", digits(f / 1e12)),
         f => format!("{} GFLOP/s/{what}", digits(f / 1e9)),
     };
-    // The fullest by what it has.
+    // The stage that uses the largest fraction of its memory.
     let part = |s: &&Stage| s.predicted.peak_bytes as f64 / plan.group_of(s).device.memory_bytes.max(1) as f64;
     let fullest = plan.stages.iter().max_by(|a, b| part(a).total_cmp(&part(b)));
     let memory = fullest.map_or(String::new(), |stage| {
@@ -204,7 +204,7 @@ fn thousands(value: f64) -> String {
     }
 }
 
-/// What a device is called.
+/// The name of a device.
 fn device(plan: &Plan) -> &'static str {
     use altiplano_ir::cluster::DeviceKind;
     match plan.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu) {
@@ -213,9 +213,9 @@ fn device(plan: &Plan) -> &'static str {
     }
 }
 
-/// Tokens of a sample: integers of an input that rows of a parameter are looked up by, one each.
+/// Tokens per sample: integers of an input, each of which looks up a row of a parameter.
 fn tokens_of_sample(graph: &Graph) -> Option<u64> {
-    // Inputs of integers, followed to what is looked up by them.
+    // For each value, the integer input from which it is looked up.
     let mut of_ids: Vec<Option<ValueId>> = vec![None; graph.len()];
     let mut tokens: Option<u64> = None;
     for v in graph.values() {

@@ -1,5 +1,5 @@
-//! What one plan takes that another does not, in words: seconds of a step by what they are for, on the devices that decide how
-//! long it is, and bytes of the fullest device by what they hold.
+//! The difference between two plans in words: step seconds by kind of work, on the devices that determine the step
+//! time, and bytes of the fullest device by content.
 
 use super::Grid;
 use crate::simulate::Simulation;
@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// Differences below this part of a step are one line.
+/// Differences below this fraction of a step share one line.
 const SHOWN: f64 = 1e-3;
 
-/// Two plans side by side, each under a name: what they are, what differs, and the sums of it.
+/// Two plans side by side, each under a name: their figures, their differences, and totals.
 pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     let mut out = String::new();
     let mut table = Grid::new(&["plan", "s/step", "samples/s", "MFU", "GB/device", "fits", "how"]);
@@ -46,7 +46,7 @@ pub fn side_by_side(names: [&str; 2], plans: [&Simulation; 2]) -> String {
     out
 }
 
-/// The devices of each plan that wait least, and where their seconds go.
+/// For each plan, the devices that wait least, and their time account.
 fn least_waiting(plans: [&Simulation; 2]) -> [(String, Account); 2] {
     plans.map(|s| {
         let lanes = of_lanes(s.plan(), &s.accounts());
@@ -55,7 +55,7 @@ fn least_waiting(plans: [&Simulation; 2]) -> [(String, Account); 2] {
     })
 }
 
-/// What is the same of any plan beside others, as JSON.
+/// The figures of a plan for comparisons, as JSON.
 pub fn side(plan: &Plan) -> Value {
     let p = &plan.predicted;
     json!({
@@ -76,7 +76,7 @@ pub fn side(plan: &Plan) -> Value {
     })
 }
 
-/// What [`side_by_side`] says, every row of it, as JSON.
+/// All rows of [`side_by_side`] as JSON.
 pub fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
     let lanes = least_waiting(plans);
     let plan = |i: usize| {
@@ -103,7 +103,7 @@ fn more(difference: f64, unit: impl Fn(f64) -> String) -> String {
     }
 }
 
-/// The rows add up to the step of each plan.
+/// The rows add up to the step time of each plan.
 fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     let mut table = Grid::new(&["what", names[0], names[1], "more"]);
     let mut row = |what: String, a: f64, b: f64| {
@@ -128,7 +128,7 @@ fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     table.right()
 }
 
-/// Bytes of the fullest device of each plan by what they hold, what differs most first.
+/// Bytes of the fullest device of each plan by content, the largest difference first.
 fn held(plans: [&Simulation; 2]) -> Vec<(&'static str, u64, u64)> {
     let fullest = plans.map(|s| s.memory().into_iter().max_by_key(|m| m.peak_bytes));
     let sums = fullest.each_ref().map(|m| m.as_ref().map(|m| m.by_category()).unwrap_or_default());

@@ -1,4 +1,4 @@
-//! A plan as DOT, for Graphviz: a box for each stage, a node for each of its layers, and edges with what goes from layer to layer.
+//! Prints a plan in Graphviz's DOT language: a box per stage, a node per layer, and edges with the data between layers.
 
 use super::devices;
 use crate::units::{bytes, plural};
@@ -9,8 +9,8 @@ use altiplano_ir::recompute::Recompute;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
-/// The plan in the DOT language. Bytes of edges are those of one microbatch, forward, over all devices; the sharding beside them is
-/// that of the largest value, where it is made and, across stages, where it arrives.
+/// The plan in the DOT language. Edges show the bytes of one microbatch, forward, over all devices. Beside them is the
+/// sharding of the largest value, as it is produced and, across stages, as it arrives.
 pub fn plan_dot(plan: &Plan) -> String {
     let graph = &plan.graph;
     let layer_of = plan.layer_of();
@@ -33,7 +33,7 @@ pub fn plan_dot(plan: &Plan) -> String {
         }
         let _ = writeln!(out, "  }}");
     }
-    // For each pair of layers the bytes between them, and the largest of the values.
+    // For each pair of layers, the bytes between them, and the largest value.
     let mut edges: BTreeMap<(u32, u32), (u64, ValueId)> = BTreeMap::new();
     let users = graph.users();
     for (v, from) in graph.values().filter_map(|v| Some((v, layer_of[v.index()]?))) {
@@ -60,7 +60,7 @@ pub fn plan_dot(plan: &Plan) -> String {
     out
 }
 
-/// A layer's ops and parameters, and how its largest value is laid out.
+/// A layer's ops and parameters, and the layout of its largest value.
 fn label(plan: &Plan, stage: &Stage, layer: u32, layer_of: &[Option<u32>]) -> String {
     let graph = &plan.graph;
     let inside = |v: &ValueId| layer_of[v.index()] == Some(layer);
@@ -84,7 +84,7 @@ fn laid_out(stage: &Stage, v: ValueId) -> String {
     stage.shardings.get(&v).map(|s| s.sharding.clone()).unwrap_or_default()
 }
 
-/// Quotes and backslashes of names must not end a string, and a line's end is written out.
+/// Escapes quotes, backslashes and line ends for a string.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

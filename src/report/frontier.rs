@@ -1,4 +1,4 @@
-//! The frontier of plans as a table, and as JSON.
+//! Prints the Pareto frontier of plans as a table, and as JSON.
 
 use super::Grid;
 use crate::units::{digits, percent};
@@ -6,7 +6,7 @@ use altiplano_planner::frontier::Point;
 use altiplano_planner::lost::shape;
 use serde_json::json;
 
-/// A line for each plan, fastest first.
+/// A line per plan, fastest first.
 pub fn frontier_text(points: &[Point]) -> String {
     let priced = points.iter().any(|p| p.price.is_some());
     let mut columns = vec!["plan", "s/step", "samples/s", "MFU", "GB/device", "devices", "how"];
@@ -33,7 +33,7 @@ pub fn frontier_text(points: &[Point]) -> String {
     format!("{}\n  no plan that was found beats one of these in all columns at once", table.right_but_last())
 }
 
-/// An array with an object for each plan.
+/// An array with an object per plan.
 pub fn frontier_json(points: &[Point]) -> String {
     let object = |point: &Point| {
         json!({

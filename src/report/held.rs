@@ -1,4 +1,4 @@
-//! What workers held while they ran a plan, beside what is predicted of them.
+//! Compares the memory that workers held while running a plan with the prediction.
 
 use super::Grid;
 use crate::error::Error;
@@ -7,8 +7,8 @@ use altiplano_ir::plan::Plan;
 use altiplano_planner::memory::cpu_peaks;
 use altiplano_planner::programs;
 
-/// The most bytes that each worker held, by device, beside what is predicted of this machine's runtime, whatever devices the plan
-/// is for. Neighbours of one stage, or of stages that share their workers, that held as much are one line.
+/// The peak bytes of each worker, by device, beside the prediction for this machine's runtime, whatever devices the
+/// plan is for. Adjacent workers with equal peaks share a line if their stages do.
 pub fn held(plan: &Plan, peaks: &[u64]) -> Result<String, Error> {
     let mut lines: Vec<(u32, u32, usize, u64)> = Vec::new();
     let programs = programs(plan)?;

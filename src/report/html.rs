@@ -1,9 +1,9 @@
-//! A plan as one page that a browser opens without a network: what each device does and holds at any time of a step, how every
-//! value is laid out, and what else was possible.
+//! Writes a plan as a self-contained HTML page: the timeline and memory of each device over a step, the layout of every
+//! value, and the alternatives.
 //!
-//! The page's data are the plan and what the judge knows of it, as numbers: a body is told once, as a list of ops with their
-//! seconds, and the schedule is a list of calls of bodies. What is drawn of them is put together in the browser, by the program in
-//! `page/`, whose bundle is part of this file's output.
+//! The page's data are the plan and its predictions, as numbers. A body is written once, as a list of ops with their
+//! seconds; the schedule is a list of calls of bodies. The program in `page/`, whose bundle is embedded, draws
+//! everything in the browser.
 
 mod lanes;
 mod layers;
@@ -21,17 +21,17 @@ use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The program of the page and its style, as `src/report/page/README.md` says how to build them.
+/// The program of the page and its style; `src/report/page/README.md` says how to build them.
 const SCRIPT: &str = include_str!("page/dist/page.js");
 pub(crate) const STYLE: &str = include_str!("page/dist/page.css");
 
-/// The page of a plan, whole. The same plan gives the same page.
+/// The complete page of a plan. The same plan gives the same page.
 ///
 /// # Errors
-/// A plan that cannot be lowered.
+/// Fails if the plan cannot be lowered.
 pub fn page_html(plan: &Plan) -> Result<String, Error> {
     let data = serde_json::to_string(&Page::new(plan)?).unwrap_or_default();
-    // Within a script element only `<` begins anything, and within JSON it stands only in strings.
+    // In a script element only `<` is special, and in JSON it occurs only in strings.
     let data = data.replace('<', "\\u003c");
     Ok(format!(
         r#"<!doctype html>
@@ -55,18 +55,18 @@ pub fn page_html(plan: &Plan) -> Result<String, Error> {
     ))
 }
 
-/// What the page is told. Seconds and bytes are as the plan and the judge have them.
+/// The data of the page. Seconds and bytes are those of the plan and its predictions.
 #[derive(Serialize)]
 struct Page {
     format: &'static str,
     version: u32,
     plan: Headline,
     groups: Vec<Group>,
-    /// Bytes a second of the link from each group of nodes to the others.
+    /// Bandwidth of the link from each group of nodes to the others.
     between_groups_bytes_per_s: Option<f64>,
     stages: Vec<StageFacts>,
     lanes: Vec<lanes::Lane>,
-    /// Ops that bodies are made of, each told once.
+    /// Distinct ops of all bodies.
     ops: Vec<lanes::OpFacts>,
     /// Bodies: ops in the order in which they are issued.
     bodies: Vec<Vec<lanes::Placed>>,
@@ -98,9 +98,9 @@ struct Headline {
     lower_bound_s: f64,
     samples_per_s: f64,
     mfu: f64,
-    /// What measured profile judged the plan; the page plays it by the figures of the cluster.
+    /// The measured profile that predicted the plan; the page simulates it by the cluster's figures.
     profile: Option<String>,
-    /// How far above the best the shardings can be at most, by stage, where that is known.
+    /// Upper bound on how far the shardings are from optimal, by stage, if it is known.
     gap: Option<f64>,
 }
 
@@ -118,7 +118,7 @@ struct Group {
     nics: u32,
 }
 
-/// A stage and what is predicted of it.
+/// A stage and its predictions.
 #[derive(Serialize)]
 struct StageFacts {
     lane: usize,
@@ -144,12 +144,12 @@ struct StageFacts {
     peak_bytes: u64,
 }
 
-/// An axis of a mesh and the links that its collectives go over.
+/// An axis of a mesh, and the links of its collectives.
 #[derive(Serialize)]
 struct AxisFacts {
     name: String,
     size: u32,
-    /// Nodes that a group of devices along the axis is on.
+    /// Number of nodes that a group of devices along the axis spans.
     nodes: u64,
     bytes_per_s: f64,
 }
@@ -228,7 +228,7 @@ impl Page {
     }
 }
 
-/// Prices on a stage's mesh.
+/// The prices on a stage's mesh.
 fn prices<'a>(plan: &Plan, stage: &Stage, costs: &'a Rooflines) -> Prices<'a> {
     Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh)
 }
@@ -308,7 +308,7 @@ fn other(line: &Alternative) -> Other {
     }
 }
 
-/// A name with `*` for each number: what equal layers have in common.
+/// Replaces each number in a name by `*`, for what equal layers have in common.
 fn numberless(name: &str) -> String {
     let mut out = String::with_capacity(name.len());
     for c in name.chars() {
@@ -321,7 +321,7 @@ fn numberless(name: &str) -> String {
     out
 }
 
-/// Equal things, each kept once and called by its number.
+/// A table that stores equal values once and refers to them by number.
 struct Table<T> {
     all: Vec<T>,
     numbers: BTreeMap<String, usize>,
@@ -334,7 +334,7 @@ impl<T> Default for Table<T> {
 }
 
 impl<T: Serialize> Table<T> {
-    /// The number of a thing; things are equal whose JSON is.
+    /// The number of a value; values with equal JSON are equal.
     fn number(&mut self, thing: T) -> usize {
         let key = serde_json::to_string(&thing).unwrap_or_default();
         if let Some(&number) = self.numbers.get(&key) {

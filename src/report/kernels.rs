@@ -1,7 +1,7 @@
-//! The kernels that a plan's programs launch on NVIDIA GPUs, as one CUDA source: what NVRTC compiles there.
+//! Prints the kernels that a plan's programs launch on NVIDIA GPUs as one CUDA source, the input of NVRTC.
 //!
-//! Equal kernels are there once, with the bodies that launch them. Matmuls are a library's, with kernels that gather and copy for them; what
-//! has no text yet is named at the end.
+//! Equal kernels appear once, with the bodies that launch them. Matmuls are a library's; kernels that gather and copy
+//! for them are included. Ops without a text are listed at the end.
 
 use altiplano_ir::program::Programs;
 use altiplano_runtime::loops::cuda;
@@ -11,7 +11,7 @@ use std::fmt::Write;
 
 /// One CUDA source with all kernels of all programs.
 pub fn kernels_text(programs: &Programs) -> String {
-    // By name: who launches it, what it computes, how it is launched, and the text.
+    // By name: the launching bodies, the computation, the launch configuration, and the text.
     let mut texts: BTreeMap<String, (BTreeSet<String>, String, cuda::Text)> = BTreeMap::new();
     let mut missing: BTreeMap<String, u64> = BTreeMap::new();
     for program in &programs.programs {

@@ -1,35 +1,35 @@
-//! How wide a report is, and whether it has colours. Both follow the terminal; a file or a pipe gets lines as they are, so that the same
-//! plan gives the same text.
+//! The width and colours of a report. Both follow the terminal. A file or a pipe gets plain, unwrapped lines, so that
+//! the same plan gives the same text.
 
 use std::fmt::Write;
 
 /// The look of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Look {
-    /// Columns that a line may have.
+    /// Maximum number of columns of a line.
     pub width: Option<usize>,
     pub colour: bool,
 }
 
-/// Lines of a table that go on are this far in.
+/// Indentation of continued table lines.
 const HANGING: usize = 6;
-/// Below this there is no reading a table.
+/// Minimum width at which a table is readable.
 const NARROWEST: usize = 40;
 
 impl Look {
-    /// Lines as long as they are, in no colour.
+    /// Unwrapped lines without colours.
     pub const PLAIN: Look = Look { width: None, colour: false };
 
     fn columns(self) -> Option<usize> {
         self.width.map(|width| width.max(NARROWEST))
     }
 
-    /// What a reader looks for.
+    /// Emphasises the answer that a reader looks for.
     pub fn strong(self, text: &str) -> String {
         if self.colour { format!("\u{1b}[1m{text}\u{1b}[0m") } else { text.to_string() }
     }
 
-    /// A sentence on as many lines as it takes.
+    /// Wraps a sentence.
     pub fn wrapped(self, text: &str) -> String {
         let Some(width) = self.columns() else { return text.to_string() };
         let mut out = String::new();
@@ -50,8 +50,8 @@ impl Look {
         out
     }
 
-    /// A report, whose titles stand at the beginning of a line and whose tables are indented: what is wider than the terminal goes on
-    /// below, between columns where it can.
+    /// Formats a report whose titles start in the first column and whose tables are indented. Lines wider than the
+    /// terminal continue below, broken between columns if possible.
     pub fn shown(self, text: &str) -> String {
         if self == Look::PLAIN {
             return text.to_string();
@@ -75,9 +75,9 @@ impl Look {
         out
     }
 
-    /// A line in pieces that fit.
+    /// Splits a line into pieces that fit.
     fn parts(self, line: &str) -> Vec<&str> {
-        // What has colours already is wrapped already.
+        // Coloured lines are wrapped already.
         let Some(width) = self.columns().filter(|_| !line.contains('\u{1b}')) else { return vec![line] };
         let mut parts = Vec::new();
         let mut rest = line;
@@ -85,7 +85,7 @@ impl Look {
             let room = if parts.is_empty() { width } else { width - HANGING };
             let Some((end, _)) = rest.char_indices().nth(room) else { break };
             let indent = rest.len() - rest.trim_start().len();
-            // The last gap between columns, or else between words.
+            // Break at the last gap between columns, or else between words.
             let (head, from) = (&rest[..end], indent.min(end));
             let within = |at: &usize| *at > from;
             let columns = head[from..].rfind("  ").map(|at| from + at).filter(|&at| at > end / 2);

@@ -1,4 +1,4 @@
-//! A plan as text for people: what runs where, how everything is laid out, what it costs, and what else was possible.
+//! Prints a plan as text: the placement, the layouts, the costs, and the alternatives.
 
 mod answer;
 mod difference;
@@ -49,7 +49,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::ops::Range;
 
-/// The report of a plan, the answer first. Times and rates have three significant digits; equal lines of repeated layers are one line.
+/// The report of a plan, the answer first. Times and rates have three significant digits; equal lines of repeated
+/// layers are merged.
 pub fn report(plan: &Plan) -> String {
     report_as(plan, Look::PLAIN)
 }
@@ -62,7 +63,7 @@ pub fn report_as(plan: &Plan, look: Look) -> String {
     format!("{}\n\n{}", answer_as(plan, look), look.shown(&out))
 }
 
-/// The lines that a report begins with: what to do, what that gives, and for whom it is.
+/// The first lines of a report: the degrees, the predictions, and the intended user.
 pub fn answer_as(plan: &Plan, look: Look) -> String {
     let strong = look.strong(&look.wrapped(&answer(plan)));
     let rest: Vec<String> = enough(plan).into_iter().chain([audience(plan)]).map(|line| look.wrapped(&line)).collect();
@@ -75,7 +76,8 @@ fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
     writeln!(out, "\nStages\n{}", layouts.stages())?;
     let step = if plan.schedule.trains() { "step" } else { "batch" };
     writeln!(out, "\nSeconds of a {step}, on each device of a stage\n{}", times(plan))?;
-    // What was judged by a measured profile is played by it (`simulate --profile`), which is not at hand.
+    // A plan that was predicted by a measured profile needs that profile for simulation (`simulate --profile`), which
+    // is not at hand.
     let played = || plan.profile.is_none().then(|| Simulation::new(plan.clone(), None).ok()).flatten();
     let (simulation, listed) = rayon::join(played, || layouts.listed());
     if let Some(simulation) = simulation {
@@ -91,8 +93,7 @@ fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
     writeln!(out, "\nAlternatives under the same judge\n{}", alternatives(plan))
 }
 
-/// The sizes that became larger, with the parameters that have them: `50257 -> 50264 (wte.weight)`.
-/// In how many blocks keys and values go around rings.
+/// The number of attention rings and of their blocks.
 fn rings(graph: &Graph) -> Option<String> {
     let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
     for node in &graph.nodes {
@@ -106,7 +107,7 @@ fn rings(graph: &Graph) -> Option<String> {
     (!counts.is_empty()).then(|| counts.iter().map(words).collect::<Vec<_>>().join(", "))
 }
 
-/// The number of chunks that logits are made in.
+/// The number of chunks in which logits are computed.
 fn loss_chunks(graph: &Graph) -> Option<u64> {
     graph.nodes.iter().find_map(|node| match &node.op {
         Op::Composite(op) => match op.function {
@@ -283,7 +284,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     }
 }
 
-/// How near to the best the shardings of the stages are, at the worst of them.
+/// The largest optimality gap of the stages' shardings.
 fn proven(plan: &Plan) -> Option<String> {
     let gaps: Option<Vec<f64>> = plan.stages.iter().map(|s| s.solved.map(|s| s.gap())).collect();
     let gap = gaps?.into_iter().fold(0.0, f64::max);
@@ -295,13 +296,13 @@ fn proven(plan: &Plan) -> Option<String> {
     })
 }
 
-/// Gaps below this are rounding.
+/// Gaps below this are rounding errors.
 const PROVEN: f64 = 1e-6;
 
 fn times(plan: &Plan) -> String {
     let trains = plan.schedule.trains();
     let step = if trains { "step" } else { "batch" };
-    // Only training has the last two.
+    // The last two columns are for training only.
     let columns = if trains { 8 } else { 6 };
     let all = ["stage", "compute", "communication", "bubble", step, "forward", "backward", "update"];
     let mut table = Grid::new(&all[..columns]);
@@ -345,7 +346,7 @@ fn times(plan: &Plan) -> String {
 }
 
 fn memory(plan: &Plan) -> String {
-    // Columns, and whether only training has them.
+    // Columns, and whether each is for training only.
     let columns = [
         ("stage", false),
         ("parameters", false),
@@ -389,7 +390,7 @@ fn memory(plan: &Plan) -> String {
     format!("{rows}\n  {classes}; up to | is what a device has{}{}", usable(plan), in_hosts(plan))
 }
 
-/// What tensors can use of the devices of each kind, and what takes the rest.
+/// The memory that tensors can use on each kind of device, and what takes the rest.
 fn usable(plan: &Plan) -> String {
     let mut lines: Vec<String> = Vec::new();
     for group in &plan.cluster.groups {
@@ -417,13 +418,13 @@ fn usable(plan: &Plan) -> String {
     lines.concat()
 }
 
-/// All that any stage has in the memory of its hosts.
+/// Everything that any stage offloads to host memory.
 fn offloaded(plan: &Plan) -> Offload {
     let any = |is: &dyn Fn(Offload) -> bool| plan.stages.iter().any(|stage| is(stage.offload));
     Offload { optimizer: any(&|o| o.optimizer), activations: any(&|o| o.activations) }
 }
 
-/// What devices keep in the memory of their hosts, a line where there is any.
+/// The offloaded bytes of devices and nodes; empty if nothing is offloaded.
 fn in_hosts(plan: &Plan) -> String {
     let Some((&node, &held)) = of_nodes(plan).iter().max_by_key(|node| node.1) else { return String::new() };
     let has = plan.cluster.groups.iter().enumerate().find(|(g, _)| plan.cluster.devices_of(*g).contains(&node));
@@ -435,7 +436,7 @@ fn in_hosts(plan: &Plan) -> String {
     format!("\n  in host memory: {each} of {what} for a device, {held}{has} on a node at most")
 }
 
-/// Bytes by what they hold, as parts of a line that is as long as what a device has; what is too much stands behind its end.
+/// A bar of memory by content, scaled to the device's memory; the excess stands behind its end.
 fn bar(memory: &Memory, limit: u64) -> String {
     const WIDTH: u64 = 32;
     let classes = [
@@ -448,7 +449,8 @@ fn bar(memory: &Memory, limit: u64) -> String {
     let mut sum = 0u64;
     for (letter, bytes) in classes {
         sum = sum.saturating_add(bytes);
-        // Ends are rounded, not lengths: the line is as long as all of it, at most twice what there is.
+        // Rounds end positions instead of lengths, so that the bar has its full length; it is at most twice as long as
+        // the device's.
         let end = (sum as f64 / limit.max(1) as f64 * WIDTH as f64).round().min(2.0 * WIDTH as f64) as usize;
         line.extend(std::iter::repeat_n(letter, end.saturating_sub(line.len())));
     }
@@ -457,14 +459,14 @@ fn bar(memory: &Memory, limit: u64) -> String {
     format!("{inside:width$}|{beyond}")
 }
 
-/// How everything is laid out on the stages of a plan, with what telling it takes to look up.
+/// The layouts on the stages of a plan, with lookup tables for describing them.
 struct Layouts<'a> {
     plan: &'a Plan,
     words: words::Activations<'a>,
     parameters: BTreeMap<&'a str, ValueId>,
 }
 
-/// The lists of stages that read the same.
+/// The lists of stages with equal texts.
 struct Listed {
     title: String,
     parameters: String,
@@ -485,7 +487,7 @@ impl<'a> Layouts<'a> {
     fn stages(&self) -> String {
         let plan = self.plan;
         let several = plan.cluster.groups.len() > 1;
-        // Which kind of device a stage is on is a question only where there are several groups.
+        // The column for the kind of device is shown only with several groups.
         let columns = ["stage", "layers", "submesh", "of", "devices", "mesh", "recompute", "storage"];
         let shown = |column: usize| several || columns[column] != "of";
         let mut table = Grid::new(&(0..columns.len()).filter(|&c| shown(c)).map(|c| columns[c]).collect::<Vec<_>>());
@@ -523,7 +525,7 @@ impl<'a> Layouts<'a> {
         table.left()
     }
 
-    /// The lists of all stages, those that read the same under one title.
+    /// The lists of all stages, with equal ones under one title.
     fn listed(&self) -> Vec<Listed> {
         let list = |stage: &Stage| (self.of_parameters(stage), self.of_activations(stage));
         let lists: Vec<(String, String)> = self.plan.stages.par_iter().map(list).collect();
@@ -604,8 +606,8 @@ fn alternatives(plan: &Plan) -> String {
     table.right_but_last()
 }
 
-/// The plan in one line: `2 stages of mesh<data=2, tensor=1>, 4 microbatches of 2, 1f1b`; where stages share devices,
-/// `4 stages of mesh<data=2, tensor=1>, 2 on the same devices, 4 microbatches of 2, 1f1b`.
+/// The plan in one line: `2 stages of mesh<data=2, tensor=1>, 4 microbatches of 2, 1f1b`. If stages share devices, `4
+/// stages of mesh<data=2, tensor=1>, 2 on the same devices, 4 microbatches of 2, 1f1b`.
 pub fn one_line(plan: &Plan) -> String {
     let mut meshes: Vec<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     meshes.dedup();
@@ -641,10 +643,10 @@ fn devices(ids: &[u32]) -> String {
     parts.iter().map(|&(a, b)| range(a, b + 1)).collect::<Vec<_>>().join(", ")
 }
 
-/// Lines that differ only in a layer's number are one line.
+/// Merges lines that differ only in a layer's number.
 #[derive(Default)]
 struct Lines {
-    /// By pattern and columns: position of the first, its name, how many.
+    /// By pattern and columns: position and name of the first line, and the number of lines.
     groups: BTreeMap<(String, [String; 3]), (usize, String, usize)>,
 }
 
@@ -668,14 +670,14 @@ impl Lines {
     }
 }
 
-/// The name with its first number, which is a layer's, as `*`: `params['h*']['fc']['w']`.
+/// Replaces the first number of a name, which is a layer's, by `*`: `params['h*']['fc']['w']`.
 pub(crate) fn pattern(name: &str) -> String {
     let Some(start) = name.find(|c: char| c.is_ascii_digit()) else { return name.to_string() };
     let rest = name[start..].trim_start_matches(|c: char| c.is_ascii_digit());
     format!("{}*{rest}", &name[..start])
 }
 
-/// A table without lines, indented by two spaces.
+/// A table without rules, indented by two spaces.
 pub(crate) struct Grid(Table);
 
 impl Grid {
@@ -693,7 +695,7 @@ impl Grid {
         self.aligned(0)
     }
 
-    /// All columns but the first to the right.
+    /// Aligns all columns but the first to the right.
     pub(crate) fn right(mut self) -> String {
         let columns = self.0.column_count();
         self.aligned(columns)

@@ -1,4 +1,4 @@
-//! Programs as text: per submesh its buffers, its bodies and its schedule.
+//! Prints programs as text: the buffers, bodies and schedule of each submesh.
 
 use altiplano_ir::program::{BufferKind, Call, Program, Programs};
 use std::fmt::Write;

@@ -1,5 +1,4 @@
-//! Why a stage is what it is, in words: what it holds, where its time goes, what fills its memory, and what the plans next to
-//! this one would take.
+//! Explains a stage in words: its contents, its time account, its memory, and the neighbouring plans.
 
 use super::{Grid, devices, range};
 use crate::error::Error;
@@ -11,15 +10,15 @@ use altiplano_planner::account::{Account, Part};
 use altiplano_planner::neighbours::{Neighbour, neighbours};
 use std::fmt::Write;
 
-/// Tensors that are named.
+/// Number of tensors listed by name.
 const NAMED: usize = 4;
-/// Works shorter than this part of a step are left out.
+/// Kinds of work below this fraction of a step are left out.
 const SHOWN: f64 = 1e-4;
 
-/// A stage in words.
+/// Explains a stage.
 ///
 /// # Errors
-/// A stage that the plan does not have.
+/// Fails if the plan has no such stage.
 pub fn why_stage(plan: &Plan, number: usize) -> Result<String, Error> {
     let Some(stage) = plan.stages.get(number) else {
         return Err(Error::NoSuchStage { option: "--stage", asked: number, stages: plan.stages.len() });
@@ -65,7 +64,7 @@ pub fn why_stage(plan: &Plan, number: usize) -> Result<String, Error> {
     Ok(out.trim_end().to_string())
 }
 
-/// An account as a table.
+/// A time account as a table.
 fn times(account: &Account, step_s: f64) -> String {
     let mut table = Grid::new(&["what", "seconds", "of a step"]);
     for part in Part::ALL {

@@ -1,4 +1,4 @@
-//! What one GPU does in a step, as text.
+//! Prints the tape of one GPU as text.
 
 use crate::error::Error;
 use altiplano_ir::program::Programs;
@@ -7,7 +7,7 @@ use altiplano_runtime::tape::{Options, build};
 /// The tape of the device of a rank, command by command.
 ///
 /// # Errors
-/// Where there is no such device, or one of its kernels has no loop program yet.
+/// Fails if there is no such device, or if one of its kernels has no loop program yet.
 pub fn tape_text(programs: &Programs, rank: u32) -> Result<String, Error> {
     let devices = programs.programs.iter().map(|p| p.devices.len() as u32).sum();
     let tapes = build(programs, &Options::default()).map_err(|error| Error::Tape { error: Box::new(error) })?;

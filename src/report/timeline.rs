@@ -1,17 +1,17 @@
-//! A step as lines of characters: what the devices of each lane do when, in as many columns as a terminal has.
+//! Draws a step as lines of characters: the timeline of each lane's devices, within the terminal's width.
 
 use crate::simulate::{CallSpan, Simulation};
 use crate::units::seconds;
 use altiplano_ir::program::Phase;
 
-/// Characters of a line that are time, where there is room.
+/// Columns of a timeline if there is enough room.
 const COLUMNS: usize = 80;
-/// And where there is none.
+/// Minimum number of columns.
 const FEWEST: usize = 20;
-/// Lanes that are drawn at most; of more, as many as are spread evenly over them.
+/// Maximum number of lanes drawn; of more lanes, an evenly spaced selection.
 const LINES: usize = 16;
 
-/// A line for each lane, with what the characters mean, in lines of at most so many characters.
+/// A line per lane and a legend, in lines of at most `room` characters.
 pub fn timeline(simulation: &Simulation, room: Option<usize>) -> String {
     let plan = simulation.plan();
     let (step_s, lanes) = simulation.calls();
@@ -45,8 +45,8 @@ fn letter(phase: Phase) -> char {
     }
 }
 
-/// Calls that are shorter than a column share columns: each letter gets as many as it takes of the time so far, so that a line has
-/// the proportions that the step has.
+/// Calls shorter than a column share columns. Each letter gets its share of the columns so far, so that a line has the
+/// proportions of the step.
 fn drawn(calls: &[CallSpan], step_s: f64, columns: usize) -> String {
     const LETTERS: [char; 5] = ['F', 'B', 'W', 'U', '.'];
     let column_s = step_s / columns as f64;
@@ -65,7 +65,7 @@ fn drawn(calls: &[CallSpan], step_s: f64, columns: usize) -> String {
         }
         let waits = LETTERS.len() - 1;
         part[waits] = (1.0 - part.iter().sum::<f64>()).max(0.0);
-        // What nothing is done of in a column is not drawn there, however much of it is owed.
+        // A letter is drawn only in columns in which its work occurs, however large its remaining share.
         let mut best = waits;
         for (i, owed) in owed.iter_mut().enumerate() {
             *owed += part[i];
@@ -92,7 +92,7 @@ mod tests {
             [call(Phase::Forward, 20.0, 40.0), call(Phase::Backward, 40.0, 70.0), call(Phase::Update, 70.0, 80.0)];
         let text = drawn(&long, 80.0, COLUMNS);
         assert_eq!(text, ".".repeat(20) + &"F".repeat(20) + &"B".repeat(30) + &"U".repeat(10));
-        // A thousand calls in turns, backward three times as long.
+        // A thousand alternating calls; backward ones take three times as long.
         let turns: Vec<CallSpan> = (0..1000)
             .flat_map(|i| {
                 let at = f64::from(i) * 0.08;

@@ -1,4 +1,5 @@
-//! Why a parameter is kept, and an op split, as it is, in words: what each other way would cost, and what stands against it.
+//! Explains in words why a parameter is stored, or an op split, as it is: the cost of each alternative, and the
+//! constraints against it.
 
 use super::{Grid, devices};
 use crate::error::{Error, Names};
@@ -10,34 +11,35 @@ use altiplano_ir::plan::Plan;
 use altiplano_planner::UNDECIDED;
 use altiplano_planner::why::{Layout, Why, why};
 
-/// Values of a pattern that are explained at most: layers are alike.
+/// Maximum number of explained values per pattern, since layers are alike.
 const MOST_VALUES: usize = 2;
-/// Layouts that are listed at most.
+/// Maximum number of listed layouts.
 const MOST_LAYOUTS: usize = 12;
-/// Of a device's memory, what must be left for memory not to be said to bind.
+/// Fraction of a device's memory that must be free for memory not to count as binding.
 const SPARE: f64 = 0.05;
 
-/// Of what a step takes, what is no difference.
+/// Relative differences of step time below this are ignored.
 const ALIKE: f64 = 1e-4;
 
-/// What a question is about.
+/// The subject of a question.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
     Parameter,
     Op,
 }
 
-/// For the parameters, or the ops, of a plan's model whose names match, what their other layouts would cost. `*` stands for anything;
-/// an op may also be asked for by its number (`%12`) or its kind (`attention`), and either within one layer of the plan.
+/// Explains what other layouts would cost, for the parameters or ops of a plan's model whose names match. `*` matches
+/// anything. An op can also be selected by number (`%12`) or kind (`attention`), and either within one layer of the
+/// plan.
 ///
 /// # Errors
-/// A pattern that matches nothing that the plan decides on, and a layer that it does not have.
+/// Fails if the pattern matches nothing that the plan decides on, or if the plan has no such layer.
 pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) -> Result<String, Error> {
     let graph = &plan.graph;
     if let Some(asked) = layer.filter(|&l| l >= plan.num_layers()) {
         return Err(Error::NoSuchLayer { asked, layers: plan.num_layers() });
     }
-    // A parameter is in the layers of the ops that use it.
+    // A parameter belongs to the layers of the ops that use it.
     let (layer_of, users) = (plan.layer_of(), graph.users());
     let inside = |v: ValueId| {
         let is = |v: &ValueId| layer_of[v.index()] == layer;
@@ -57,7 +59,7 @@ pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) ->
     }
     let mut parts = Vec::new();
     let mut explained_values = 0;
-    // Of layers that are alike one each stands for all.
+    // One layer stands for all layers that are alike.
     let mut seen: Vec<String> = Vec::new();
     for (value, name) in &found {
         let like = super::pattern(name);
@@ -86,7 +88,7 @@ pub fn why_text(plan: &Plan, asked: Asked, pattern: &str, layer: Option<u32>) ->
     Ok(parts.join("\n\n"))
 }
 
-/// Whether a stage of the plan lays the value out.
+/// Returns whether a stage of the plan decides the layout of the value.
 fn decided(plan: &Plan, value: ValueId) -> bool {
     plan.stages.iter().any(|s| match &plan.graph.node(value).op {
         Op::Parameter(p) => s.parameters.contains_key(&p.name),
@@ -94,7 +96,7 @@ fn decided(plan: &Plan, value: ValueId) -> bool {
     })
 }
 
-/// Seconds more or less, as a table has them.
+/// A change in seconds, as tables show it.
 fn more(change_s: f64, of_s: f64) -> String {
     match change_s {
         s if s == f64::INFINITY => "cannot be".to_string(),
@@ -168,12 +170,12 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
     format!("{}\n{}{rest}\n{note}", lines.join("\n"), table.right())
 }
 
-/// By how much a device is too small for a layout.
+/// Bytes by which a layout exceeds a device's memory.
 fn over_bytes(why: &Why, layout: &Layout) -> u64 {
     layout.judged.map_or(layout.over_bytes, |judged| judged.peak_bytes.saturating_sub(why.device_bytes))
 }
 
-/// Which limit stands against other layouts.
+/// The constraint that rules out other layouts.
 fn binding(plan: &Plan, why: &Why) -> String {
     if let Some(pin) = &why.pin {
         return format!("what binds: the layout that is asked for ({pin})");

@@ -1,5 +1,5 @@
-//! The words of machine learning for a sharding. Which word fits follows from the op that uses a value: a weight whose
-//! contracted dimension is split is row-parallel whatever it is called.
+//! Describes shardings in the terms of machine learning. The op that uses a value determines the term: a weight whose
+//! contracted dimension is split is row-parallel, whatever its name.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -10,23 +10,23 @@ use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule};
 use altiplano_ir::sharding::Sharding;
 use std::collections::BTreeSet;
 
-/// What splitting a parameter over an axis means where it is used.
+/// The meaning of splitting a parameter over an axis, by its use.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Role {
     Vocabulary,
-    /// Each device holds some of several matrices that are multiplied side by side.
+    /// Each device holds some of several matrices that are multiplied independently.
     Expert,
     Column,
     Row,
-    /// Along a dimension of an embedding table's rows.
+    /// Along the embedding dimension of an embedding table.
     Embedding,
-    /// With the activation that it is added to or multiplied with.
+    /// In the same way as the activation with which it is combined elementwise.
     Elementwise,
-    /// Each device computes with all of it.
+    /// Each device computes with the whole parameter.
     Whole,
 }
 
-/// How a stage keeps a parameter, its gradient and its optimizer state.
+/// Describes how a stage stores a parameter, its gradient and its optimizer state.
 pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> String {
     let mesh = &stage.mesh;
     let mut said: Vec<String> = Vec::new();
@@ -62,7 +62,7 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
     said.join("; ")
 }
 
-/// The ZeRO level that a parameter is stored at; `None` where no axis is left to shard it over.
+/// The ZeRO level of a parameter; `None` if no axis is left to shard it over.
 pub fn level(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> Option<u8> {
     let mesh = &stage.mesh;
     let axes =
@@ -124,17 +124,17 @@ fn role(plan: &Plan, stage: &Stage, value: ValueId, axis: AxisId, users: &[Vec<V
     best
 }
 
-/// Whether a factor indexes every operand and the result.
+/// Returns whether a factor indexes every operand and the result.
 fn in_all(rule: &ShardingRule, factor: u8) -> bool {
     rule.operands.iter().chain([&rule.result]).all(|dims| dims.iter().any(|d| d.contains(&factor)))
 }
 
-/// Ops that hand a parameter on in another form.
+/// Ops that only change the form of a parameter.
 fn passes_on(op: &Op) -> bool {
     matches!(op, Op::Convert(_) | Op::Transpose(_) | Op::Reshape(_) | Op::BroadcastInDim(_))
 }
 
-/// What is known of a model's sizes, to name the dimensions of its activations.
+/// Sizes of a model that name the dimensions of its activations.
 pub struct Activations<'a> {
     graph: &'a Graph,
     users: Vec<Vec<ValueId>>,
@@ -155,7 +155,8 @@ impl<'a> Activations<'a> {
         &self.users
     }
 
-    /// Whether labels are looked up in the value, perhaps after a softmax: then it holds a score for each word.
+    /// Returns whether labels are looked up in the value, possibly after a softmax, so that it holds a score for each
+    /// word.
     fn is_scores(&self, value: ValueId) -> bool {
         let shape = self.graph.shape(value);
         let mut pending = vec![value];
@@ -174,7 +175,7 @@ impl<'a> Activations<'a> {
         false
     }
 
-    /// The layout of a value in words.
+    /// Describes the layout of a value.
     pub fn of(&self, value: ValueId, sharding: &Sharding, mesh: &Mesh) -> String {
         let mut said = Vec::new();
         for (d, layout) in sharding.dims.iter().enumerate() {
@@ -191,7 +192,7 @@ impl<'a> Activations<'a> {
         if said.is_empty() { "replicated".to_string() } else { said.join("; ") }
     }
 
-    /// What a dimension of an activation is called.
+    /// Names a dimension of an activation.
     fn dimension(&self, value: ValueId, dim: usize) -> String {
         let node = self.graph.node(value);
         let (size, rank) = (node.ty.shape[dim], node.ty.rank());

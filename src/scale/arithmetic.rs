@@ -1,9 +1,9 @@
-//! Sums on the back of an envelope: what training takes by published formulas, to set beside what is predicted. Each names its
-//! source, and its tests are numbers that were published.
+//! Back-of-the-envelope formulas from the literature, for comparison with predictions. Each names its source, and its
+//! tests use published numbers.
 
 const DAY_S: f64 = 86_400.0;
 
-/// Bytes a second that a central parameter server receives, and as many that it sends, where each worker has a gradient of
+/// Bytes per second that a central parameter server receives, and sends, if each worker has a gradient of
 /// `gradient_bytes` every `gradient_s` seconds.
 ///
 /// 256 workers with the 97.5 MiB of a ResNet-50, three times a second, are 73 GiB/s each way.
@@ -11,35 +11,36 @@ pub fn server_bytes_per_s(workers: u64, gradient_bytes: f64, gradient_s: f64) ->
     workers as f64 * gradient_bytes / gradient_s
 }
 
-/// Seconds that so many operations take at a rate.
+/// Seconds for a number of operations at a rate.
 pub fn seconds_of_flop(flop: f64, flop_per_s: f64) -> f64 {
     flop / flop_per_s
 }
 
-/// Operations that a parameter takes with each token: 2 forward, 4 backward, and 2 again where activations are recomputed.
+/// Operations per parameter and token: 2 forward, 4 backward, and 2 more if activations are recomputed.
 pub fn flop_per_parameter_and_token(recomputed: bool) -> f64 {
     if recomputed { 8.0 } else { 6.0 }
 }
 
-/// Days to train a transformer of `parameters` on `tokens`: `8 T P / (n X)` where activations are recomputed (Narayanan et al. 2021,
-/// equation 4), else `6 T P / (n X)`, on `devices` that do `flop_per_s` each.
+/// Days to train a transformer of `parameters` on `tokens`, with `devices` that do `flop_per_s` each. It is `8 T P / (n
+/// X)` if activations are recomputed (Narayanan et al. 2021, equation 4), else `6 T P / (n X)`.
 pub fn training_days(tokens: f64, parameters: f64, devices: u64, flop_per_s: f64, recomputed: bool) -> f64 {
     let flop = flop_per_parameter_and_token(recomputed) * tokens * parameters;
     seconds_of_flop(flop, devices as f64 * flop_per_s) / DAY_S
 }
 
-/// By how many standard deviations the largest of `n` independent normal numbers is expected to exceed the mean (Tippett 1925):
-/// the integral of `1 - F(x)^n - F(-x)^n` over `x` from 0, where `F` is the normal distribution; 0 for one number, 1.539 for ten.
+/// The expected maximum of `n` independent standard normal numbers (Tippett 1925): the integral of `1 - F(x)^n -
+/// F(-x)^n` over `x` from 0, where `F` is the normal distribution. It is 0 for one number and 1.539 for ten.
 ///
-/// Workers that wait for each other each step take as long as the slowest of them, so that `n` of them whose steps take `m` with a
-/// standard deviation of `s` take `m + s x` this.
+/// Workers that wait for each other in every step take as long as the slowest of them. If a step takes `m` with a
+/// standard deviation of `s`, `n` of them take `m + s x` this.
 pub fn expected_maximum(n: u64) -> f64 {
-    // Beyond nine deviations nothing is left of 2^53 numbers. Simpson's rule, with F itself added up along the way.
+    // Beyond nine deviations the tail is negligible even for 2^53 numbers. Simpson's rule, with F accumulated along the
+    // way.
     const STEPS: u32 = 9 * 256;
     const H: f64 = 1.0 / 256.0;
     let density = |x: f64| (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
     let n = n.max(1) as f64;
-    // The part of the distribution above x keeps its digits where F itself is nearly 1.
+    // The upper tail keeps its precision where F itself is nearly 1.
     let rest = |above: f64| -(n * (-above).ln_1p()).exp_m1() - above.powf(n);
     let upper =
         |x: f64, above: f64| above - H / 12.0 * (density(x) + 4.0 * density(x + H / 4.0) + density(x + H / 2.0));
@@ -58,7 +59,7 @@ pub fn expected_maximum(n: u64) -> f64 {
 mod tests {
     use super::*;
 
-    /// The closed forms of two and three, and Tippett's table.
+    /// Compares with the closed forms for two and three, and with Tippett's table.
     #[test]
     fn the_slowest_of_many_is_as_slow_as_published() {
         let pi = std::f64::consts::PI;
@@ -87,7 +88,7 @@ mod tests {
     /// Narayanan et al. 2021: section 5.1 (days of two models), and table 2 (300 billion tokens, with ZeRO-3 and with PTD-P).
     #[test]
     fn days_are_those_that_were_published() {
-        // (parameters, tokens, devices, TFLOP/s a device, days)
+        // (parameters, tokens, devices, TFLOP/s per device, days)
         let table = [
             (175e9, 300e9, 1024, 140.0, 34.0),
             (1e12, 450e9, 3072, 163.0, 84.0),

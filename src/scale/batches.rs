@@ -1,5 +1,5 @@
-//! What a batch means for training: how many steps and samples it takes to come as far, learning rates and warm-up, and which rules
-//! were shown up to which batch. Everything here is published; nothing is predicted.
+//! The effect of a batch size on training: steps and samples to reach the same loss, learning rates and warm-up, and
+//! the largest batch for which a rule was demonstrated. Everything here is published; nothing is predicted.
 
 use crate::advice::{BatchEffort, learning_rates};
 use crate::report::Grid;
@@ -15,19 +15,19 @@ pub struct BaseRate {
     pub batch: u64,
 }
 
-/// What is known of training with one batch.
+/// The effects of one batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct BatchRow {
     pub batch: u64,
-    /// Multiples of the fewest steps and samples that any batch needs, where the noise scale is known.
+    /// Steps and samples as multiples of the minimum over all batches, if the noise scale is known.
     pub steps: Option<f64>,
     pub samples: Option<f64>,
-    /// Where a rate is known to scale from.
+    /// Scaled learning rates, if a base rate is known.
     pub rate_linear: Option<f64>,
     pub rate_square_root: Option<f64>,
 }
 
-/// One row for each batch, which are in order.
+/// One row per batch, in the given order.
 pub fn batch_rows(batches: &[u64], noise_scale: Option<f64>, base: Option<BaseRate>) -> Vec<BatchRow> {
     let row = |&batch: &u64| {
         let effort = noise_scale.map(|scale| BatchEffort::of(batch as f64, scale));
@@ -43,13 +43,13 @@ pub fn batch_rows(batches: &[u64], noise_scale: Option<f64>, base: Option<BaseRa
     batches.iter().map(row).collect()
 }
 
-/// Batches to say something of where all rows of a sweep have the same one.
+/// Batches to discuss if all rows of a sweep have the same one.
 pub fn around(batch: u64) -> Vec<u64> {
     let smaller = [16, 4].into_iter().filter(|&n| batch.is_multiple_of(n)).map(|n| batch / n);
     smaller.chain([1, 4, 16].into_iter().map(|n| batch.saturating_mul(n))).collect()
 }
 
-/// The rows as a table, with what holds of them.
+/// The rows as a table, with notes.
 pub fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<BaseRate>) -> String {
     let mut columns = vec!["batch"];
     if noise_scale.is_some() {
@@ -61,7 +61,7 @@ pub fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<Base
     let mut table = Grid::new(&columns);
     for row in rows {
         let effort = [row.steps, row.samples].into_iter().flatten().map(digits);
-        // Rates are small, and their digits count.
+        // Rates are small, so print their significant digits.
         let rates = [row.rate_linear, row.rate_square_root].into_iter().flatten().map(|rate| format!("{rate:.2e}"));
         table.row([row.batch.to_string()].into_iter().chain(effort).chain(rates).collect::<Vec<_>>());
     }
@@ -75,7 +75,7 @@ pub fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<Base
     lines.join("\n")
 }
 
-/// What is customary with an optimizer and a largest batch, and the warm-up from the batch of a known rate.
+/// Customary practice with an optimizer up to the largest batch, and the warm-up from the batch of a known rate.
 pub fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimizer) -> Vec<String> {
     let mut lines = vec![
         format!("{}'s customary rate: {}", optimizer.name(), practice::base_rate(optimizer)),
@@ -99,7 +99,7 @@ pub fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimize
     lines
 }
 
-/// What is odd about a batch, given the samples of an epoch.
+/// A warning about a batch that is large relative to an epoch.
 pub fn batch_warning(batch: u64, in_epoch: Option<u64>) -> Option<String> {
     let root = (in_epoch? as f64).sqrt();
     (batch as f64 > root).then(|| {

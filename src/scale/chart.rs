@@ -1,10 +1,10 @@
-//! Lines and marked points over two axes, as SVG. A scale is linear or logarithmic, and ticks are round numbers.
+//! Draws lines and marked points over two axes as SVG. A scale is linear or logarithmic, with round ticks.
 
 use crate::scale::page::escaped;
 use crate::units::digits;
 use std::fmt::Write;
 
-/// The picture, and what is left of it for axes, in pixels.
+/// Size of the picture and its margins, in pixels.
 const WIDTH: f64 = 640.0;
 const HEIGHT: f64 = 320.0;
 const LEFT: f64 = 64.0;
@@ -14,7 +14,7 @@ const BOTTOM: f64 = 44.0;
 
 pub(super) struct Chart<'a> {
     pub title: &'a str,
-    /// Names, of the one across first.
+    /// Names of the axes, the horizontal one first.
     pub axes: [&'a str; 2],
     pub logarithmic: [bool; 2],
     pub lines: Vec<Line<'a>>,
@@ -23,7 +23,7 @@ pub(super) struct Chart<'a> {
 
 pub(super) struct Line<'a> {
     pub name: &'a str,
-    /// Of the page's style.
+    /// Index of a colour of the page's style.
     pub hue: usize,
     pub points: Vec<(f64, f64)>,
 }
@@ -31,12 +31,12 @@ pub(super) struct Line<'a> {
 pub(super) struct Mark {
     pub at: (f64, f64),
     pub label: String,
-    /// Has a ring.
+    /// True if the mark has a ring.
     pub chosen: bool,
     pub hollow: bool,
 }
 
-/// From numbers to pixels.
+/// Maps numbers to pixels.
 struct Axis {
     logarithmic: bool,
     low: f64,
@@ -46,14 +46,14 @@ struct Axis {
 }
 
 impl Axis {
-    /// An axis that shows all of the numbers; linear ones begin at 0.
+    /// An axis that covers all values; linear ones start at 0.
     fn new(values: impl Iterator<Item = f64> + Clone, logarithmic: bool, from: f64, to: f64) -> Axis {
         let most = values.clone().fold(f64::MIN, f64::max);
         let (low, high) = match logarithmic {
             true => (values.fold(f64::MAX, f64::min).ln(), most.ln()),
             false => (0.0, most),
         };
-        // A single number lies in the middle.
+        // A single value is centred.
         let margin = if high - low > 1e-9 { (high - low) * 0.06 } else { 0.5 };
         Axis { logarithmic, low: if logarithmic { low - margin } else { low }, high: high + margin, from, to }
     }
@@ -63,7 +63,7 @@ impl Axis {
         self.from + (self.to - self.from) * (value - self.low) / (self.high - self.low)
     }
 
-    /// Round numbers within the axis, a handful of them.
+    /// A handful of round numbers within the axis.
     fn ticks(&self) -> Vec<f64> {
         let multiples = |of: &[f64], powers: std::ops::Range<i32>| -> Vec<f64> {
             powers.flat_map(|power| of.iter().map(move |step| step * 10f64.powi(power))).collect()
@@ -80,14 +80,14 @@ impl Axis {
             few if few.len() < 3 => of(&[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]),
             enough => enough,
         };
-        // Over many decades one tick in a few is enough.
+        // Over many decades, every few ticks suffice.
         let every = all.len().div_ceil(8).max(1);
         all.into_iter().step_by(every).collect()
     }
 }
 
 impl Chart<'_> {
-    /// The picture; none where there is nothing in it, or a number that has no place on its axis.
+    /// The SVG; `None` if it would be empty, or if a number has no place on its axis.
     pub fn svg(&self) -> Option<String> {
         let all: Vec<(f64, f64)> =
             self.lines.iter().flat_map(|l| l.points.iter().copied()).chain(self.marks.iter().map(|m| m.at)).collect();
@@ -163,7 +163,7 @@ impl Chart<'_> {
     }
 }
 
-/// A tick, as short as it goes.
+/// A tick label, as short as possible.
 fn number(value: f64) -> String {
     if (0.01..1e6).contains(&value) || value == 0.0 {
         let text = format!("{value:.2}");

@@ -1,17 +1,18 @@
-//! What is recommended, as a file of options that `altiplano run --config` takes.
+//! Writes the recommendation as an options file for `altiplano run --config`.
 //!
-//! The file says what published rules say of the batch, and where each comes from; what no rule tells is left out, and said.
+//! The file states what published rules say about the batch, with their sources. Options that no rule covers are left
+//! out, with a comment.
 
 use crate::scale::practice::advised;
 use crate::scale::{Length, Scaling};
 use altiplano_ir::optimizer::Optimizer;
 use std::fmt::Write;
 
-/// Epochs in which SGD's rate rises, and after which it falls by a factor (Goyal et al. 2017, section 2.2 and 5.1).
+/// Epochs of SGD's warm-up, and between drops of its rate (Goyal et al. 2017, sections 2.2 and 5.1).
 const SGD_WARM_UP_EPOCHS: f64 = 5.0;
 const SGD_FALL_EPOCHS: f64 = 30.0;
 
-/// Options of a run on the recommended count of nodes, else the largest with a plan; None where no count has one.
+/// Options of a run on the recommended number of nodes, else the largest with a plan; `None` if none has one.
 pub fn train_config(found: &Scaling) -> Option<String> {
     let with_plan = || found.rows.iter().filter(|row| row.point.is_some()).map(|row| row.nodes).next_back();
     let nodes = found.recommended.map(|r| r.nodes).or_else(with_plan)?;
@@ -50,7 +51,7 @@ pub fn train_config(found: &Scaling) -> Option<String> {
             line(format!("lr-warmup = {warm_up:.0} # 5 epochs, and a polynomial of power 2 (You et al. 2017)"));
             line("lr-schedule = \"polynomial\"\nlr-power = 2".to_string());
         }
-        // These steps get smaller by themselves, or have no rate of their own.
+        // The steps of these optimizers shrink by themselves, or have no rate of their own.
         (Optimizer::Adagrad { .. } | Optimizer::Adadelta { .. }, Some(_), _) => {
             line("lr-schedule = \"constant\"".to_string());
         }
@@ -64,8 +65,8 @@ pub fn train_config(found: &Scaling) -> Option<String> {
     Some(text)
 }
 
-/// The part of all steps in which the rate rises: 1/320 with 512 samples and in proportion to the batch, at most a fifth (You et al.
-/// 2020, on BERT).
+/// Fraction of all steps in the warm-up: 1/320 at 512 samples, proportional to the batch, and at most a fifth (You et
+/// al. 2020, on BERT).
 fn warm_up_part(batch: u64) -> f64 {
     (batch as f64 / 512.0 / 320.0).min(0.2)
 }

@@ -1,8 +1,8 @@
-//! Ways to exchange gradients, side by side in seconds and staleness: together after each step as the plan does, one step late, and
-//! over parameter servers that workers wait for or do not.
+//! Compares ways to exchange gradients in seconds and staleness: synchronously as the plan does, one step late, and
+//! over parameter servers with or without waiting.
 //!
-//! Staleness is the number of updates that parameters have had, on average, between the reading of them that a gradient was computed
-//! with and the update by that gradient. What it costs in steps depends on the model, and is not priced.
+//! Staleness is the mean number of updates between the read of the parameters for a gradient and the update by that
+//! gradient. Its cost in steps depends on the model, and is not priced.
 
 use crate::scale::Point;
 use crate::scale::arithmetic::{expected_maximum, server_bytes_per_s};
@@ -11,29 +11,30 @@ use altiplano_ir::cluster::Group;
 use altiplano_planner::account::Part;
 use serde::Serialize;
 
-/// What the axes of data parallelism are called, with a number behind it where there are several.
+/// The name of data-parallel axes, followed by a number if there are several.
 const DATA_AXIS: &str = "data";
 
-/// One way.
+/// One way to exchange gradients.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Exchange {
     pub name: &'static str,
     pub nodes: u32,
-    /// Devices that compute gradients.
+    /// Number of devices that compute gradients.
     pub workers: u32,
-    /// Nodes that hold parameters, of all nodes.
+    /// Number of nodes that hold parameters, out of all nodes.
     pub servers: Option<u32>,
-    /// For the gradients of a global batch.
+    /// Seconds for the gradients of a global batch.
     pub step_time_s: f64,
-    /// In updates.
+    /// Staleness in updates.
     pub staleness: f64,
     pub how: String,
 }
 
-/// All ways on so many nodes, the plan's first. Steps of workers differ by `jitter`, a standard deviation as a part of what they compute.
+/// All ways on a number of nodes, the plan's first. Worker step times vary by `jitter`, a standard deviation as a
+/// fraction of their computing time.
 ///
-/// Workers that wait for each other take as long as the slowest ([`expected_maximum`]); others take the mean. Of the plan, what it
-/// sends over the axis of data parallelism and does not hide already can be sent while the next step computes.
+/// Workers that wait for each other take as long as the slowest ([`expected_maximum`]); others take the mean. The
+/// plan's exposed communication over the data-parallel axis could overlap with the next step.
 pub(crate) fn exchanges(group: &Group, nodes: u32, point: &Point, gradient_bytes: u64, jitter: f64) -> Vec<Exchange> {
     let of_step = |chosen: &dyn Fn(&str) -> bool| {
         let parts = point.parts.iter().filter(|part| chosen(&part.what)).map(|part| part.device_s);
@@ -69,34 +70,35 @@ pub(crate) fn exchanges(group: &Group, nodes: u32, point: &Point, gradient_bytes
     all
 }
 
-/// Whether a part of a step is a collective over the axis of data parallelism, as `account` writes it.
+/// Returns whether a part of a step is a collective over a data-parallel axis, in the notation of `account`.
 fn is_over_data(what: &str) -> bool {
     let axes = what.split_once(" over ").map(|(_, axes)| axes.split([',', ' ']).next().unwrap_or(axes));
     axes.is_some_and(|axes| axes.split('+').any(|axis| axis.starts_with(DATA_AXIS)))
 }
 
-/// Data parallel training over servers on some of the nodes, each with its share of the parameters.
+/// Data-parallel training with servers on some of the nodes, each with its share of the parameters.
 struct Servers<'a> {
     group: &'a Group,
     nodes: u32,
     gradient_bytes: u64,
-    /// Device-seconds of a step.
+    /// Device-seconds of computation per step.
     computing_s: f64,
 }
 
-/// Seconds for one direction of what all workers send once.
+/// Seconds for one direction of all workers' messages.
 struct Sent {
-    /// Out of a node of workers.
+    /// Out of a worker node.
     of_node_s: f64,
-    /// Into the servers, which share what all workers send (incast).
+    /// Into the servers, which share the messages of all workers (incast).
     at_servers_s: f64,
-    /// Where all send at the same time: the longer one.
+    /// The longer of the two, since all send at the same time.
     at_once_s: f64,
 }
 
 impl Servers<'_> {
-    /// The number of servers with the shortest step; none on one node. `judge` is given the workers, what each computes, and what
-    /// sending takes, and gives seconds and staleness. Network cards send and receive at the same time.
+    /// The number of servers with the shortest step; `None` with one node. `judge` gets the number of workers, the
+    /// computing time of each and the communication times, and returns seconds and staleness. Network cards send and
+    /// receive at the same time.
     fn best(&self, name: &'static str, judge: impl Fn(u32, f64, &Sent) -> (f64, f64)) -> Option<Exchange> {
         let each = self.group.devices_per_node;
         let node_bytes_per_s = f64::from(self.group.inter_node.nics) * self.group.inter_node.bytes_per_s;

@@ -1,46 +1,46 @@
-//! Whether samples come as fast as they are trained on: the rate that a plan reads at beside what the storage of a cluster gives, from
-//! the shared file system or from the disks of the nodes.
+//! Compares the rate at which a plan reads samples with the bandwidth of a cluster's storage, from the shared file
+//! system or the nodes' disks.
 
 use altiplano_ir::cluster::DataStorage;
 use altiplano_ir::graph::Graph;
 use serde::Serialize;
 
-/// What samples are on storage.
+/// The stored form of samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Samples {
     pub bytes: f64,
-    /// Samples that are read with one opening of a file.
+    /// Samples per opened file.
     pub per_file: f64,
-    /// Samples of an epoch, where it is known.
+    /// Samples per epoch, if known.
     pub in_epoch: Option<u64>,
 }
 
-/// How one count of nodes is fed.
+/// The input of one number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Input {
     pub needed_bytes_per_s: f64,
     pub given_bytes_per_s: f64,
-    /// What gives no more.
+    /// The bottleneck.
     pub limit: &'static str,
-    /// Part of the time in which devices have something to train on: what is given over what is needed, at most 1.
+    /// Fraction of time in which devices have samples to train on: supply over demand, at most 1.
     pub utilisation: f64,
-    /// From the disks of the nodes instead, where they have any.
+    /// The same with local disks, if the nodes have any.
     pub staged: Option<Staged>,
 }
 
-/// Each node reads its share of the samples from its own disks.
+/// Staging: each node reads its share of the samples from its own disks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Staged {
     pub utilisation: f64,
-    /// A node's share of an epoch, where its samples are known.
+    /// A node's share of an epoch, if the number of samples is known.
     pub node_bytes: Option<f64>,
     pub fits: Option<bool>,
-    /// Seconds to copy it from the file system, once.
+    /// Seconds to copy it once from the file system.
     pub copy_s: Option<f64>,
 }
 
 impl Input {
-    /// On so many nodes, which train on so many samples a second while they have them.
+    /// The input of a number of nodes that train on `samples_per_s` while they have samples.
     pub fn new(storage: &DataStorage, samples: &Samples, nodes: u32, samples_per_s: f64) -> Input {
         let nodes = f64::from(nodes);
         let needed_bytes_per_s = samples_per_s * samples.bytes;
@@ -70,21 +70,21 @@ impl Input {
         self.utilisation < 1.0
     }
 
-    /// Whether reading from the nodes' own disks removes the limit.
+    /// Returns whether reading from local disks removes the bottleneck.
     pub fn staging_helps(&self) -> bool {
         self.is_bound() && self.staged.is_some_and(|s| s.utilisation >= 1.0 && s.fits != Some(false))
     }
 }
 
-/// Bytes of a sample as the model takes it; where no batch is known, of what a step takes.
+/// Bytes of a sample as the model takes it; of a step's input if the batch is unknown.
 pub fn sample_bytes(graph: &Graph) -> f64 {
     let of_batch = |v| graph.batch == 0 || graph.node(v).batch_dims != 0;
     let bytes: f64 = graph.inputs().filter(|(v, _)| of_batch(*v)).map(|(v, _)| graph.ty(v).bytes() as f64).sum();
     bytes / graph.batch.max(1) as f64
 }
 
-/// Tokens of a sample: the positions of the longest input of integers; `None` where a model has none. Where no batch is known, those
-/// of a step.
+/// Tokens per sample: the positions of the longest integer input; `None` if the model has none. If the batch is
+/// unknown, the tokens of a step.
 pub fn sample_tokens(graph: &Graph) -> Option<u64> {
     let tokens = graph.inputs().filter(|(v, _)| {
         let node = graph.node(*v);
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn large_samples_are_bound_by_storage_and_text_is_not() {
-        // Volumes of 140 MB, of which 16 nodes train on 2000 a second: 280 GB/s.
+        // Volumes of 140 MB; 16 nodes train on 2000 per second: 280 GB/s.
         let volumes = Samples { bytes: 140e6, per_file: 1.0, in_epoch: Some(300_000) };
         let input = Input::new(&STORAGE, &volumes, 16, 2000.0);
         assert_eq!((input.limit, input.given_bytes_per_s), ("the file system", 100e9));
@@ -115,7 +115,7 @@ mod tests {
         let staged = input.staged.expect("disks");
         assert_eq!((staged.utilisation, staged.fits), (1.0, Some(true)));
         assert_eq!((staged.node_bytes, staged.copy_s), (Some(42e12 / 16.0), Some(420.0)));
-        // Four nodes are bound by what each can read, and their disks are too small.
+        // With four nodes, each node's bandwidth is the limit, and their disks are too small.
         let few = Input::new(&STORAGE, &volumes, 4, 500.0);
         assert_eq!((few.limit, few.given_bytes_per_s), ("what a node reads from the file system", 40e9));
         assert!(few.is_bound() && !few.staging_helps() && few.staged.is_some_and(|s| s.fits == Some(false)));

@@ -1,6 +1,6 @@
-//! How many nodes to take: the best plan for each of several counts of nodes, how long training takes with it and what it costs, which
-//! counts nothing beats and which one to take. All counts are judged alike, so that what limits the larger ones is what their devices
-//! spend more of on a sample than those of the smallest.
+//! Recommends a number of nodes. It plans for each of several numbers of nodes, predicts training time and cost, marks
+//! the Pareto-optimal ones, and recommends one. All predictions use the same model. So the bottleneck of a larger
+//! number is whatever takes more device-seconds per sample than with the smallest.
 
 pub mod arithmetic;
 mod batches;
@@ -40,85 +40,86 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What grows with the nodes.
+/// The quantity that grows with the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Growth {
-    /// The global batch; each device has as many samples of it on any count.
+    /// The global batch; each device has the same number of samples at any size.
     Weak,
-    /// Nothing; the global batch is spread thinner.
+    /// Nothing; the global batch is divided among more devices.
     Strong,
 }
 
-/// How long training is, in samples; where a noise scale is known, with the batch of the smallest count.
+/// The length of training in samples; if a noise scale is known, with the batch of the smallest number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Length {
-    /// Of an epoch, where there are epochs.
+    /// Samples per epoch, if there are epochs.
     pub in_epoch: Option<u64>,
     pub samples: f64,
-    /// Where it was said in tokens.
+    /// Number of tokens, if given as such.
     pub tokens: Option<f64>,
 }
 
-/// What is asked beside the model and the cluster.
+/// The inputs of a sweep besides model and cluster.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Question {
-    /// Ascending, each once.
+    /// Numbers of nodes, ascending and distinct.
     pub nodes: Vec<u32>,
     pub growth: Growth,
     pub length: Option<Length>,
-    /// In samples (McCandlish et al. 2018).
+    /// Gradient noise scale in samples (McCandlish et al. 2018).
     pub noise_scale: Option<f64>,
     pub max_hours: Option<f64>,
-    /// Where samples are read from storage that the cluster describes.
+    /// Stored samples, if the cluster describes its storage.
     pub samples: Option<Samples>,
     pub base_rate: Option<BaseRate>,
-    /// Until nodes are there.
+    /// Waiting times for nodes.
     pub queue_waits: Option<QueueWaits>,
-    /// By how much steps of workers differ: a standard deviation as a part of what they compute.
+    /// Variation of worker step times: a standard deviation as a fraction of their computing time.
     pub jitter: f64,
 }
 
-/// What was found for one count of nodes.
+/// The result for one number of nodes.
 #[derive(Debug)]
 pub struct Row {
     pub nodes: u32,
     pub devices: u32,
-    /// Of this count alone.
+    /// The plan for exactly this number.
     pub plan: Result<Plan, PlanFailure>,
-    /// What training on so many nodes is like, by this plan or by that of fewer nodes.
+    /// Training on this number of nodes, by its own plan or by that of fewer nodes.
     pub point: Option<Point>,
 }
 
-/// Training on a count of nodes.
+/// Training on a number of nodes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Point {
-    /// The rest is idle.
+    /// Number of nodes used; the others are idle.
     pub nodes_used: u32,
     pub devices: u32,
     pub devices_used: u32,
     pub global_batch: u64,
-    /// Samples of the global batch for each device that is used.
+    /// Samples of the global batch per used device.
     pub local_batch: f64,
     pub step_time_s: f64,
-    /// With the waits for input.
+    /// Throughput, waits for input included.
     pub samples_per_s: f64,
     pub mfu: f64,
-    /// Model FLOPs a second of a device that is used, without what it computes again.
+    /// Model FLOP/s per used device, without recomputation.
     pub device_flop_per_s: f64,
-    /// Whether all activations are computed again.
+    /// True if all activations are recomputed.
     pub recomputed: bool,
     pub peak_bytes: u64,
     pub how: String,
-    /// Samples a second and device, beside those of the smallest count that has a plan.
+    /// Throughput per device, relative to the smallest number of nodes with a plan.
     pub efficiency: f64,
     pub input: Option<Input>,
-    /// Device-seconds that a sample takes, by what they are for, most first.
+    /// Device-seconds per sample by kind of work, largest first.
     pub parts: Vec<Spent>,
-    /// Beside the smallest count that has a plan: what a sample takes most more of, or where it takes less most less.
+    /// Relative to the smallest number with a plan: the kind of work with the largest increase per sample, or the
+    /// largest decrease.
     pub change: Option<Change>,
     pub training: Option<Training>,
-    /// Whether no other count is as fast for fewer device-hours, or cheaper and as fast.
+    /// True if the point is Pareto-optimal in time and device-hours.
     pub on_front: bool,
 }
 
@@ -126,64 +127,65 @@ pub struct Point {
 pub struct Spent {
     pub what: String,
     pub device_s: f64,
-    /// Of all that a sample takes.
+    /// Fraction of all device-seconds of a sample.
     pub part: f64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
     pub what: String,
-    /// Device-seconds of a sample, beyond those on the smallest count.
+    /// Device-seconds per sample beyond those with the smallest number of nodes.
     pub device_s: f64,
-    /// Of all changes in the same direction.
+    /// Fraction of all changes in the same direction.
     pub part: f64,
 }
 
-/// How long training takes, and what it costs.
+/// The duration and cost of training.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Training {
     pub steps: f64,
     pub samples: f64,
     pub hours: f64,
-    /// Until the nodes are there, where it is known; nothing is paid for.
+    /// Hours until the nodes are available, if known; they cost nothing.
     pub wait_hours: Option<f64>,
-    /// Of all devices of the nodes, idle or not.
+    /// Device-hours of all devices of the nodes, idle or not.
     pub device_hours: f64,
-    /// Where the cluster says what a node costs.
+    /// Price, if the cluster states that of a node.
     pub price: Option<f64>,
-    /// Where the cluster says what a device draws; devices alone.
+    /// Energy of the devices alone, if the cluster states their power.
     pub kwh: Option<f64>,
-    /// Hours by the published formula, where training is counted in tokens.
+    /// Hours by the published formula, if training is counted in tokens.
     pub formula_hours: Option<f64>,
 }
 
 impl Training {
-    /// Hours until the result is there, waits for nodes included.
+    /// Hours until the result is available, waits for nodes included.
     pub fn done_hours(&self) -> f64 {
         self.hours + self.wait_hours.unwrap_or(0.0)
     }
 }
 
-/// The count to take.
+/// The recommended number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Recommended {
     pub nodes: u32,
     pub rule: Rule,
 }
 
-/// Why a count is recommended.
+/// The reason for a recommendation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rule {
-    /// It needs the fewest device-hours of those that are done in time.
+    /// It needs the fewest device-hours of those done in time.
     WithinHours,
     /// None is done in time, and it is the fastest.
     Fastest,
-    /// Time, waits included, multiplied by device-hours is least, which is where efficiency over time is greatest (Eager, Zahorjan and Lazowska 1989).
+    /// It minimises time, waits included, times device-hours, which maximises efficiency over time (Eager, Zahorjan and
+    /// Lazowska 1989).
     Knee,
 }
 
-/// A sweep over counts of nodes.
+/// A sweep over numbers of nodes.
 #[derive(Debug)]
 pub struct Scaling {
     pub model: String,
@@ -192,24 +194,25 @@ pub struct Scaling {
     pub optimizer: Optimizer,
     pub parameters: u64,
     pub rows: Vec<Row>,
-    /// On the smallest count with [`LARGER`] times its batch: samples for each device, and model FLOPs over the peak.
+    /// With the smallest number of nodes and [`LARGER`] times its batch: samples per device, and model FLOP/s over the
+    /// peak.
     pub larger_batch: Option<(f64, f64)>,
     pub recommended: Option<Recommended>,
-    /// What people would do without a search, on the recommended count, else the largest.
+    /// Conventional plans without a search, on the recommended number of nodes, else the largest.
     pub named: Vec<Named>,
-    /// Ways to exchange gradients, on the same count.
+    /// Ways to exchange gradients, on the same number of nodes.
     pub exchanges: Vec<Exchange>,
-    /// Whether it was stopped before all was looked at.
+    /// True if the search was cancelled before all numbers were planned.
     pub stopped: bool,
 }
 
-/// How much larger a local batch is, to see whether devices would be busier.
+/// Factor of the local batch in the test whether devices could be busier.
 const LARGER: u64 = 4;
 
-/// Counts of nodes as people write them: `1,2,3`, and `1,2,4,...,64` for doubled counts between two.
+/// Parses numbers of nodes: `1,2,3`, and `1,2,4,...,64` for doublings between two.
 ///
 /// # Errors
-/// Where a count is no number from 1 up, or is there twice.
+/// Fails if a number is below 1 or no number, or occurs twice.
 pub fn node_counts(text: &str) -> Result<Vec<u32>, Error> {
     let wrong = |problem| Err(Error::Option { option: "--nodes", problem });
     let mut counts: Vec<u32> = Vec::new();
@@ -237,18 +240,18 @@ pub fn node_counts(text: &str) -> Result<Vec<u32>, Error> {
     }
     counts.sort_unstable();
     match counts.windows(2).any(|pair| pair[0] == pair[1]) {
-        true => wrong("a count is there twice"),
+        true => wrong("a count occurs twice"),
         false => Ok(counts),
     }
 }
 
-/// The request for each count of nodes, its batch held or grown.
+/// The request for each number of nodes, with a constant or growing batch.
 fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)>, Error> {
     fn wrong<T>(option: &'static str, problem: &'static str) -> Result<T, Error> {
         Err(Error::Option { option, problem })
     }
     let [group] = request.cluster.groups.as_slice() else {
-        return wrong("--nodes", "counts nodes that are all alike, and the cluster has several groups of them");
+        return wrong("--nodes", "needs equal nodes, but the cluster has several groups");
     };
     let (Some(&fewest), Some(&most)) = (question.nodes.first(), question.nodes.last()) else {
         return wrong("--nodes", "names no count");
@@ -257,7 +260,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
         return wrong("--nodes", "more than 1000000 devices");
     }
     if question.growth == Growth::Weak && request.graph.batch == 0 {
-        return wrong("--weak", "the model's batch was not found, so that it cannot grow");
+        return wrong("--weak", "the model's batch was not found, so it cannot grow");
     }
     let batch = global_batch(request);
     let of_count = |&nodes: &u32| {
@@ -265,10 +268,13 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
         of_count.cluster.groups[0].nodes = nodes;
         if question.growth == Growth::Weak {
             let Some(samples) = batch.checked_mul(u64::from(nodes)) else {
-                return wrong("--weak", "the batch of the largest count is no number of samples");
+                return wrong("--weak", "the batch of the largest count is too large");
             };
             if !samples.is_multiple_of(u64::from(fewest)) {
-                return wrong("--weak", "a batch would not be whole; --global-batch is that of the smallest count");
+                return wrong(
+                    "--weak",
+                    "a batch would not be a whole number of samples; --global-batch is that of the smallest count",
+                );
             }
             of_count.global_batch = Some(samples / u64::from(fewest));
         }
@@ -277,10 +283,10 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
     question.nodes.iter().map(of_count).collect()
 }
 
-/// Plans for every count of nodes, side by side, and says what training is like on each.
+/// Plans for all numbers of nodes in parallel, and predicts training on each.
 ///
 /// # Errors
-/// Where the question cannot be asked of this model and cluster. Counts without a plan are rows that say so.
+/// Fails if the question does not apply to this model and cluster. A number without a plan is a row with the reason.
 pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) -> Result<Scaling, Error> {
     let requests = requests(request, question)?;
     let fewest = &requests[0].1;
@@ -288,12 +294,12 @@ pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) 
     let (done, total) = (AtomicUsize::new(0), requests.len() + 1);
     let cuts: Arc<Cuts> = Arc::default();
     let planned = |request: &Request| {
-        // What was not begun when the search was stopped stays out.
+        // Skip plans that had not started when the user cancelled.
         let found = (!progress.stopped()).then(|| plan_among(request, &cuts, &Muted(progress)));
         progress.step("counts of nodes", done.fetch_add(1, Ordering::Relaxed) + 1, total);
         found
     };
-    // A larger batch says whether devices could be busier, which is of no use where nothing grows.
+    // A larger batch shows whether devices could be busier, unless the batch cannot grow.
     let busier = || (request.graph.batch != 0).then(|| planned(&larger)).flatten().and_then(Result::ok);
     let each = || requests.par_iter().map(|(nodes, request)| Some((*nodes, planned(request)?))).collect::<Vec<_>>();
     let (found, busier) = rayon::join(each, busier);
@@ -326,7 +332,7 @@ pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) 
     Ok(scaling)
 }
 
-/// What people would do on a count of nodes, and ways to exchange gradients there, where the model is trained.
+/// Conventional plans on a number of nodes, and ways to exchange gradients there if the model is trained.
 fn beside(
     requests: &[(u32, Request)],
     nodes: u32,
@@ -349,7 +355,7 @@ fn local_batch(plan: &Plan) -> f64 {
     plan.global_batch as f64 / f64::from(plan.num_devices().max(1))
 }
 
-/// What training is like on each count.
+/// Training on each number of nodes.
 fn rows(
     request: &Request,
     question: &Question,
@@ -362,7 +368,7 @@ fn rows(
         Ok(Row { nodes, devices: nodes * each, plan, point })
     };
     let mut rows = found.into_par_iter().map(judged).collect::<Result<Vec<_>, Error>>()?;
-    // The smallest that has a plan is what all others are set beside.
+    // All others are relative to the smallest one with a plan.
     let Some(base) = rows.iter().find_map(|row| row.point.clone()) else { return Ok(rows) };
     let of_point = |row: &mut Row, fastest: Option<&Point>| {
         let own = row.point.take();
@@ -387,19 +393,19 @@ fn rows(
     Ok(rows)
 }
 
-/// Seconds for a sample's worth of progress: a sample of a larger batch is worth less where the noise scale is known.
+/// Seconds per sample's worth of progress. A sample of a larger batch is worth less if the noise scale is known.
 fn useful_s(point: &Point, question: &Question, base: &Point) -> f64 {
     worth(point.global_batch, base.global_batch, question.noise_scale) / point.samples_per_s
 }
 
-/// Samples that a batch needs for each that another one needs.
+/// Samples that a batch needs for each sample of another one.
 fn worth(batch: u64, base: u64, noise_scale: Option<f64>) -> f64 {
     let samples = |batch: u64| noise_scale.map_or(1.0, |scale| BatchEffort::of(batch as f64, scale).samples);
     samples(batch) / samples(base)
 }
 
 impl Point {
-    /// With what its idle devices spend.
+    /// Adds the device-seconds of idle devices.
     fn idle(mut self) -> Point {
         let all: f64 = f64::from(self.devices) / self.samples_per_s;
         let busy: f64 = self.parts.iter().filter(|p| p.what != IDLE).map(|p| p.device_s).sum();
@@ -413,7 +419,7 @@ impl Point {
 const IDLE: &str = "idle devices";
 const INPUT: &str = "waiting for input";
 
-/// What a plan does on some nodes. What it is beside others is filled in later.
+/// Predicts a plan on a number of nodes. Fields relative to others are filled in later.
 fn point(plan: &Plan, nodes: u32, devices: u32, request: &Request, question: &Question) -> Result<Point, Error> {
     let p = &plan.predicted;
     let storage = request.cluster.storage.as_ref();
@@ -443,8 +449,8 @@ fn point(plan: &Plan, nodes: u32, devices: u32, request: &Request, question: &Qu
     })
 }
 
-/// Device-seconds that a sample takes, by what they are for: computing, each collective over each kind of link, waiting for other
-/// stages and for input, and devices that the plan leaves idle.
+/// Device-seconds per sample by kind of work: computation, each collective over each kind of link, waits for other
+/// stages and for input, and unused devices.
 fn parts(plan: &Plan, devices: u32, samples_per_s: f64) -> Result<Vec<Spent>, Error> {
     let simulation = Simulation::new(plan.clone(), None)?;
     let accounts = simulation.accounts();
@@ -473,7 +479,7 @@ fn parts(plan: &Plan, devices: u32, samples_per_s: f64) -> Result<Vec<Spent>, Er
     Ok(sorted(parts))
 }
 
-/// Most first, without what is nothing.
+/// Sorts parts by size, without those that are zero.
 fn sorted(parts: BTreeMap<String, f64>) -> Vec<Spent> {
     let all: f64 = parts.values().sum();
     let spent = |(what, device_s): (String, f64)| Spent { what, device_s, part: device_s / all };
@@ -482,7 +488,7 @@ fn sorted(parts: BTreeMap<String, f64>) -> Vec<Spent> {
     spent
 }
 
-/// What changed most in the direction in which all of it changed.
+/// The largest change in the direction of the total change.
 fn change(base: &[Spent], other: &[Spent]) -> Option<Change> {
     let mut changes: BTreeMap<&str, f64> = other.iter().map(|s| (s.what.as_str(), s.device_s)).collect();
     base.iter().for_each(|s| *changes.entry(&s.what).or_default() -= s.device_s);
@@ -493,7 +499,7 @@ fn change(base: &[Spent], other: &[Spent]) -> Option<Change> {
     Some(Change { what: what.to_string(), device_s, part: device_s / sum })
 }
 
-/// How long training takes at a point.
+/// The duration and cost of training at a point.
 fn training(
     point: &Point,
     nodes: u32,
@@ -509,7 +515,7 @@ fn training(
     let group = &request.cluster.groups[0];
     let device_hours = hours * f64::from(point.devices);
     let formula_hours = length.tokens.map(|tokens| {
-        // What devices do includes what they do again.
+        // The rate of devices includes recomputation.
         let flop = arithmetic::flop_per_parameter_and_token;
         let rate = point.device_flop_per_s * flop(point.recomputed) / flop(false);
         let (tokens, devices) = (tokens * samples / length.samples, u64::from(point.devices_used));
@@ -527,7 +533,7 @@ fn training(
     })
 }
 
-/// Marks the points that no other beats in both time and device-hours.
+/// Marks the points that are Pareto-optimal in time and device-hours.
 fn mark_front(rows: &mut [Row]) {
     let costs = |row: &Row| row.point.as_ref().and_then(|p| p.training).map(|t| (t.done_hours(), t.device_hours));
     let all: Vec<(f64, f64)> = rows.iter().filter_map(costs).collect();
@@ -540,7 +546,7 @@ fn mark_front(rows: &mut [Row]) {
     }
 }
 
-/// The count to take: the fewest device-hours of those done in time, or the knee. Of equals the smaller.
+/// The recommendation: the fewest device-hours of those done in time, or the knee. Among equals the smaller number.
 fn recommended(rows: &[Row], max_hours: Option<f64>) -> Option<Recommended> {
     let all = rows.iter().filter_map(|row| Some((row.nodes, row.point.as_ref()?.training?)));
     let least = |all: &[(u32, Training)], by: &dyn Fn(&Training) -> f64| {

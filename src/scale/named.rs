@@ -1,5 +1,5 @@
-//! What people would do without a search, beside it on one count of nodes: the rule of thumb (data parallel where the model fits a
-//! device, model parallel where it does not, both otherwise).
+//! The rule of thumb for plans without a search: data parallel if the model fits on a device, model parallel if it does
+//! not fit, and otherwise both.
 
 use altiplano_planner::lost::shape;
 use altiplano_planner::request::Muted;
@@ -7,7 +7,7 @@ use altiplano_planner::{Cuts, Progress, Request, plan_among};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// A step as people would have it.
+/// A step of a conventional plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Named {
     pub name: &'static str,
@@ -16,7 +16,8 @@ pub struct Named {
     pub how: String,
 }
 
-/// The first that has a plan of: every device a replica, every device a part of the one model, and nodes as replicas.
+/// The first of these with a plan: every device a replica, all devices one model-parallel replica, and nodes as
+/// replicas.
 pub(crate) fn rule_of_thumb(request: &Request, cuts: &Arc<Cuts>, progress: &dyn Progress) -> Option<Named> {
     let group = &request.cluster.groups[0];
     let (nodes, each) = (group.nodes, group.devices_per_node);

@@ -1,5 +1,5 @@
-//! A sweep as one page that a browser opens without a network, in the style of a plan's page. It is drawn here, as tables and SVG, and
-//! has no script.
+//! Writes a sweep as a self-contained HTML page, in the style of a plan's page. It consists of tables and SVG, without
+//! a script.
 
 use crate::report::PAGE_STYLE;
 use crate::scale::chart::{Chart, Line, Mark};
@@ -8,12 +8,12 @@ use crate::scale::{Growth, Point, Row, Scaling, Training};
 use crate::units::{bytes, digits, percent, seconds};
 use std::fmt::Write;
 
-/// Parts of a point's time that are told apart; the rest is one.
+/// Number of separately drawn parts of a point's time; the others are merged.
 const MOST_PARTS: usize = 5;
-/// What the style has of colours for parts.
+/// Number of colours for parts in the style.
 const HUES: usize = 8;
 
-/// The page of a sweep, whole. The same sweep gives the same page.
+/// The complete page of a sweep. The same sweep gives the same page.
 pub fn scaling_html(scaling: &Scaling) -> String {
     let title = format!("{} on nodes of {}", scaling.model, scaling.cluster);
     let growth = match scaling.question.growth {
@@ -68,7 +68,7 @@ pub fn scaling_html(scaling: &Scaling) -> String {
     )
 }
 
-/// Text as it may stand in an element or an attribute.
+/// Escapes text for an element or an attribute.
 pub(super) fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -84,7 +84,7 @@ pub(super) fn escaped(text: &str) -> String {
     out
 }
 
-/// Rows of cells below names of columns; a row may be marked. Columns that are counted from the left are numbers but for the last.
+/// A table with column names; a row may be marked. All columns but the last are numbers.
 fn table<'a>(columns: &[&str], rows: impl IntoIterator<Item = (&'a str, Vec<String>)>) -> String {
     let class = |i: usize| if i + 1 < columns.len() { " class=\"number\"" } else { "" };
     let head: String = columns.iter().enumerate().map(|(i, name)| format!("<th{}>{name}</th>", class(i))).collect();
@@ -107,7 +107,7 @@ fn list(lines: &[String]) -> String {
     format!("<ul class=\"facts\">\n{lines}</ul>\n")
 }
 
-/// The recommended count in figures.
+/// The key figures of the recommendation.
 fn tiles(scaling: &Scaling) -> String {
     let recommended = scaling.recommended.and_then(|r| {
         let (_, point) = points(scaling).find(|(nodes, _)| *nodes == r.nodes)?;
@@ -163,7 +163,7 @@ fn counts(scaling: &Scaling) -> String {
         (mark, cells)
     };
     let rows: Vec<(&str, Vec<String>)> = scaling.rows.iter().map(row).collect();
-    // What no count has needs no column.
+    // Omit columns that are empty in all rows.
     let told: Vec<usize> = (0..columns.len()).filter(|&c| rows.iter().any(|(_, cells)| cells[c] != "-")).collect();
     let names: Vec<&str> = told.iter().map(|&c| columns[c]).collect();
     table(&names, rows.into_iter().map(|(mark, cells)| (mark, told.iter().map(|&c| cells[c].clone()).collect())))
@@ -197,7 +197,7 @@ fn cells_of(p: &Point) -> Vec<String> {
     ]
 }
 
-/// Time against device-hours, with the front and the count to take.
+/// Chart of time against device-hours, with the Pareto front and the recommendation.
 fn time_and_cost(scaling: &Scaling) -> String {
     let all = points(scaling).filter_map(|(nodes, p)| Some((nodes, p.on_front, p.training?)));
     let all: Vec<(u32, bool, Training)> = all.collect();
@@ -240,7 +240,7 @@ fn efficiency(scaling: &Scaling) -> String {
     chart.svg().unwrap_or_default()
 }
 
-/// A bar for each count: what a sample's device-seconds are for.
+/// A bar for each number of nodes: a sample's device-seconds by kind of work.
 fn spent(scaling: &Scaling) -> String {
     let mut names: Vec<&str> = Vec::new();
     for (_, point) in points(scaling) {
@@ -304,7 +304,7 @@ fn exchanges(scaling: &Scaling) -> String {
     table(&columns, scaling.exchanges.iter().map(row)) + &list(&exchange_lines(scaling))
 }
 
-/// Steps and samples to a result, and rates, against the batch.
+/// Charts of steps and samples to a result, and of rates, against the batch.
 fn of_batches(scaling: &Scaling) -> String {
     let question = &scaling.question;
     if question.noise_scale.is_none() && question.base_rate.is_none() {
@@ -325,7 +325,7 @@ fn of_batches(scaling: &Scaling) -> String {
         marks: Vec::new(),
     };
     let cell = |value: Option<f64>| value.map_or("-".to_string(), digits);
-    // Rates are small, and their digits count.
+    // Rates are small, so print their significant digits.
     let rate = |value: Option<f64>| value.map_or("-".to_string(), |rate| format!("{rate:.2e}"));
     let row = |row: &crate::scale::BatchRow| {
         let rates = [rate(row.rate_linear), rate(row.rate_square_root)];

@@ -1,12 +1,12 @@
-//! What is customary with each optimizer: a rate to begin with, how it follows the batch and in which range that was shown, and how it
-//! falls. All of it is published for some models; none of it is a promise for another one.
+//! Customary practice with each optimizer: an initial rate, its scaling with the batch and the range in which that was
+//! demonstrated, and its decay. All of it is published for some models, without a guarantee for others.
 
 use altiplano_ir::optimizer::Optimizer;
 
-/// Largest batch for which Goyal et al. 2017 show linear scaling to lose nothing, of ImageNet's images.
+/// Largest batch of ImageNet images for which Goyal et al. 2017 show that linear scaling loses nothing.
 pub(super) const LINEAR_UP_TO: u64 = 8192;
 
-/// How a rate follows the batch.
+/// The scaling of a rate with the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RateRule {
     Linear,
@@ -15,7 +15,7 @@ pub enum RateRule {
 }
 
 impl RateRule {
-    /// What a rate is multiplied by where the batch is so many times as large.
+    /// The factor of a rate if the batch grows by `growth`.
     pub fn factor(self, growth: f64) -> f64 {
         match self {
             RateRule::Linear => growth,
@@ -33,7 +33,7 @@ impl RateRule {
     }
 }
 
-/// The optimizer to take for a batch, where another one is planned with, and how its rate follows the batch.
+/// The recommended optimizer for a batch, given the planned one, and the scaling of its rate.
 pub fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
     match optimizer {
         Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } if batch > LINEAR_UP_TO => {
@@ -47,7 +47,7 @@ pub fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
     }
 }
 
-/// A rate that people begin with, and where it is from.
+/// A customary initial rate, with its source.
 pub(super) fn base_rate(optimizer: &Optimizer) -> &'static str {
     match optimizer {
         Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => {
@@ -72,7 +72,7 @@ pub(super) fn base_rate(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// Which rule a batch takes, and how far it was shown.
+/// The scaling rule for a batch, and the range in which it was demonstrated.
 pub(super) fn rule(batch: u64, optimizer: &Optimizer) -> &'static str {
     match optimizer {
         Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } if batch > LINEAR_UP_TO => {
@@ -100,7 +100,7 @@ pub(super) fn rule(batch: u64, optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// How the rate falls over the steps, by options of `altiplano run`.
+/// The decay of the rate over the steps, by options of `altiplano run`.
 pub(super) fn decay(optimizer: &Optimizer) -> &'static str {
     match optimizer {
         Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } | Optimizer::Larc { .. } => {
@@ -121,7 +121,7 @@ pub(super) fn decay(optimizer: &Optimizer) -> &'static str {
 mod tests {
     use super::*;
 
-    /// Every optimizer has a rate, a rule and a decay, each with its source or the word that there is none.
+    /// Every optimizer has a rate, a rule and a decay, each with its source or a note that there is none.
     #[test]
     fn everything_has_a_source() {
         for name in Optimizer::NAMES {

@@ -1,11 +1,11 @@
-//! How long nodes are waited for before training begins: a table that people fill in from their cluster's queue. Between two of its
-//! rows waits are interpolated, and beyond them nothing is known.
+//! Waiting times for nodes before training begins, from a table that users fill in from their cluster's queue. Waits
+//! are interpolated between two rows and unknown outside them.
 
 use crate::error::Error;
 use serde::Deserialize;
 use std::path::Path;
 
-/// Waits of a few counts of nodes, by count.
+/// Waits for some numbers of nodes, sorted by these.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QueueWaits(Vec<Wait>);
 
@@ -16,16 +16,16 @@ struct Wait {
     hours: f64,
 }
 
-/// What is wrong with a table of waits.
+/// Faults of a table of waits.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueProblem {
     #[error("{0}; a table of waits has the columns nodes and hours")]
     Csv(#[from] csv::Error),
-    #[error("{hours} hours are no wait")]
+    #[error("{hours} hours is no valid wait")]
     Hours { hours: f64 },
-    #[error("{nodes} nodes are there twice")]
+    #[error("{nodes} nodes occur twice")]
     Twice { nodes: u32 },
-    #[error("no wait of {nodes} nodes is known: the table goes from {least} to {most}")]
+    #[error("the wait for {nodes} nodes is unknown: the table covers {least} to {most}")]
     Beyond { nodes: u32, least: u32, most: u32 },
     #[error("the table has no rows")]
     Empty,
@@ -35,7 +35,7 @@ impl QueueWaits {
     /// Reads `nodes,hours` from CSV.
     ///
     /// # Errors
-    /// Where a row is no count and wait, or a count is there twice.
+    /// Fails if a row is malformed, or if a number of nodes occurs twice.
     pub fn read(text: &[u8], file: &Path) -> Result<QueueWaits, Error> {
         QueueWaits::of_csv(text).map_err(|problem| problem.at(file))
     }
@@ -53,10 +53,10 @@ impl QueueWaits {
         if waits.is_empty() { Err(QueueProblem::Empty) } else { Ok(QueueWaits(waits)) }
     }
 
-    /// Whether all of these counts lie between the rows.
+    /// Checks that all these numbers of nodes lie between the rows.
     ///
     /// # Errors
-    /// The first that does not.
+    /// Fails with the first that does not.
     pub fn expect_within(&self, nodes: &[u32], file: &Path) -> Result<(), Error> {
         let (Some(first), Some(last)) = (self.0.first(), self.0.last()) else { return Ok(()) };
         let (least, most) = (first.nodes, last.nodes);
@@ -66,7 +66,7 @@ impl QueueWaits {
         }
     }
 
-    /// Hours until so many nodes are there, on a line between two rows; `None` beyond them.
+    /// Hours until a number of nodes is available, by linear interpolation; `None` outside the rows.
     pub fn hours(&self, nodes: u32) -> Option<f64> {
         let above = self.0.iter().position(|wait| wait.nodes >= nodes)?;
         let upper = self.0[above];
@@ -78,7 +78,7 @@ impl QueueWaits {
         Some(lower.hours + share * (upper.hours - lower.hours))
     }
 
-    /// Whether the wait of this count was interpolated.
+    /// Returns whether the wait for this number was interpolated.
     pub fn is_between(&self, nodes: u32) -> bool {
         self.0.iter().all(|wait| wait.nodes != nodes)
     }
@@ -112,7 +112,7 @@ mod tests {
         let cases: [(&[u8], &str); 7] = [
             (b"", "no rows"),
             (b"nodes,hours\n", "no rows"),
-            (b"nodes,hours\n1,2\n1,3\n", "1 nodes are there twice"),
+            (b"nodes,hours\n1,2\n1,3\n", "1 nodes occur twice"),
             (b"nodes,hours\n1,-2\n", "-2 hours"),
             (b"nodes,hours\n1,NaN\n", "NaN hours"),
             (b"nodes,hours\n1,soon\n", "nodes and hours"),

@@ -13,7 +13,7 @@ fn counts_of_nodes_are_read() {
     }
 }
 
-/// A row by its hours, on nodes of one device.
+/// A row with these hours, on nodes of one device.
 fn row(nodes: u32, hours: f64) -> Row {
     let training = Training {
         steps: 1.0,
@@ -92,7 +92,7 @@ fn waits_for_nodes_count_as_time() {
     assert_eq!(take(Some(40.0)), Some((4, Rule::Fastest)), "36 hours begin after 10");
 }
 
-/// Sixteen nodes of eight devices, each with one network card of 10 GB/s; 128 device-seconds of computing in a step.
+/// Sixteen nodes of eight devices, each with one network card of 10 GB/s; 128 device-seconds of computation per step.
 #[test]
 fn exchanges_are_priced_by_their_definitions() {
     let mut group = altiplano_cost_models::preset("dgx-a100:16").expect("a cluster").groups.remove(0);
@@ -100,7 +100,7 @@ fn exchanges_are_priced_by_their_definitions() {
     let mut point = row(16, 1.0).point.expect("a point");
     let spent = |what: &str, device_s: f64| Spent { what: what.into(), device_s, part: 0.5 };
     (point.global_batch, point.devices, point.devices_used) = (64, 128, 128);
-    // A step computes for 1 s, sends for 0.1 s over tensor and 0.4 s over data.
+    // A step computes for 1 s, and communicates for 0.1 s over tensor and 0.4 s over data.
     point.step_time_s = 1.5;
     point.parts = vec![
         spent("computing", 2.0),
@@ -117,7 +117,7 @@ fn exchanges_are_priced_by_their_definitions() {
         let late = |workers: f64| 128.0 / workers * (1.0 + jitter * arithmetic::expected_maximum(workers as u64));
         let into = |k: f64| 8.0 * (16.0 - k) / k * 1e8 / 10e9;
         let of_node = 8.0 * 1e8 / 10e9;
-        // All numbers of servers.
+        // The minimum over all numbers of servers.
         let least = |seconds: &dyn Fn(f64) -> f64| (1..16).map(|k| seconds(f64::from(k))).fold(f64::MAX, f64::min);
         let expected = [
             late(128.0) + 0.5,
@@ -132,11 +132,12 @@ fn exchanges_are_priced_by_their_definitions() {
         assert_eq!(found[3].staleness, f64::from(found[3].workers - 1));
         assert!(found[0].staleness == 0.0 && found[2].staleness == 0.0);
     }
-    // An exchange longer than what is computed is what a step takes, one step late.
+    // If an exchange takes longer than the computation, it determines the step time, one step late.
     point.step_time_s = 8.0;
     point.parts[1].device_s = 13.8;
     assert!((of(&point, 16, 0, 0.0)[1].step_time_s - 7.0).abs() < 1e-12);
-    // Nothing to send: one server. Nothing to compute: as many servers as workers where all wait.
+    // With nothing to send, one server suffices. With nothing to compute and all waiting, there are as many servers as
+    // workers.
     assert!(of(&point, 16, 0, 0.0)[2..].iter().all(|way| way.servers == Some(1)));
     point.parts.clear();
     let idle = of(&point, 16, 100_000_000, 0.0);

@@ -1,4 +1,4 @@
-//! A sweep over counts of nodes as one table and what it means in a few lines, and as JSON.
+//! Prints a sweep over numbers of nodes as a table with its interpretation, and as JSON.
 
 use crate::report::Grid;
 use crate::scale::{
@@ -8,10 +8,10 @@ use crate::scale::{
 use crate::units::{bytes, count, digits, percent, plural, seconds};
 use serde_json::{Value, json};
 
-/// Efficiency that tells counts that scale from those that do not.
+/// Minimum efficiency that counts as scaling.
 const SCALES: f64 = 0.8;
 
-/// Differences of efficiency below this are none.
+/// Differences of efficiency below this are ignored.
 const ALIKE: f64 = 0.01;
 
 /// `5.2 hours`, `34.1 days`.
@@ -27,7 +27,7 @@ fn rate(bytes_per_s: f64) -> String {
     format!("{}/s", bytes(bytes_per_s as u64))
 }
 
-/// All of it in words.
+/// The complete sweep in words.
 pub fn scaling_text(scaling: &Scaling) -> String {
     let question = &scaling.question;
     let what = match question.growth {
@@ -108,13 +108,13 @@ pub(super) fn points(scaling: &Scaling) -> impl DoubleEndedIterator<Item = (u32,
     scaling.rows.iter().filter_map(|row| Some((row.nodes, row.point.as_ref()?)))
 }
 
-/// The two things that a sample takes most of.
+/// The two largest parts of a sample's device-seconds.
 pub(super) fn limit(point: &Point) -> String {
     let parts = point.parts.iter().take(2).map(|s| format!("{} {}", s.what, percent(s.part)));
     parts.collect::<Vec<_>>().join(", ")
 }
 
-/// What the table means, a line each.
+/// The interpretation of the table, one statement per line.
 pub(super) fn meaning(scaling: &Scaling) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(Recommended { nodes, rule }) = scaling.recommended
@@ -147,7 +147,7 @@ pub(super) fn meaning(scaling: &Scaling) -> Vec<String> {
     lines
 }
 
-/// What people would do without a search, beside the plan for as many nodes.
+/// Conventional plans without a search, beside the plan for the same number of nodes.
 fn named(scaling: &Scaling) -> Vec<String> {
     let line = |named: &Named| {
         let (_, point) = points(scaling).find(|(nodes, _)| *nodes == named.nodes)?;
@@ -161,7 +161,7 @@ fn named(scaling: &Scaling) -> Vec<String> {
     scaling.named.iter().filter_map(line).collect()
 }
 
-/// What waits for nodes come from, and where they take more than the nodes save.
+/// The source of the waits for nodes, and the numbers of nodes at which they cost more time than the nodes save.
 fn queued(scaling: &Scaling) -> Vec<String> {
     let Some(waits) = &scaling.question.queue_waits else { return Vec::new() };
     let between: Vec<String> =
@@ -196,7 +196,7 @@ fn exchange_table(exchanges: &[Exchange]) -> String {
     table.right_but_last()
 }
 
-/// What the table of exchanges stands on.
+/// The assumptions behind the table of exchanges.
 pub(super) fn exchange_lines(scaling: &Scaling) -> Vec<String> {
     let mut lines = vec![
         "staleness is in updates, on average: workers that wait for none are as many behind as there are others; what that costs in steps is not priced"
@@ -238,7 +238,7 @@ fn advised(scaling: &Scaling, nodes: u32, rule: Rule, point: &Point, training: &
     }
 }
 
-/// Up to where it scales, and what limits it beyond.
+/// The largest number of nodes that still scales, and the bottleneck beyond it.
 fn limits(scaling: &Scaling) -> Option<String> {
     let mut all = points(scaling);
     let (first, _) = all.next()?;
@@ -266,7 +266,7 @@ fn limits(scaling: &Scaling) -> Option<String> {
     }
 }
 
-/// Counts that use fewer nodes than they have.
+/// Numbers of nodes of which some are unused.
 fn fewer(scaling: &Scaling) -> Vec<String> {
     let line = |(nodes, p): (u32, &Point)| {
         let own = scaling.rows.iter().find(|row| row.nodes == nodes).map(|row| &row.plan)?;
@@ -279,7 +279,7 @@ fn fewer(scaling: &Scaling) -> Vec<String> {
     points(scaling).filter_map(line).collect()
 }
 
-/// Why devices do more on more nodes, where they do.
+/// The reason why efficiency exceeds one, if it does.
 fn above_one(scaling: &Scaling) -> Vec<String> {
     let Some((first, base)) = points(scaling).next() else { return Vec::new() };
     let line = |(nodes, p): (u32, &Point)| {
@@ -296,7 +296,7 @@ fn above_one(scaling: &Scaling) -> Vec<String> {
     points(scaling).filter_map(line).collect()
 }
 
-/// Where samples do not come fast enough, or that they do.
+/// The nodes at which storage is the bottleneck, or a statement that it is not.
 fn storage(scaling: &Scaling) -> Vec<String> {
     let fed = || points(scaling).filter_map(|(nodes, p)| Some((nodes, p.input?)));
     let Some((most, at_most)) = fed().next_back() else { return Vec::new() };
@@ -330,7 +330,7 @@ fn storage(scaling: &Scaling) -> Vec<String> {
     vec![line]
 }
 
-/// The first count whose devices have too few samples to be busy.
+/// The first number of nodes whose devices have too few samples to be busy.
 fn small_batches(scaling: &Scaling) -> Option<String> {
     const BUSY: f64 = 0.7;
     let known: Vec<(f64, f64)> =
@@ -351,7 +351,7 @@ fn small_batches(scaling: &Scaling) -> Option<String> {
     })
 }
 
-/// Those of the rows, or around the only one.
+/// The batches of the rows, or batches around the only one.
 pub(super) fn batches(scaling: &Scaling) -> Vec<BatchRow> {
     let mut all: Vec<u64> = points(scaling).map(|(_, p)| p.global_batch).collect();
     all.sort_unstable();
@@ -362,7 +362,7 @@ pub(super) fn batches(scaling: &Scaling) -> Vec<BatchRow> {
     batch_rows(&all, scaling.question.noise_scale, scaling.question.base_rate)
 }
 
-/// What is customary with the optimizer, where something is trained.
+/// Customary practice with the optimizer, if something is trained.
 pub(super) fn advice(scaling: &Scaling) -> Vec<String> {
     let largest = batches(scaling).iter().map(|row| row.batch).max();
     match largest.filter(|_| !scaling.exchanges.is_empty()) {
@@ -371,7 +371,7 @@ pub(super) fn advice(scaling: &Scaling) -> Vec<String> {
     }
 }
 
-/// All of it as `docs/scale.schema.json` says.
+/// The sweep as JSON (`docs/scale.schema.json`).
 pub fn scaling_json(scaling: &Scaling) -> Value {
     let row = |row: &Row| {
         json!({

@@ -1,5 +1,5 @@
-//! What the devices of each lane hold while the simulator plays a step: what is alive at the peak and since when, sums by
-//! category that add up to it, and how much is held over time.
+//! The memory of each lane's devices in a simulated step: the tensors live at the peak with their lifetimes, totals by
+//! category, and memory over time.
 
 use super::Simulation;
 use crate::report::Grid;
@@ -12,19 +12,19 @@ use altiplano_planner::timing::StageTiming;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Tensors that are listed in words; the rest is one line.
+/// Number of tensors listed in words; the others share a line.
 const LISTED: usize = 12;
 
-/// Something that is held at the peak.
+/// A tensor held at the peak.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeldTensor {
-    /// As the model calls it, with its op.
+    /// The model's name for it, with its op.
     pub name: String,
     pub category: Category,
-    /// Of one, and how many microbatches have one.
+    /// Bytes of one, and the number of microbatches that have one.
     pub bytes: u64,
     pub count: u64,
-    /// From when the first of them is held until when the last is; the step's ends for what lasts.
+    /// Time at which the first of them is allocated and the last freed; the ends of the step for lasting ones.
     pub from_s: f64,
     pub to_s: f64,
 }
@@ -35,19 +35,19 @@ impl HeldTensor {
     }
 }
 
-/// A lane's device over the step.
+/// The memory of a lane's device over the step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MemoryTimeline {
     pub peak_bytes: u64,
     pub peak_s: f64,
-    /// What is held at the peak, largest first.
+    /// Tensors held at the peak, largest first.
     pub held: Vec<HeldTensor>,
-    /// Seconds and bytes held from then on; of each call its start, its fullest point and its end.
+    /// Times, and the bytes held from then on. Each call contributes its start, its peak and its end.
     pub points: Vec<(f64, u64)>,
 }
 
 impl MemoryTimeline {
-    /// Bytes at the peak by what they are for, which add up to it.
+    /// Bytes at the peak by category; they add up to it.
     pub fn by_category(&self) -> BTreeMap<Category, u64> {
         let mut sums = BTreeMap::new();
         for tensor in &self.held {
@@ -58,8 +58,8 @@ impl MemoryTimeline {
 }
 
 impl Simulation {
-    /// Start and end of every call of each lane's schedule. Sends and receives take none of a device's time; what follows the
-    /// last backward shares the time that it takes.
+    /// Start and end of every call of each lane's schedule. Sends and receives take no device time. The calls after the
+    /// last backward pass divide its remaining time.
     pub(super) fn call_times(&self) -> Vec<Vec<(f64, f64)>> {
         if let Some(exchanged) = &self.exchanged {
             return exchanged.calls.clone();
@@ -95,7 +95,7 @@ impl Simulation {
                 Call::Send { .. } | Call::Receive { .. } => None,
             };
             let mut found: Vec<Option<(f64, f64)>> = program.schedule.iter().map(run).collect();
-            // A send follows the call before it, a receive precedes the call after it.
+            // A send follows the previous call; a receive precedes the next.
             let mut before_s = 0.0;
             for (call, time) in program.schedule.iter().zip(&mut found) {
                 match (call, &time) {
@@ -116,7 +116,8 @@ impl Simulation {
         times.collect()
     }
 
-    /// The memory of each lane's devices over the step, or of each worker and server; one stage is a lane by itself.
+    /// The memory of each lane's devices over the step, or of each worker and server; a single stage is a lane of its
+    /// own.
     pub fn memory(&self) -> Vec<MemoryTimeline> {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let times = self.call_times();
@@ -153,7 +154,7 @@ impl Simulation {
         MemoryTimeline { peak_bytes: memory.peak_bytes, peak_s: at(memory.peak_position()), held, points }
     }
 
-    /// The call in which most is held by a device of a lane.
+    /// The call at a lane's peak of memory.
     pub fn moment(&self, lane: usize) -> String {
         let (position, _) = self.memories[lane].peak_position();
         let program = &self.programs().programs[lane];
@@ -180,17 +181,17 @@ impl Simulation {
         }
     }
 
-    /// What each device of a lane keeps in the memory of its host.
+    /// Bytes that each device of a lane keeps in host memory.
     fn host_bytes(&self, lane: usize) -> u64 {
         self.plan.lanes().get(lane).map_or(0, |stage| stage.predicted.host_bytes)
     }
 
-    /// What is held at the peak of every lane, or of that of one stage, in words.
+    /// Describes the memory at the peak of every lane, or of one stage.
     pub fn memory_text(&self, only: Option<usize>) -> String {
         let step_s = self.timeline(&mut |_, _, _, _| {}).step_s;
         let stage = |lane: usize| self.plan.stages.get(lane).unwrap_or(&self.plan.stages[0]);
         let limit = |lane: usize| self.plan.usable_bytes(stage(lane));
-        // All workers hold what the first one holds.
+        // All workers hold the same as the first.
         let workers = self.plan.num_workers() as usize;
         let differs = |lane: usize| self.plan.servers.is_none() || lane == 0 || lane >= workers;
         let wanted = |(lane, _): &(usize, MemoryTimeline)| {
@@ -252,7 +253,7 @@ impl Simulation {
         events
     }
 
-    /// Everything that is simulated, as JSON: see docs/simulation.md.
+    /// The complete simulation as JSON; see docs/simulation.md.
     pub fn json(&self) -> Value {
         let timeline = self.timeline(&mut |_, _, _, _| {});
         let pass = |played: &altiplano_cost_models::timeline::Played| json!({"seconds": played.seconds, "issuing_s": played.host_s, "exposed_s": played.exposed_s});

@@ -1,6 +1,6 @@
-//! A step as Chrome trace events (Perfetto and chrome://tracing open them): as it is simulated, and as the workers of this machine ran
-//! it. Both have the same tracks and names, so that one can be laid beside the other; and what was measured is put in the account
-//! that predictions are in.
+//! Writes a step as Chrome trace events (for Perfetto and chrome://tracing), both simulated and as recorded on this
+//! machine. Both have the same tracks and names, so that they can be compared. Measured times are summed in the same
+//! account as predictions.
 
 use super::{Simulation, phase, title};
 use crate::report::Grid;
@@ -16,24 +16,24 @@ use altiplano_runtime::recording::{Recording, Span, What};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A step as the first device of each lane ran it.
+/// A step as recorded on the first device of each lane.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recorded {
     pub seconds: f64,
     pub recordings: Vec<Recording>,
 }
 
-/// What traces call a call: `forward 3`, or `reduce and update` for what is done once a step.
+/// The name of a call in traces: `forward 3`, or `reduce and update` for the work done once per step.
 pub fn trace_name(phase: Phase, microbatch: Option<u32>) -> String {
     microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
 }
 
-/// Works that take less of a step than this are one line of a table.
+/// Kinds of work below this fraction of a step share one line of a table.
 const SHOWN: f64 = 1e-3;
 
 impl Simulation {
-    /// The step as it is simulated: a process for each lane with a track of its calls, the kernels of the first microbatch, and a
-    /// counter of what each of its devices holds.
+    /// The simulated step. Each lane is a process with a track of its calls, the kernels of the first microbatch, and a
+    /// counter of the memory of each device.
     pub fn trace(&self) -> Value {
         let mut events = self.tracks();
         let (step_s, lanes) = self.calls();
@@ -65,9 +65,9 @@ impl Simulation {
         json!({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}})
     }
 
-    /// A step that was run, under the names of [`Simulation::trace`]. Kernels are those of the simulation, each with the calls of the
-    /// runtime that make its values; one that the runtime computes as a part of another takes no time of its own. Kernels that were
-    /// timed by themselves say what they do in `args`, which `altiplano calibrate` reads.
+    /// A recorded step, under the names of [`Simulation::trace`]. Kernels are those of the simulation, each with the
+    /// runtime calls that make its values. A kernel that the runtime computes as part of another takes no time.
+    /// Separately timed kernels describe themselves in `args`, which `altiplano calibrate` reads.
     pub fn trace_of(&self, recorded: &Recorded) -> Value {
         let mut events = self.tracks();
         for recording in &recorded.recordings {
@@ -106,7 +106,7 @@ impl Simulation {
             events.extend(held.map(|(at_s, held)| self.held_event(lane, at_s, held)));
         }
         let device = &self.plan.cluster.groups[0].device;
-        // As PyTorch's profiler says it.
+        // In the format of PyTorch's profiler.
         let properties = json!([{"name": device.name, "totalGlobalMem": device.memory_bytes}]);
         json!({
             "traceEvents": events,
@@ -116,7 +116,7 @@ impl Simulation {
         })
     }
 
-    /// The kernels of one call of a body that was run.
+    /// The kernels of one recorded call of a body.
     fn kernel_events(&self, recording: &Recording, position: usize, body: &Body, call: &Span) -> Vec<Value> {
         let Some(work) = self.work[body.stage as usize].iter().find(|w| w.phase == body.phase) else {
             return Vec::new();
@@ -154,7 +154,7 @@ impl Simulation {
         events
     }
 
-    /// Where the seconds of a step that was run went, on the first device of each lane.
+    /// The time account of a recorded step, for the first device of each lane.
     pub fn measured(&self, recorded: &Recorded) -> Vec<Account> {
         let of = |recording: &Recording| {
             let program = &self.programs().programs[recording.program as usize];
@@ -199,15 +199,15 @@ impl Simulation {
         recorded.recordings.iter().map(of).collect()
     }
 
-    /// Predicted against measured by kind of work, the mean over all devices; `None` where the plan is for other devices than workers
-    /// of this machine, or nothing was recorded.
+    /// Compares predicted and measured seconds by kind of work, averaged over all devices. `None` if the plan is for
+    /// devices other than workers of this machine, or if nothing was recorded.
     pub fn measured_text(&self, recorded: &Recorded) -> Option<String> {
         let is_here = |s: &altiplano_ir::plan::Stage| self.plan.group_of(s).device.kind == DeviceKind::Cpu;
         if recorded.recordings.is_empty() || !self.plan.stages.iter().all(is_here) {
             return None;
         }
         let (predicted, measured) = (of_lanes(&self.plan, &self.accounts()), self.measured(recorded));
-        // Of workers the first stands for all; servers have no prediction of this kind.
+        // The first worker stands for all; servers have no such prediction.
         let devices: f64 = self.plan.lanes().iter().map(|stage| stage.devices.len() as f64).sum();
         let mean = |accounts: &[Account]| {
             let mut mean = Account::default();
@@ -219,7 +219,7 @@ impl Simulation {
         };
         let (predicted, measured) = (mean(&predicted), mean(&measured));
         let works: BTreeSet<&Work> = predicted.0.keys().chain(measured.0.keys()).collect();
-        // What is left of differences of times is no time.
+        // Rounding errors of differences count as zero.
         let of = |account: &Account, work: &Work| {
             let seconds = account.0.get(work).copied().unwrap_or(0.0);
             if seconds.abs() > 1e-9 * account.sum_s() { seconds } else { 0.0 }
@@ -271,7 +271,7 @@ impl Simulation {
         events
     }
 
-    /// The calls of all workers but the first, which the stage's are, and of all servers.
+    /// The calls of all workers except the first, whose calls are those of the stage, and of all servers.
     fn exchange_events(&self) -> Vec<Value> {
         let Some(exchanged) = &self.exchanged else { return Vec::new() };
         let mut events = Vec::new();
@@ -297,7 +297,7 @@ impl Simulation {
         start_s: f64,
         end_s: f64,
     ) -> Value {
-        // Where a lane has several stages, each call says of which it is.
+        // If a lane has several stages, the name includes the stage.
         let of = if self.plan.virtual_stages == 1 { String::new() } else { format!(" of stage{stage}") };
         event(trace_name(phase, microbatch) + &of, lane, 0, start_s, end_s)
     }
@@ -326,7 +326,7 @@ fn track(is_sent: bool) -> u32 {
     if is_sent { 2 } else { 1 }
 }
 
-/// The calls of a recording, by their positions in the schedule.
+/// The calls of a recording, by position in the schedule.
 fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
     recording.spans.iter().filter_map(|span| match span.what {
         What::Call { position } => Some((position, span)),
@@ -336,7 +336,7 @@ fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
 
 /// The kernels within a call of a recording, by the nodes that they make.
 fn kernels_of(recording: &Recording, call: usize) -> impl Iterator<Item = (ValueId, &Span)> {
-    // Calls of the step before may be among those of a step, so that positions do not rise.
+    // Calls of the previous step may be interleaved, so positions need not increase.
     recording.spans.iter().filter(move |span| position(span) == call).filter_map(|span| match span.what {
         What::Kernel { node, .. } => Some((node, span)),
         What::Call { .. } | What::Behind { .. } => None,
@@ -349,7 +349,7 @@ fn position(span: &Span) -> usize {
     }
 }
 
-/// The kernel of the simulation that a node is in: where none has it, the first that ends after it, which is made of it.
+/// The kernel of the simulation that contains a node; otherwise the first that ends after it, which depends on it.
 fn owners(work: &BodyWork) -> impl Fn(ValueId) -> Option<usize> {
     let mut of_node: BTreeMap<ValueId, usize> = BTreeMap::new();
     let mut ends: Vec<(ValueId, usize)> = Vec::new();
@@ -364,7 +364,7 @@ fn owners(work: &BodyWork) -> impl Fn(ValueId) -> Option<usize> {
     }
 }
 
-/// What a kernel does, in the terms in which constants are fitted; `None` where those say nothing of it.
+/// A kernel in the terms in which constants are fitted; `None` if these do not cover it.
 fn description(kernel: &Kernel, seconds: f64) -> Option<Value> {
     let what = match &kernel.kind {
         KernelKind::Matmul(m) => json!({"matmul": {

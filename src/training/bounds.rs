@@ -1,20 +1,22 @@
-//! What the numbers of an input may be. Of integers how large: the rows of the tables that it indexes. Found in the graph, so that made-up
-//! batches mean something and wrong data is refused instead of clamped.
+//! Bounds on the values of inputs. For integers, it is the number of rows of the tables that they index, found in the
+//! graph. So synthetic batches are meaningful, and wrong data is rejected instead of clamped.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Direction, Op, Unary};
 use std::collections::BTreeSet;
 
-/// What the values of an input stay below.
+/// An exclusive upper bound on the values of an input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
-    /// What the values index: a parameter's name, else the value. None where they index nothing, and larger ones are as good.
+    /// The table that the values index: a parameter's name, or else the value. `None` if they index nothing, so that
+    /// larger ones are allowed.
     pub table: Option<String>,
     pub rows: u64,
 }
 
-/// The smallest dimension that the values of a leaf index, through a lookup or by equality with a count (a one-hot). Values that
-/// are only ordered against a count, as lengths are for a mask, index nothing: all up to the count itself differ in what they say.
+/// The smallest dimension that the values of a leaf index, through a lookup or by equality with an iota (a one-hot).
+/// Values that are only ordered against an iota, such as lengths for a mask, index nothing: all values up to the size
+/// itself differ in effect.
 pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
     let users = graph.users();
     let mut best: Option<Bound> = None;
@@ -24,7 +26,7 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
             best = Some(Bound { table: Some(table), rows });
         }
     };
-    // Values that hold the leaf's, and the position in an index vector that these have taken.
+    // Values that hold the leaf's, and their position in an index vector.
     let mut pending = vec![(leaf, 0usize)];
     let mut seen = BTreeSet::new();
     while let Some((value, component)) = pending.pop() {
@@ -65,25 +67,25 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
     best.or(ordered.map(|count| Bound { table: None, rows: count.saturating_add(1) }))
 }
 
-/// How the floats of an input are made up from normal numbers.
+/// The transformation of normal numbers into an input's floats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Floats {
     Any,
-    /// Without negative ones.
+    /// Their absolute values.
     Positive,
-    /// Close to 1, as a variance or a gain is.
+    /// Close to 1, as a variance or a gain.
     NearOne,
-    /// Close to 0, as a mean or a bias is.
+    /// Close to 0, as a mean or a bias.
     NearZero,
 }
 
-/// How far those numbers are from 1 or 0 that are close to it. They are not 1 and 0 themselves: nobody would see then whether a
-/// plan computes with them.
+/// Spread around 1 or 0. The values are not exactly 1 and 0, because an error in a plan's use of them would not show.
 const NEAR: f64 = 0.1;
 
 impl Floats {
-    /// A sample's floats may be anything of which a root can be drawn where one is. What is the same for all samples, and not
-    /// given, is statistics: with just any in place of those that a model ran up, its activations grow from layer to layer.
+    /// Chooses an input's floats. A sample's floats may be any numbers, but are positive under a root. Missing inputs
+    /// that are the same for all samples are statistics: arbitrary values would make activations grow from layer to
+    /// layer.
     pub fn of(graph: &Graph, input: ValueId) -> Floats {
         let of_samples = graph.node(input).batch_dims != 0;
         match is_under_root(graph, input) {
@@ -104,8 +106,8 @@ impl Floats {
     }
 }
 
-/// What is multiplied with samples is close to one, and what is added to anything close to zero. What is multiplied with the
-/// like of itself, as the mean is in `x gain + (bias - mean gain)`, is what the product is.
+/// A factor of samples is close to one, and a summand close to zero. A factor of another such input, like the mean in
+/// `x gain + (bias - mean gain)`, is classified like their product.
 fn first_meeting(graph: &Graph, leaf: ValueId) -> Floats {
     let users = graph.users();
     let mut v = leaf;
@@ -121,7 +123,7 @@ fn first_meeting(graph: &Graph, leaf: ValueId) -> Floats {
     Floats::Any
 }
 
-/// Whether a root is drawn of an input, alone or with a number added, as of a variance.
+/// Returns whether a root is taken of an input, alone or with a constant added, as for a variance.
 fn is_under_root(graph: &Graph, leaf: ValueId) -> bool {
     let users = graph.users();
     let mut pending = vec![leaf];
@@ -140,7 +142,7 @@ fn is_under_root(graph: &Graph, leaf: ValueId) -> bool {
     false
 }
 
-/// The size that a value counts up to, where it is an iota in other clothes.
+/// The size that a value counts up to, if it is equivalent to an iota.
 fn counted(graph: &Graph, value: ValueId) -> Option<u64> {
     match &graph.node(value).op {
         Op::Iota(iota) => Some(iota.ty.shape[iota.dim]),
@@ -173,7 +175,7 @@ mod tests {
         v
     }
 
-    /// Lengths may be as large as what they are compared with; indices may not.
+    /// Lengths may be as large as their limit; indices may not.
     #[test]
     fn lengths_are_told_from_indices() {
         for (direction, expected) in [
@@ -188,7 +190,7 @@ mod tests {
             let of_each = g.broadcast(lengths, &[4, 5], &[0]);
             g.compare(direction, places, of_each);
             assert_eq!(bound(&g, lengths), Some(expected), "{direction:?}");
-            // A lookup says more.
+            // A lookup gives a tighter bound.
             let table = input(&mut g, "table", &[7, 2], 0);
             let dims = GatherDims {
                 offset_dims: vec![1],
@@ -206,7 +208,7 @@ mod tests {
         }
     }
 
-    /// `v` for each sample.
+    /// Broadcasts `v` to each sample.
     fn rows(g: &mut Graph, v: ValueId) -> ValueId {
         marked(g, |g| g.broadcast(v, &[4, 3], &[1]))
     }

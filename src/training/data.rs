@@ -1,7 +1,7 @@
-//! Batches: of files, whose samples are read as they are needed and may be taken in another order, or made up.
+//! Batches: from files, whose samples are read on demand and may be shuffled, or synthetic.
 //!
-//! A run takes samples from one endless row: epoch after epoch, each in an order of its own where they are shuffled. Which sample
-//! is where in that row follows from its number, so that a run goes on at any place of it, under any plan.
+//! A run takes samples from one endless sequence: epoch after epoch, each in its own order if they are shuffled. The
+//! sample at a position follows from the position's number. So a run can resume anywhere, under any plan.
 
 use crate::error::{DataProblem, Error};
 use crate::training::bounds::{Bound, Floats, bound};
@@ -22,14 +22,14 @@ use std::path::{Path, PathBuf};
 /// The inputs of one step, by name.
 pub type Batch = BTreeMap<String, HostTensor>;
 
-/// Where batches come from, and in which order.
+/// The source of batches, and their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DataOptions {
-    /// Made up where there is none.
+    /// File of the data; synthetic if absent.
     pub file: Option<PathBuf>,
-    /// The type of the ids in a file of nothing else, where its name does not say it.
+    /// Element type of a file of bare ids, if its name does not tell.
     pub token_type: Option<DType>,
-    /// Samples in an order by this seed, another in each epoch; else as they come.
+    /// Seed of the order of samples, which changes every epoch; file order if absent.
     pub shuffle: Option<u64>,
 }
 
@@ -39,28 +39,28 @@ pub struct Batches {
     source: Option<Source>,
     content: Option<DataContent>,
     options: DataOptions,
-    /// Of what is made up.
+    /// Seed of synthetic values.
     made_up_seed: u64,
     /// Inputs that are the same in all batches.
     state: BTreeMap<String, HostTensor>,
-    /// The number of each sample in the batch, where random bits are counted by it.
+    /// The index of each sample in the batch, if random bits depend on it.
     sample_index: Option<(String, HostTensor)>,
-    /// Of the key that random bits are drawn with, where the model draws any.
+    /// Seed of the key for random bits, if the model draws any.
     seed: Option<u64>,
-    /// By input, which rows of the batch are read from files; all where it is not said.
+    /// The rows of the batch to read from files, by input; all for inputs without an entry.
     wanted: BTreeMap<String, Vec<bool>>,
-    /// Bytes that were read from files.
+    /// Bytes read from files so far.
     bytes_read: u64,
-    /// In how many equal parts all inputs of a batch can be cut.
+    /// Number of equal parts into which all inputs of a batch can be cut.
     units: u64,
     global_batch: u64,
     position: Position,
 }
 
-/// What a step needs of one input.
+/// The requirements of a step on one input.
 pub(super) struct InputType {
     pub name: String,
-    /// At the global batch.
+    /// Type at the global batch.
     pub ty: TensorType,
     pub batch_dim: Option<usize>,
     pub bound: Option<Bound>,
@@ -68,8 +68,8 @@ pub(super) struct InputType {
 }
 
 impl Batches {
-    /// One batch over and over: integers that index what the model looks up, normal floats. It is the same for the
-    /// same seed whatever the plan, and since it can be learnt by heart, the loss falls where training works.
+    /// The same synthetic batch every time: valid indices for the model's lookups, normal floats. It depends on the
+    /// seed but not on the plan. Since it can be memorised, the loss falls if training works.
     pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
         let inputs = inputs(plan);
         let sizes = inputs.iter().filter_map(|i| Some(i.ty.shape[i.batch_dim?]));
@@ -91,8 +91,8 @@ impl Batches {
         }
     }
 
-    /// [`Self::synthetic`], or batches of a file, for a model whose state (running statistics, tables) is as given where it
-    /// has a tensor of an input's name.
+    /// [`Self::synthetic`], or batches of a file. The model's state (running statistics, tables) comes from `state` if
+    /// that has a tensor of the input's name.
     pub fn with_state(
         plan: &Plan,
         options: &DataOptions,
@@ -119,23 +119,23 @@ impl Batches {
         Ok(batches)
     }
 
-    /// Batches from a file: see [`open`].
+    /// Opens a file of batches; see [`open`].
     pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
         let options = DataOptions { file: Some(file.to_path_buf()), ..DataOptions::default() };
         Batches::with_state(plan, &options, 0, &BTreeMap::new())
     }
 
-    /// The file that batches are cut from.
+    /// The file of the data, if there is one.
     pub fn file(&self) -> Option<&Path> {
         self.options.file.as_deref()
     }
 
-    /// Files that are open for it.
+    /// Number of files that are open.
     pub fn num_files(&self) -> u64 {
         self.source.as_ref().map_or(0, |source| source.starts.len().saturating_sub(1) as u64)
     }
 
-    /// What is taken from the file, in words; none where batches are made up.
+    /// Describes the data that is read from the file; `None` for synthetic batches.
     pub fn description(&self) -> Option<String> {
         let source = self.source.as_ref()?;
         let file = self.options.file.as_deref()?.display();
@@ -147,23 +147,23 @@ impl Batches {
         Some(format!("data: {samples} samples of {file}, {order}{}", source.assumed))
     }
 
-    /// What tells the file's data from others.
+    /// The fingerprint of the file's data.
     pub fn content(&self) -> Option<&DataContent> {
         self.content.as_ref()
     }
 
-    /// How much was taken.
+    /// The amount of data taken so far.
     pub fn position(&self) -> Position {
         self.position
     }
 
-    /// Goes on as if so much had been taken.
+    /// Continues from a position.
     pub fn seek(&mut self, position: Position) {
         self.position = position;
     }
 
-    /// From here on only those rows of an input are read from files that `rows` marks, given its name, the dimension of the batch and how
-    /// many rows that has; all where it says nothing. The others are zeros, which nobody here looks at.
+    /// Restricts reading to the rows of an input that `rows` marks, given the input's name, its batch dimension and
+    /// number of rows. `None` marks all rows. The other rows are zeros, which this process does not read.
     pub fn read_only(&mut self, rows: impl Fn(&str, usize, usize) -> Option<Vec<bool>>) {
         let of = |input: &InputType| {
             let dim = input.batch_dim?;
@@ -172,12 +172,12 @@ impl Batches {
         self.wanted = self.inputs.iter().filter_map(of).collect();
     }
 
-    /// Bytes of samples that were read from files so far.
+    /// Bytes of samples read from files so far.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read
     }
 
-    /// Bytes of a batch.
+    /// Size of a batch in bytes.
     pub fn bytes(&self) -> u64 {
         self.inputs.iter().map(|input| input.ty.bytes()).sum()
     }
@@ -207,7 +207,7 @@ impl Batches {
                     })?;
                     tensor
                 }
-                // What is not given is made up, once.
+                // A missing input is synthesised once.
                 None => {
                     let made_up = || input.made_up(self.made_up_seed);
                     self.state.entry(input.name.clone()).or_insert_with(made_up).clone()
@@ -224,7 +224,7 @@ impl Batches {
         Ok(batch)
     }
 
-    /// The units of the batch whose first is `first` of the endless row, as runs of neighbours in the file: first and count.
+    /// The units of the batch that starts at `first` in the endless sequence, as runs in the file: start and count.
     fn runs(&self, first: u64, units: u64) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         for place in first..first + self.units {
@@ -243,12 +243,12 @@ fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// The seed of random bits, where a plan's graph draws any with a key that is made here.
+/// The seed of random bits, if a plan's graph draws any with the key made here.
 fn random_seed(plan: &Plan, seed: u64) -> Option<u64> {
     plan.own().0.inputs().any(|(_, name)| name == RANDOM_KEY).then_some(seed)
 }
 
-/// The numbers of the samples of a global batch, where a plan's graph asks for them.
+/// The indices of the samples of a global batch, if a plan's graph needs them.
 fn sample_index(plan: &Plan) -> Option<(String, HostTensor)> {
     let (v, name) = plan.own().0.inputs().find(|(_, name)| *name == SAMPLE_INDEX)?;
     let samples = plan.own().0.shape(v)[0] * plan.num_microbatches as u64;
@@ -283,7 +283,7 @@ fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem
         _ => None,
     };
     match found {
-        // Labels of -100 and the like mark what is left out of a loss, and the graph says how.
+        // Negative labels such as -100 mark samples to ignore, and the graph handles them.
         Some(value) if value >= 0 => {
             let (name, table) = (input.name.clone(), table.clone());
             Err(DataProblem::IndexOutOfRange { name, value, table, rows: *rows })
@@ -293,7 +293,7 @@ fn check_bound(input: &InputType, tensor: &HostTensor) -> Result<(), DataProblem
 }
 
 impl InputType {
-    /// Something to train on.
+    /// Makes a synthetic value for the input.
     fn made_up(&self, seed: u64) -> HostTensor {
         let tensor = synthetic(&self.name, &self.ty, self.bound.as_ref().map_or(2, |b| b.rows), seed);
         if self.floats == Floats::Any {

@@ -1,6 +1,8 @@
-//! What a plan is trained on, CPU workers, GPUs of one process or of many, or one device of many ranks, behind one face, so that the
-//! loop of steps, checkpoints and data are written once. All processes of a run go through that loop together; what one must not decide
-//! alone is asked of all here, through their [`World`], whatever carries it.
+//! A common interface to the devices that train a plan: CPU workers, GPUs of one process or of many, or one device of
+//! many ranks. So the loop of steps, checkpoints and data are written once.
+//!
+//! All processes of a run execute that loop together. Joint decisions go through their [`World`], whatever transport it
+//! uses.
 
 use crate::error::Error;
 use crate::simulate::Recorded;
@@ -20,7 +22,7 @@ use std::collections::BTreeMap;
 #[cfg(feature = "mpi")]
 use std::sync::Arc;
 
-/// A session of either kind.
+/// A session of any kind.
 pub enum Engine {
     Cpu(Session),
     /// All GPUs, or this process's share of them.
@@ -30,19 +32,19 @@ pub enum Engine {
     Ranks(Box<RankSession>),
 }
 
-/// A step that was begun.
+/// A step in progress.
 pub enum Begun {
     Running,
-    /// By those who run a step at once.
+    /// The result of an engine that runs a step synchronously.
     Done(f64, Recorded),
 }
 
-/// Who runs a plan.
+/// The processes that run a plan.
 pub enum Team {
     /// This process alone.
     Alone,
-    /// All processes that were started together, wherever they are if `anywhere`. Where they are ranks of MPI, devices that are CPUs
-    /// exchange over it.
+    /// All processes that were started together, regardless of nodes if `anywhere`. If they are MPI ranks, CPU devices
+    /// communicate over MPI.
     Ranks {
         world: World,
         anywhere: bool,
@@ -52,7 +54,7 @@ pub enum Team {
 }
 
 impl Team {
-    /// Whether this process speaks for all.
+    /// Returns whether this process leads.
     pub fn leads(&self) -> bool {
         match self {
             Team::Alone => true,
@@ -60,12 +62,12 @@ impl Team {
         }
     }
 
-    /// Fails where not all are to run the same plan with the same options.
+    /// Fails if the processes would run different plans or options.
     pub fn expect_same(&self, plan: &Plan, training: &Training) -> Result<(), Error> {
         let Team::Ranks { world, anywhere, .. } = self else { return Ok(()) };
         world.expect_same("another version", env!("CARGO_PKG_VERSION"))?;
         world.expect_same("another plan", &fingerprint(&plan.to_json()))?;
-        // Libraries lie where they do on each host, and free GPUs are no option.
+        // Library locations differ between hosts, and free GPU memory is no option.
         let cuda = training.cuda.as_ref().map(|options| options.running);
         let said = format!("{:?} {cuda:?} {anywhere}{}", Training { cuda: None, ..training.clone() }, self.of_mpi());
         Ok(world.expect_same("other options", &fingerprint(&said))?)
@@ -84,7 +86,7 @@ impl Team {
         String::new()
     }
 
-    /// What runs this process's part, with nothing loaded yet.
+    /// Creates the engine for this process's part, with nothing loaded.
     pub fn engine(self, plan: &Plan, training: &Training) -> Result<Engine, Error> {
         let (world, anywhere) = match self {
             Team::Alone => return Engine::new(plan, training),
@@ -98,7 +100,8 @@ impl Team {
             Team::Ranks { world, anywhere, .. } => (world, anywhere),
         };
         let Some(options) = &training.cuda else {
-            let problem = "is for GPUs (--device cuda); CPUs of several processes exchange over MPI, with --engine mpi";
+            let problem =
+                "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
             return Err(Error::Option { option: "--engine processes", problem });
         };
         let layout = Layout { nodes: nodes(plan), anywhere };
@@ -107,7 +110,7 @@ impl Team {
     }
 }
 
-/// Options of GPUs with what the plan predicts of them.
+/// Adds the plan's predicted memory to the options of GPUs.
 fn of_plan(plan: &Plan, options: &CudaOptions) -> CudaOptions {
     let predicted_bytes = plan.lanes().iter().map(|lane| lane.predicted.peak_bytes).collect();
     CudaOptions { predicted_bytes, ..options.clone() }
@@ -129,7 +132,7 @@ fn nodes(plan: &Plan) -> Vec<Vec<u32>> {
     nodes
 }
 
-/// A short text that differs where a long one does.
+/// A short hash of a text.
 fn fingerprint(text: &str) -> String {
     use std::hash::{DefaultHasher, Hash, Hasher};
     let mut hasher = DefaultHasher::new();
@@ -138,7 +141,7 @@ fn fingerprint(text: &str) -> String {
 }
 
 impl Engine {
-    /// Workers or GPUs for a plan, with nothing loaded yet.
+    /// Creates workers or GPUs for a plan, with nothing loaded.
     pub fn new(plan: &Plan, training: &Training) -> Result<Engine, Error> {
         match &training.cuda {
             Some(options) => Ok(Engine::Cuda(CudaSession::new(&programs(plan)?, &of_plan(plan, options))?)),
@@ -149,7 +152,7 @@ impl Engine {
         }
     }
 
-    /// All processes of the run, where there are several.
+    /// All processes of the run, if there are several.
     fn world(&self) -> Option<&World> {
         match self {
             Engine::Cpu(_) => None,
@@ -200,7 +203,7 @@ impl Engine {
         }
     }
 
-    /// A parameter or state where it is put together, which is where [`Engine::leads`]. All ranks must ask for it.
+    /// Assembles a parameter or state where [`Engine::leads`]. All ranks must call it.
     pub fn gather(&mut self, of: TensorOf<'_>) -> Result<Option<HostTensor>, RuntimeError> {
         match (self, of) {
             #[cfg(feature = "mpi")]
@@ -214,12 +217,12 @@ impl Engine {
         }
     }
 
-    /// Whether this process speaks for all.
+    /// Returns whether this process leads.
     pub fn leads(&self) -> bool {
         self.world().is_none_or(World::leads)
     }
 
-    /// Whether a part of a parameter is held here.
+    /// Returns whether this process holds a part of a parameter.
     pub fn holds(&self, name: &str) -> bool {
         match self {
             Engine::Cpu(_) => true,
@@ -229,7 +232,7 @@ impl Engine {
         }
     }
 
-    /// Which rows of an input, along its batch, are read here, of so many; none where all are.
+    /// The rows of an input, along its batch dimension, that this process reads; `None` if all are read.
     pub fn rows_read(&self, input: &str, dim: usize, rows: usize) -> Option<Vec<bool>> {
         let mut read = vec![false; rows];
         match self {
@@ -241,31 +244,31 @@ impl Engine {
         Some(read)
     }
 
-    /// What the process that speaks for all says.
+    /// Broadcasts the leader's text.
     pub fn hear_first(&self, text: String) -> Result<String, RuntimeError> {
         self.world().map_or(Ok(text.clone()), |world| world.hear_first(&text))
     }
 
-    /// Waits until all processes of the run have come here.
+    /// Waits for all processes of the run.
     pub fn meet(&self) -> Result<(), RuntimeError> {
         self.world().map_or(Ok(()), World::meet)
     }
 
-    /// Says what is done between steps, to those who would have to tell where this process was lost.
+    /// Records the activity between steps, for the message if this process is lost.
     pub fn note(&self, activity: impl FnOnce() -> String) {
         if let Some(world) = self.world() {
             world.note(&activity());
         }
     }
 
-    /// The signal that any process has got.
+    /// The signal that any process has received.
     fn agreed(&self, signal: Option<i32>) -> Result<Option<i32>, RuntimeError> {
         let Some(world) = self.world() else { return Ok(signal) };
         let said = world.largest(signal.map_or(0, i32::unsigned_abs).into())?;
         Ok(i32::try_from(said).ok().filter(|&signal| signal != 0))
     }
 
-    /// What was recorded of the last step, of all processes.
+    /// The recordings of the last step from all processes.
     pub fn recorded(&self, last: Recorded) -> Result<Recorded, RuntimeError> {
         match self {
             #[cfg(feature = "mpi")]
@@ -287,14 +290,14 @@ impl Engine {
         }
     }
 
-    /// What the last step left of all parameters together, where the plan has steps leave it, as a sum over gradients: not a number
-    /// but where [`Engine::leads`]. All ranks must ask for it.
+    /// A scalar of optimizer state for all parameters together, as the plan's last step left it. NaN unless
+    /// [`Engine::leads`]. All ranks must call it.
     pub fn state_of_step(&mut self, slot: &str) -> Result<f64, RuntimeError> {
         let state = self.gather(TensorOf::State { parameter: ALL_PARAMETERS, slot })?;
         Ok(state.and_then(|state| state.to_f64().first().copied()).unwrap_or(f64::NAN))
     }
 
-    /// One step on a global batch that nothing else is to overlap: its loss, and what was seen of it.
+    /// Runs one step on a global batch without overlap. Returns its loss and recording.
     pub fn step(
         &mut self,
         batch: &BTreeMap<String, HostTensor>,
@@ -305,7 +308,7 @@ impl Engine {
         Ok((loss, recorded))
     }
 
-    /// Whether a step begins before the one before it has ended, so that one is to be begun ahead.
+    /// Returns whether a step begins before the previous one has ended, so that one step should be begun ahead.
     pub fn overlaps(&self) -> bool {
         match self {
             Engine::Cpu(session) => session.overlaps(),
@@ -315,12 +318,13 @@ impl Engine {
         }
     }
 
-    /// Whether steps can be begun ahead that do not overlap: devices go on with the next one at once, and need not be woken for it.
+    /// Returns whether steps without overlap can be queued, so that devices start the next one at once without a
+    /// wake-up.
     pub fn queues(&self) -> bool {
         matches!(self, Engine::Cpu(_))
     }
 
-    /// Begins a step on a global batch. `signal` is that which this process has got, if any, for all to know.
+    /// Begins a step on a global batch. `signal` is a signal that this process has received, to be shared with all.
     pub fn begin(
         &mut self,
         batch: &BTreeMap<String, HostTensor>,
@@ -341,8 +345,8 @@ impl Engine {
         }
     }
 
-    /// Ends the first step that was begun and not ended: its loss, what was seen of it, and the signal that any process had got. Of
-    /// GPUs nothing is recorded but the time.
+    /// Ends the oldest step in progress. Returns its loss, its recording, and the signal that any process has received.
+    /// On GPUs only the time is recorded.
     pub fn end(&mut self, begun: Begun, signal: Option<i32>) -> Result<(f64, Recorded, Option<i32>), RuntimeError> {
         match (self, begun) {
             (engine, Begun::Done(loss, recorded)) => Ok((loss, recorded, engine.agreed(signal)?)),
@@ -365,7 +369,7 @@ impl Engine {
         }
     }
 
-    /// Runs what is left of the last step, so that all gradients have changed the weights. All ranks must ask.
+    /// Runs the remaining calls of the last step, so that all gradients reach the weights. All ranks must call it.
     pub fn flush(&mut self) -> Result<(), RuntimeError> {
         match self {
             Engine::Cpu(session) => session.flush(),
@@ -375,7 +379,7 @@ impl Engine {
         }
     }
 
-    /// The most bytes that each device held. All ranks must ask.
+    /// Peak bytes of each device. All ranks must call it.
     pub fn peak_bytes(&self) -> Result<Vec<u64>, RuntimeError> {
         match self {
             Engine::Cpu(session) => Ok(session.peak_bytes()),

@@ -1,8 +1,8 @@
-//! The loss on held-out data, between steps: the plan run forward, with the weights that training has come to.
+//! The loss on held-out data between steps: the plan runs forward with the current weights.
 //!
-//! What is run is the plan's own stages, layouts and microbatches without a backward, so that it fits where training fits and needs
-//! no lowering of its own. Workers that are threads hold the weights once more; ranks evaluate with those that they train, and with
-//! those that they pull where servers have newer ones.
+//! It uses the plan's own stages, layouts and microbatches without a backward pass. So it fits if training fits, and
+//! needs no planning of its own. Workers that are threads hold a second copy of the weights. Ranks evaluate with the
+//! weights that they train, and with those that they pull from servers that have newer ones.
 
 use crate::error::Error;
 use crate::training::engine::Engine;
@@ -15,22 +15,22 @@ use altiplano_runtime::{Options, Session};
 #[cfg(feature = "mpi")]
 use altiplano_runtime::{RuntimeError, mpi::RankEvaluation};
 
-/// What is evaluated, and when.
+/// Options of evaluation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvaluationOptions {
     /// Held-out samples.
     pub data: DataOptions,
-    /// Steps between two evaluations; there is one after the last step in any case.
+    /// Steps between two evaluations. There is always one after the last step.
     pub every: u64,
-    /// Batches of an evaluation, the first of the file each time.
+    /// Batches per evaluation, always the first ones of the file.
     pub steps: u64,
 }
 
-/// Who evaluates.
+/// The devices that evaluate.
 enum Devices {
-    /// Workers of their own, that are given the weights.
+    /// Separate workers, which receive the weights.
     Own(Box<Session>),
-    /// The ranks that train, each with the weights that it has.
+    /// The ranks that train, with their own weights.
     #[cfg(feature = "mpi")]
     Ranks(Box<RankEvaluation>),
 }
@@ -44,7 +44,7 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// `training` says how the model is started, its state above all, and `engine` what trains it.
+    /// `training` describes the model's initial state, `engine` trains it.
     pub fn new(
         trained: &Plan,
         training: &Training,
@@ -55,7 +55,7 @@ impl Evaluation {
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
         let mut plan =
             Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
-        // Results beside the loss are not asked for.
+        // Only the loss is needed.
         plan.graph.outputs.truncate(1);
         let devices = match engine {
             Engine::Cpu(_) => {
@@ -63,7 +63,7 @@ impl Evaluation {
                 Devices::Own(Box::new(session(&plan, &options)?))
             }
             Engine::Cuda(_) => {
-                let problem = "held-out data is looked at by CPU workers only so far";
+                let problem = "only CPU workers evaluate held-out data so far";
                 return Err(Error::Option { option: "--eval-data", problem });
             }
             #[cfg(feature = "mpi")]

@@ -1,4 +1,4 @@
-//! The next batches are read while steps run.
+//! Prefetches batches while steps run.
 
 use crate::error::Error;
 use crate::training::checkpoint::Position;
@@ -9,34 +9,34 @@ use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Instant;
 
-/// Small batches are read ahead up to so many bytes; of others, one.
+/// Limit on the bytes of batches read ahead; larger batches are read one ahead.
 const AHEAD_BYTES: u64 = 1 << 20;
 
-/// Batches that a thread reads ahead. The thread ends with the loader.
+/// A thread that reads batches ahead, and ends with the loader.
 pub struct Loader {
     batches: Receiver<Result<Loaded, Error>>,
 }
 
-/// A batch, and how much was taken with it.
+/// A batch, and the position in the data after it.
 pub struct Loaded {
     pub batch: Batch,
     pub position: Position,
 }
 
-/// How fast batches are read.
+/// The throughput of reading batches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InputSpeed {
     pub description: Option<String>,
     pub files: u64,
-    /// Until all files were open.
+    /// Seconds until all files were open.
     pub open_s: f64,
     pub batches: u64,
-    /// As the model takes them.
+    /// Bytes in the model's types.
     pub bytes: u64,
     pub seconds: f64,
 }
 
-/// Reads `training.steps` batches as training does, with nothing done in between.
+/// Reads `training.steps` batches as training does, with no work in between.
 pub fn input_speed(plan: &Plan, training: &Training) -> Result<InputSpeed, Error> {
     let begun = Instant::now();
     let batches = Batches::with_state(plan, &training.data, training.seed, &BTreeMap::new())?;
@@ -52,7 +52,7 @@ pub fn input_speed(plan: &Plan, training: &Training) -> Result<InputSpeed, Error
 }
 
 impl Loader {
-    /// Reads `count` batches at most.
+    /// Starts to read at most `count` batches.
     pub fn new(mut batches: Batches, count: u64) -> Result<Loader, Error> {
         let file = batches.file().map(std::path::Path::to_path_buf).unwrap_or_default();
         let ahead = AHEAD_BYTES / batches.bytes().max(1);
@@ -72,7 +72,7 @@ impl Loader {
         Ok(Loader { batches: receiver })
     }
 
-    /// The next batch, and the seconds that it was waited for. None when there are no more.
+    /// Returns the next batch and the seconds spent waiting for it; `None` after the last.
     pub fn next(&mut self) -> Result<Option<(Loaded, f64)>, Error> {
         let start = Instant::now();
         match self.batches.recv() {

@@ -1,4 +1,4 @@
-//! A line of JSON for each step and for each look at held-out data, in a file that a run which goes on continues.
+//! Writes a line of JSON for each step and each evaluation. A resumed run continues its file.
 
 use crate::error::Error;
 use crate::training::Step;
@@ -37,26 +37,26 @@ struct EvaluationLine {
     eval_loss: f64,
 }
 
-/// What tells one line from another.
+/// The field that identifies a line.
 #[derive(Deserialize)]
 struct Number {
     step: u64,
 }
 
 impl Metrics {
-    /// Starts a file, or goes on in one behind the line of step `done`: steps that are done again are not there twice.
+    /// Creates a file, or continues one after the line of step `done`, so that repeated steps do not appear twice.
     pub fn open(file: &Path, done: u64) -> Result<Metrics, Error> {
         let write = |error| Error::Write { file: file.to_path_buf(), error };
         let kept = if done == 0 { 0 } else { kept_bytes(file, done).map_err(write)? };
         let open = OpenOptions::new().create(true).append(true).open(file).map_err(write)?;
-        // A pipe has nothing to cut off.
+        // A pipe cannot be truncated.
         if open.metadata().map_err(write)?.is_file() {
             open.set_len(kept).map_err(write)?;
         }
         Ok(Metrics { file: file.to_path_buf(), open })
     }
 
-    /// Writes the line of a step at once.
+    /// Writes the line of a step and flushes it.
     pub fn write(&mut self, step: &Step) -> Result<(), Error> {
         let Step {
             number,
@@ -91,14 +91,14 @@ impl Metrics {
     }
 
     fn append(&mut self, line: &impl Serialize) -> Result<(), Error> {
-        // Numbers have a JSON form.
+        // Numbers always have a JSON form.
         let text = serde_json::to_string(line).unwrap_or_default() + "\n";
         let written = self.open.write_all(text.as_bytes()).and_then(|()| self.open.flush());
         written.map_err(|error| Error::Write { file: self.file.clone(), error })
     }
 }
 
-/// How far the lines of the first `done` steps go. What follows a line that was cut off goes with it.
+/// Length of the lines of the first `done` steps. Anything after an incomplete line is dropped with it.
 fn kept_bytes(file: &Path, done: u64) -> std::io::Result<u64> {
     let mut reader = match File::open(file) {
         Ok(open) => BufReader::new(open),

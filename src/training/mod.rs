@@ -1,4 +1,4 @@
-//! Training a plan on the workers of this machine.
+//! Trains a plan on the workers of this machine.
 
 mod bounds;
 pub mod checkpoint;
@@ -41,63 +41,64 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The most devices that are run as threads of one machine.
+/// Maximum number of devices that run as threads of one machine.
 pub const MAX_WORKERS: u32 = 64;
 
-/// What to train with.
+/// Options of training.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
     pub steps: u64,
-    /// The highest.
+    /// The peak learning rate.
     pub learning_rate: f64,
     pub rate_schedule: RateSchedule,
-    /// Of weights and of made-up batches.
+    /// Seed of weights and synthetic batches.
     pub seed: u64,
-    /// Weights by the names of the parameters; default: initialised by seed.
+    /// Weights by parameter name; default: initialised by seed.
     pub weights: Option<PathBuf>,
     pub data: DataOptions,
     /// Stop at the first op that makes a NaN.
     pub check_nan: bool,
-    /// On these GPUs; else on CPU workers.
+    /// Train on these GPUs; on CPU workers if absent.
     pub cuda: Option<CudaOptions>,
     pub checkpoints: Option<Checkpoints>,
-    /// A line for each step.
+    /// File of metrics, with a line for each step.
     pub metrics: Option<PathBuf>,
-    /// Held-out data to look at between steps.
+    /// Held-out data to evaluate between steps.
     pub evaluation: Option<EvaluationOptions>,
 }
 
-/// One step.
+/// The results of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// Counted from 1.
+    /// Number of the step, from 1.
     pub number: u64,
     pub loss: f64,
     pub learning_rate: f64,
     pub seconds: f64,
     pub samples_per_s: f64,
-    /// Seconds before the step in which its batch was waited for.
+    /// Seconds spent waiting for the batch before the step.
     pub data_wait_s: f64,
-    /// Of all parameters together, before it is clipped; where the plan asks for it.
+    /// Norm of the gradient of all parameters together, before clipping; present if the plan computes it.
     pub gradient_norm: Option<f64>,
-    /// In samples, over the later half of the steps so far; where the plan measures it and it is told from 0.
+    /// Gradient noise scale in samples, over the later half of the steps so far. Present if the plan measures it and it
+    /// is distinguishable from 0.
     pub noise_scale: Option<f64>,
-    /// Where the plan scales the loss and no gradient is late.
+    /// Present if the plan scales the loss and no gradient is late.
     pub scaling: Option<Scaling>,
 }
 
-/// What became of a step whose loss was scaled.
+/// The state of loss scaling after a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scaling {
-    /// Of the next step.
+    /// The scale of the next step.
     pub scale: f64,
-    /// Whether gradients were not finite, so that nothing but the scale changed.
+    /// True if gradients were not finite, so that only the scale changed.
     pub skipped: bool,
-    /// Steps of the run that were skipped so far.
+    /// Number of skipped steps so far.
     pub skipped_steps: u64,
 }
 
-/// What a run tells while it goes on.
+/// Events during a run.
 pub enum Event<'a> {
     Step(&'a Step),
     /// The loss on held-out data after a step.
@@ -106,18 +107,18 @@ pub enum Event<'a> {
         loss: f64,
         seconds: f64,
     },
-    /// The run goes on after this step.
+    /// The run resumes after this step.
     Resumed {
         step: u64,
         place: &'a Path,
     },
-    /// What is trained on, where it is not made up.
+    /// The description of the training data, unless it is synthetic.
     Data {
         description: &'a str,
     },
-    /// There is no checkpoint to go on from.
+    /// There is no checkpoint to resume from.
     FromTheStart,
-    /// A checkpoint that is not whole, for which an older one is looked at.
+    /// A checkpoint is damaged, and an older one is tried.
     Damaged {
         error: &'a Error,
     },
@@ -125,25 +126,25 @@ pub enum Event<'a> {
         step: u64,
         place: &'a Path,
     },
-    /// A checkpoint was not written; those before it are as they were.
+    /// A checkpoint could not be written; earlier ones are unaffected.
     NotWritten {
         step: u64,
         error: &'a Error,
     },
 }
 
-/// What is left of a run.
+/// The records of a completed run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ran {
-    /// The most bytes that each worker held.
+    /// Peak bytes of each worker.
     pub peak_bytes: Vec<u64>,
-    /// What workers did in the last step, and when.
+    /// The timeline of the last step.
     pub last: Recorded,
-    /// Where the plan measures it, if it is told from 0.
+    /// The noise estimate, if the plan measures it and it is distinguishable from 0.
     pub noise: Option<NoiseEstimate>,
 }
 
-/// Trains `training.steps` steps and tells `on_step` of each.
+/// Trains `training.steps` steps and calls `on_step` for each.
 pub fn train(
     plan: &Plan,
     training: &Training,
@@ -153,8 +154,8 @@ pub fn train(
     train_until(plan, training, || None, on_event)
 }
 
-/// [`train`] that goes on from a checkpoint and writes some, as `training` says, and ends after a step at which `signal` gives
-/// the number of one.
+/// As [`train`], with checkpoints: resumes and writes them as `training` says. Ends after the step at which `signal`
+/// holds a signal's number.
 pub fn train_until(
     plan: &Plan,
     training: &Training,
@@ -165,8 +166,8 @@ pub fn train_until(
     train_in(plan, training, &mut Engine::new(plan, training)?, folder, signal, &mut on_event)
 }
 
-/// [`train_until`] as one of all that run the plan together, each on its part. What is told of the run, and what it writes, is up to
-/// the one that leads.
+/// As [`train_until`], as one of the processes that run the plan together. Only the leader reports events and writes
+/// files.
 pub fn train_on(
     engine: &mut Engine,
     plan: &Plan,
@@ -179,7 +180,7 @@ pub fn train_on(
     train_in(plan, training, engine, folder, signal, &mut on_event)
 }
 
-/// The newest checkpoint that the run can go on from, found by the process that leads.
+/// The newest checkpoint from which the run can resume, as found by the leader.
 fn resumed(
     plan: &Plan,
     engine: &Engine,
@@ -220,7 +221,7 @@ fn train_in(
         Some(folder) => Writer::new(folder),
         None => Writer::contributing(options.clone()),
     });
-    // A run that goes on does so with the seeds that it began with.
+    // A resumed run keeps its original seeds.
     let mut training = training.clone();
     if let Some((manifest, _)) = &from {
         (training.seed, training.data.shuffle) = (manifest.data.seed, manifest.data.shuffle);
@@ -266,21 +267,21 @@ fn train_in(
     let mut failed: Option<(u64, Error)> = None;
     let overlaps = engine.overlaps();
     let evaluates_at = evaluation.map(|options| options.every.max(1));
-    // After these steps the weights are looked at, with all gradients in them.
+    // After these steps a checkpoint needs weights that include all gradients.
     let writes = |number: u64| {
         let is_due = checkpoints.and_then(|options| options.every).is_some_and(|n| n > 0 && number.is_multiple_of(n));
         number == training.steps || is_due
     };
     let looks = |number: u64| writes(number) || evaluates_at.is_some_and(|every| number.is_multiple_of(every));
-    // Where state is looked at after each step, the next one waits.
+    // If state is read after each step, the next one must wait.
     let queues = engine.queues() && !asks_for_norm(plan, training) && scales.is_none();
     let mut begun: VecDeque<Ahead> = VecDeque::new();
     let (mut next, mut interrupted) = (done + 1, None);
-    // What a step took of late.
+    // Recent duration of a step.
     let mut pace_s = f64::INFINITY;
     loop {
-        // Where a step need not be over before the next begins, the next one is given to the devices ahead; and where steps are short, so
-        // many that devices need not be woken for them, nor wait for a core while this thread is woken for each.
+        // Steps are begun ahead if they overlap. Short steps are queued, so that devices neither need a wake-up for
+        // each nor compete for a core with this thread.
         let most = match (overlaps, queues && pace_s < SHORT_S) {
             (_, true) => ((AHEAD_S / pace_s) as usize).clamp(2, MAX_AHEAD),
             (true, false) => 2,
@@ -302,7 +303,7 @@ fn train_in(
             begun.push_back(Ahead { number, learning_rate, data_wait_s, position, running });
             next += 1;
         }
-        // Until half of them are over.
+        // Wait until half of them are done.
         if refills && begun.len() > most / 2 && most > 2 {
             std::thread::sleep(Duration::from_secs_f64(pace_s * (begun.len() - most / 2) as f64));
         }
@@ -321,7 +322,7 @@ fn train_in(
             seconds,
             samples_per_s,
             data_wait_s,
-            // Of a step that was skipped there is none.
+            // A skipped step has none.
             gradient_norm: gradient_norm.filter(|norm| norm.is_finite() || scaling.is_none()),
             noise_scale,
             scaling,
@@ -331,12 +332,12 @@ fn train_in(
         }
         on_event(Event::Step(&step))?;
         last = recorded;
-        // One step that took long says little of the next.
+        // A single slow step says little about the next.
         pace_s = last.seconds.min(1.25 * pace_s).max(1e-6);
         if !loss.is_finite() {
             return Err(Error::Diverged { step: number, loss });
         }
-        // What was begun ahead is brought to its end first.
+        // First complete the steps begun ahead.
         let signal = interrupted.filter(|_| begun.is_empty());
         if signal.is_some() || writes(number) {
             engine.flush().map_err(|error| at_step(number, error))?;
@@ -365,7 +366,7 @@ fn train_in(
                 engine.note(|| format!("writing the checkpoint of step {number}"));
                 tell(writer.finish(), &mut failed, &mut *on_event)?;
             }
-            // Nobody ends the run before all is written.
+            // No process may end the run before everything is written.
             engine.meet()?;
             return Err(Error::Interrupted { signal, step: number });
         }
@@ -375,7 +376,7 @@ fn train_in(
         tell(writer.finish(), &mut failed, &mut *on_event)?;
     }
     match (failed, &training.checkpoints) {
-        // The last checkpoint is what the run was for.
+        // The run's result is its last checkpoint, so failing to write it is an error.
         (Some((step, error)), Some(options)) => {
             Err(CheckpointProblem::NotWritten { step, error: Box::new(error) }.at(&options.folder))
         }
@@ -383,7 +384,7 @@ fn train_in(
     }
 }
 
-/// What batches are cut from, and where they begin.
+/// The source of batches, and the current position.
 fn data_state(training: &Training, batches: &Batches) -> DataState {
     DataState {
         file: training.data.file.as_ref().map(|file| file.display().to_string()),
@@ -394,24 +395,25 @@ fn data_state(training: &Training, batches: &Batches) -> DataState {
     }
 }
 
-/// Steps that take less are given to the devices ahead: waking them would be seen, and whoever interrupts a run waits no longer.
+/// Steps shorter than this are queued, since wake-ups would be noticeable. An interrupt still takes effect without a
+/// noticeable delay.
 const SHORT_S: f64 = 0.1;
 
-/// Of such steps so many are given ahead as take this long, and no more than [`MAX_AHEAD`].
+/// Total duration of queued steps, and the limit on their number.
 const AHEAD_S: f64 = 0.01;
 const MAX_AHEAD: usize = 64;
 
-/// A step that was given to the devices.
+/// A step that was issued to the devices.
 struct Ahead {
     number: u64,
     learning_rate: f64,
     data_wait_s: f64,
-    /// Where the data goes on after it.
+    /// Position in the data after the step.
     position: checkpoint::Position,
     running: Begun,
 }
 
-/// How the scale of the loss was changed by steps.
+/// The loss scale over the steps of a run.
 struct Scales {
     of_plan: LossScale,
     skipped_steps: u64,
@@ -422,7 +424,7 @@ impl Scales {
         Scales { of_plan, skipped_steps: 0 }
     }
 
-    /// What the last step left. All ranks must ask.
+    /// Reads the state that the last step left. All ranks must call it.
     fn read(&mut self, plan: &Plan, engine: &mut Engine) -> Result<Scaling, Error> {
         let skipped_steps = engine.state_of_step(loss_scale::SKIPPED_STEPS)? as u64;
         let is_kept = self.of_plan.slots().contains(&loss_scale::SCALE);
@@ -435,7 +437,7 @@ impl Scales {
     }
 }
 
-/// What a step measured of its gradient: the norm, and what is added to `noise`.
+/// Reads the gradient norm of a step, and adds its measurement to `noise`.
 fn measured(
     plan: &Plan,
     training: &Training,
@@ -448,13 +450,13 @@ fn measured(
     Ok(if asks_for_norm(plan, training) { Some(engine.state_of_step(GRADIENT_SQUARES)?.sqrt()) } else { None })
 }
 
-/// Whether the norm of the gradient is asked for after each step. Who writes no metrics does not wait for a number that nobody sees; of
-/// late gradients the norm is not known when their step ends.
+/// Returns whether the gradient norm is read after each step. Without metrics no one would see it, so it is not
+/// awaited. The norm of late gradients is unknown when their step ends.
 fn asks_for_norm(plan: &Plan, training: &Training) -> bool {
     plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some()
 }
 
-/// Tells what became of a checkpoint. The error of the last that was not written stays, until one is.
+/// Reports the outcome of a checkpoint. The last error stays until a checkpoint succeeds.
 fn tell(
     written: Option<Written>,
     failed: &mut Option<(u64, Error)>,
@@ -474,7 +476,7 @@ fn tell(
     }
 }
 
-/// Says at which step an op made a NaN.
+/// Adds the step to the error of an op that made a NaN.
 pub(crate) fn at_step(step: u64, error: RuntimeError) -> Error {
     match &error {
         RuntimeError::Device { error: KernelError::MadeNaN { .. } | KernelError::HoldsNaN { .. }, .. } => {
@@ -487,7 +489,7 @@ pub(crate) fn at_step(step: u64, error: RuntimeError) -> Error {
     }
 }
 
-/// Workers for a plan, with nothing loaded yet.
+/// Creates workers for a plan, with nothing loaded.
 pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
     let devices = plan.num_devices();
     if devices > MAX_WORKERS {
@@ -498,9 +500,9 @@ pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
     Ok(Session::new(&programs, options)?)
 }
 
-/// Fails where workers would hold more than there is: the system would kill the process without a word.
+/// Fails if workers would need more memory than there is, since the system would kill the process without a message.
 pub(crate) fn expect_memory(who: &'static str, programs: &Programs) -> Result<(), Error> {
-    // What workers leave in the memory of their hosts is in this machine too.
+    // The hosts' memory is that of this machine as well.
     let peaks = cpu_peaks(programs).into_iter().zip(cpu_host_peaks(programs)).map(|(own, host)| own + host);
     let held = programs.programs.iter().zip(peaks).map(|(p, bytes)| p.devices.len() as u64 * bytes);
     let needed_bytes = held.sum();
@@ -510,7 +512,7 @@ pub(crate) fn expect_memory(who: &'static str, programs: &Programs) -> Result<()
     }
 }
 
-/// Bytes of memory and swap, where the system says so.
+/// Bytes of memory and swap, if the system reports them.
 fn memory_of_this_machine() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let of = |name: &str| {
@@ -520,17 +522,17 @@ fn memory_of_this_machine() -> Option<u64> {
     Some(1024 * (of("MemTotal")? + of("SwapTotal").unwrap_or(0)))
 }
 
-/// The scalars that a step is given; `step` counts from 1.
+/// The scalars of a step; `step` counts from 1.
 pub fn scalars(learning_rate: f64, step: u64) -> BTreeMap<String, f64> {
     BTreeMap::from([("learning_rate".to_string(), learning_rate), ("step".to_string(), step as f64)])
 }
 
-/// The weights to start from, by name, and the batches to train on. A file of weights may hold the model's state too.
+/// The initial weights by name, and the training batches. A file of weights may also hold the model's state.
 pub fn start(plan: &Plan, training: &Training) -> Result<(BTreeMap<String, HostTensor>, Batches), Error> {
     start_of(plan, training, |_| true)
 }
 
-/// [`start`] with those weights alone that are wanted.
+/// As [`start`], with only the wanted weights.
 fn start_of(
     plan: &Plan,
     training: &Training,
@@ -557,13 +559,14 @@ fn start_of(
     }
 }
 
-/// All tensors of a file of weights: `.safetensors`, a `torch.export` archive, or an ONNX model that holds them.
+/// Reads all tensors of a file of weights: `.safetensors`, a `torch.export` archive, or an ONNX model.
 fn weights_in(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     let is_onnx = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
     if is_onnx { onnx_weights::read(file) } else { Ok(read_weights(file)?) }
 }
 
-/// The parameters among the tensors of a file, in the parameters' types. `transformer.wte.weight` may be called `wte.weight`.
+/// Selects the parameters among a file's tensors and casts them to their types. `transformer.wte.weight` may be named
+/// `wte.weight`.
 pub fn weights_of(
     plan: &Plan,
     file: &Path,
@@ -572,7 +575,7 @@ pub fn weights_of(
     let mut weights = BTreeMap::new();
     for (v, name) in plan.own().0.parameters() {
         let problem = |problem| Error::Data { file: file.to_path_buf(), problem: Box::new(problem) };
-        // The checkpoint of a model without a head, of which this one has one, leaves out the first part of names.
+        // The checkpoint of a model without a head omits the first part of the names.
         let headless = || tensor_named(tensors, name.split_once('.')?.1);
         let tensor = tensor_named(tensors, name).or_else(headless);
         let tensor = tensor.ok_or_else(|| problem(DataProblem::Missing { name: name.to_string() }))?;

@@ -1,22 +1,23 @@
-//! The gradient's noise scale: up to which batch larger ones save steps.
+//! The gradient noise scale: the batch size up to which larger batches save steps.
 //!
-//! McCandlish et al. 2018 (appendix A.1) estimate the square `|G|^2` of the true gradient and the trace `S` of the covariance of
-//! single samples' gradients from norms at two sizes of batch: here of equal parts of the batch, which devices and microbatches
-//! see before they are added up, and of the whole. Both are averaged over steps before their ratio is taken.
+//! McCandlish et al. 2018 (appendix A.1) estimate two quantities from gradient norms at two batch sizes: the square
+//! `|G|^2` of the true gradient, and the trace `S` of the covariance of single samples' gradients. The sizes here are
+//! equal parts of the batch, which devices and microbatches see before the sum, and the whole. Both quantities are
+//! averaged over steps before taking their ratio.
 
 use crate::error::Error;
 use crate::training::engine::Engine;
 use altiplano_ir::program::{GRADIENT_VARIANCE, MEASURED_SQUARES};
 use std::fmt;
 
-/// Blocks of steps of which each is left out once, for the error of the ratio.
+/// Number of blocks of steps for the jackknife error of the ratio.
 const BLOCKS: usize = 10;
 
-/// What steps measured.
+/// The measurements of all steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NoiseScale {
     global_batch: u64,
-    /// Per step `|G|^2` and `S`, and before it the sums of those of all steps before.
+    /// `|G|^2` and `S` of each step, and their prefix sums.
     steps: Vec<[f64; 2]>,
     sums: Vec<[f64; 2]>,
 }
@@ -25,9 +26,9 @@ pub struct NoiseScale {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NoiseEstimate {
     pub samples: f64,
-    /// One standard deviation of it, by leaving out a tenth of the steps at a time.
+    /// Its standard deviation, by leaving out a tenth of the steps at a time.
     pub error: f64,
-    /// Steps that it is of.
+    /// Number of steps of the estimate.
     pub steps: usize,
 }
 
@@ -36,14 +37,14 @@ impl NoiseScale {
         NoiseScale { global_batch, steps: Vec::new(), sums: vec![[0.0; 2]] }
     }
 
-    /// Adds what the engine's last step measured, under a plan with `measure_noise`.
+    /// Adds the measurement of the engine's last step, under a plan with `measure_noise`.
     ///
     /// # Errors
-    /// Where all of the batch's gradient was one part.
+    /// Fails if the whole batch's gradient was one part.
     pub fn measure(&mut self, engine: &mut Engine) -> Result<(), Error> {
         let squares = engine.state_of_step(MEASURED_SQUARES)?;
         if squares == 0.0 {
-            let problem = "needs several microbatches, or data parallelism in which gradients are added up once a step";
+            let problem = "needs several microbatches, or data parallelism with one reduction of gradients per step";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
         let variance = engine.state_of_step(GRADIENT_VARIANCE)?;
@@ -54,7 +55,7 @@ impl NoiseScale {
         Ok(())
     }
 
-    /// Adds a step: the square of its gradient's norm, and the variance of that gradient over batches.
+    /// Adds a step: the squared norm of its gradient, and the variance of that gradient over batches.
     pub fn add(&mut self, squares: f64, variance: f64) {
         let step = [squares - variance, self.global_batch as f64 * variance];
         let before = self.sums[self.steps.len()];
@@ -62,13 +63,14 @@ impl NoiseScale {
         self.steps.push(step);
     }
 
-    /// The scale over the later half of the steps: it grows while a model learns. None where `|G|^2` is not told from 0.
+    /// The scale over the later half of the steps, since it grows as a model learns. `None` if `|G|^2` is not
+    /// distinguishable from 0.
     pub fn now(&self) -> Option<f64> {
         let (first, end) = (self.steps.len() / 2, self.steps.len());
         ratio(self.sum(first, end))
     }
 
-    /// [`Self::now`] with its error, which needs some steps.
+    /// [`Self::now`] with its error, which needs several steps.
     pub fn estimate(&self) -> Option<NoiseEstimate> {
         let (first, end) = (self.steps.len() / 2, self.steps.len());
         let steps = end - first;
@@ -111,13 +113,13 @@ impl fmt::Display for NoiseEstimate {
 mod tests {
     use super::*;
 
-    /// Gradients of made-up samples: the mean of each element is 0.1 and its variance 1, so that the scale is 100.
+    /// Synthetic sample gradients: each element has mean 0.1 and variance 1, so the scale is 100.
     #[test]
     fn the_scale_of_known_gradients_is_found() {
         let (parts, batch, size, steps) = (4u64, 32u64, 400u64, 400u64);
         let mut state = 1u64;
         let mut normal = || {
-            // Twelve uniform numbers add up to something nearly normal.
+            // A sum of twelve uniform numbers is approximately normal.
             let sum: f64 = (0..12)
                 .map(|_| {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -132,7 +134,7 @@ mod tests {
             for _ in 0..size {
                 let of_part = (batch / parts) as f64;
                 let means: Vec<f64> = (0..parts).map(|_| 0.1 + normal() / of_part.sqrt()).collect();
-                // Each part of the batch's gradient is its mean over so many parts.
+                // A part's contribution to the batch gradient is its mean divided by the number of parts.
                 squares += (means.iter().sum::<f64>() / parts as f64).powi(2);
                 of_parts += means.iter().map(|x| (x / parts as f64).powi(2)).sum::<f64>();
             }

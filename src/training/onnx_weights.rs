@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The model's tensors by name. Those whose data was stripped from the file are left out.
+/// Reads the model's tensors by name. Tensors whose data was stripped from the file are left out.
 pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     let fail = |error| Error::Onnx { file: file.to_path_buf(), error: Box::new(error) };
     let mut tensors = BTreeMap::new();
@@ -33,10 +33,10 @@ pub fn read(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     Ok(tensors)
 }
 
-/// Data of a model in another file of its folder, at most `most` bytes and one more; none where it cannot be read.
+/// Reads data of a model from another file of its folder, up to `most + 1` bytes; `None` if it cannot be read.
 pub fn beside(model: &Path, place: &External, most: u64) -> Option<Vec<u8>> {
     let path = inside(model, place).ok()?;
-    // A pipe would be waited for.
+    // Reading a pipe would block.
     path.is_file().then(|| part(&path, place, most).ok()).flatten()
 }
 
@@ -45,7 +45,7 @@ enum Outside {
     Unreadable { file: PathBuf, error: std::io::Error },
 }
 
-/// The file that a tensor's data is in. It must lie in the model's folder once links are followed.
+/// The file with a tensor's data. With links resolved, it must lie in the model's folder.
 fn inside(model: &Path, place: &External) -> Result<PathBuf, Outside> {
     let folder = model.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let real = |path: PathBuf| path.canonicalize().map_err(|error| Outside::Unreadable { file: path, error });
@@ -53,7 +53,7 @@ fn inside(model: &Path, place: &External) -> Result<PathBuf, Outside> {
     if path.starts_with(real(folder.to_path_buf())?) { Ok(path) } else { Err(Outside::Named) }
 }
 
-/// At most `most` bytes and one more, which tells that there are too many.
+/// Reads up to `most + 1` bytes; the extra byte shows that there are too many.
 fn part(path: &Path, place: &External, most: u64) -> std::io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     file.seek(SeekFrom::Start(place.offset))?;
@@ -73,7 +73,7 @@ mod tests {
         proto::Property { key: key.into(), value: value.into() }
     }
 
-    /// A model of one tensor of two floats at `location`.
+    /// A model with one tensor of two floats at `location`.
     fn model(location: &str, offset: &str) -> Vec<u8> {
         let tensor = proto::Tensor {
             name: "w".into(),
@@ -107,7 +107,7 @@ mod tests {
             let error = read_at(location, "0").unwrap_err();
             assert!(error.to_string().contains("own folder"), "{location}: {error}");
         }
-        // Beyond the end, no number, and a file that is not there.
+        // An offset past the end, one that is no number, and a missing file.
         assert!(read_at("data.bin", "8").unwrap_err().to_string().contains("its shape takes 8"));
         assert!(read_at("data.bin", "-1").is_err() && read_at("other.bin", "0").is_err());
         #[cfg(unix)]

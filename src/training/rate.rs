@@ -1,43 +1,43 @@
-//! The learning rate of each step, from its number alone, so that a run that goes on follows the curve of the one it goes on from.
+//! The learning rate of each step, as a function of its number alone, so that a resumed run follows the same curve.
 
 use std::f64::consts::PI;
 
-/// How the learning rate falls after the warm-up.
+/// The decay of the learning rate after the warm-up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Shape {
-    /// It does not.
+    /// No decay.
     #[default]
     Constant,
-    /// To the final rate in a line.
+    /// Linear, to the final rate.
     Linear,
-    /// By a factor every so many steps.
+    /// By a factor at regular intervals.
     Step,
-    /// To the final rate by the same factor each step.
+    /// Exponential, to the final rate.
     Exponential,
-    /// To the final rate as a power of what is left of the steps.
+    /// To the final rate, as a power of the remaining fraction of the steps.
     Polynomial,
-    /// To the final rate in half a wave (Loshchilov & Hutter 2017, without restarts).
+    /// Half a cosine wave to the final rate (Loshchilov & Hutter 2017, without restarts).
     Cosine,
-    /// As one over the steps (Robbins & Monro 1951), from the end of the warm-up on.
+    /// Inversely proportional to the step (Robbins & Monro 1951), from the end of the warm-up.
     Inverse,
-    /// As one over the root of the steps (Vaswani et al. 2017).
+    /// Inversely proportional to the square root of the step (Vaswani et al. 2017).
     InverseSqrt,
 }
 
-/// A schedule of the learning rate.
+/// A learning-rate schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RateSchedule {
     pub shape: Shape,
-    /// Steps in which the rate rises in a line, to reach its peak at the last of them.
+    /// Steps of the linear warm-up, the last of which has the peak rate.
     pub warmup_steps: u64,
-    /// The step at which the final rate is reached, warm-up included.
+    /// The step that reaches the final rate, warm-up included.
     pub total_steps: u64,
     pub final_rate: f64,
-    /// Of [`Shape::Step`].
+    /// Interval of [`Shape::Step`].
     pub every: u64,
-    /// Of [`Shape::Step`].
+    /// Factor of [`Shape::Step`].
     pub factor: f64,
-    /// Of [`Shape::Polynomial`].
+    /// Exponent of [`Shape::Polynomial`].
     pub power: f64,
 }
 
@@ -49,7 +49,7 @@ impl Default for RateSchedule {
 }
 
 impl RateSchedule {
-    /// The rate of step `step`, counted from 1, where `peak` is the highest.
+    /// The rate of step `step`, counted from 1, with the peak rate `peak`.
     ///
     /// ```
     /// use altiplano::training::rate::{RateSchedule, Shape};

@@ -1,7 +1,7 @@
-//! The order of samples in an epoch: a permutation that is computed from a seed, of any length in no memory.
+//! The order of samples in an epoch: a permutation of any length, computed from a seed without storing it.
 
-/// A bijection of `0..count`: a Feistel network over the least power of four that covers it, walked until it hits the range
-/// (Black & Rogaway 2002).
+/// A bijection of `0..count`: a Feistel network over the smallest power of four that covers it, iterated until it hits
+/// the range (cycle walking, Black & Rogaway 2002).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permutation {
     count: u64,
@@ -18,11 +18,11 @@ impl Permutation {
         Permutation { count, half_bits: bits.div_ceil(2).max(1), key: mixed(mixed(seed) ^ epoch) }
     }
 
-    /// The sample at place `place`, which must be below the count.
+    /// The sample at position `place`, which must be below the count.
     pub fn at(&self, place: u64) -> u64 {
         debug_assert!(place < self.count, "{place} of {}", self.count);
         let mut at = self.once(place);
-        // Places outside of the range lie on cycles that come back into it, after less than four turns on average.
+        // Positions outside the range lie on cycles that return to it, after fewer than four iterations on average.
         while at >= self.count {
             at = self.once(at);
         }
@@ -39,7 +39,7 @@ impl Permutation {
     }
 }
 
-/// The finaliser of SplitMix64 (Steele et al. 2014), one step on.
+/// SplitMix64's finaliser (Steele et al. 2014), after one increment.
 fn mixed(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -74,12 +74,12 @@ mod tests {
         let (first, second, other) = (order(1, 0), order(1, 1), order(2, 0));
         let as_they_come: Vec<u64> = (0..count).collect();
         let same = |a: &[u64], b: &[u64]| a.iter().zip(b).filter(|(x, y)| x == y).count();
-        // Two random orders agree in one place on average.
+        // Two random orders agree in one position on average.
         for (a, b) in [(&first, &second), (&first, &other), (&first, &as_they_come), (&second, &other)] {
             assert!(same(a, b) < 10);
         }
         assert_eq!(first, order(1, 0));
-        // Neighbours are apart by a third of the count on average.
+        // The mean distance between consecutive samples is a third of the count.
         let apart: u64 = first.windows(2).map(|pair| pair[0].abs_diff(pair[1])).sum();
         let mean = apart as f64 / (count - 1) as f64 / count as f64;
         assert!((mean - 1.0 / 3.0).abs() < 0.02, "{mean}");

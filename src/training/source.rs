@@ -1,4 +1,4 @@
-//! Files of data: which part of which file each input takes, and reading the units of a batch from there.
+//! Data files: assigns a part of a file to each input, and reads the units of a batch from it.
 
 use crate::error::{DataProblem, Error};
 use crate::training::checkpoint::DataContent;
@@ -16,33 +16,33 @@ use std::path::{Path, PathBuf};
 /// The data of a run.
 pub(super) struct Source {
     pub columns: BTreeMap<String, Column>,
-    /// How many there are: what a batch can be cut into, samples as a rule.
+    /// Number of units: the parts into which batches can be cut, usually samples.
     pub units: u64,
     /// The first unit of each file, and the end.
     pub starts: Vec<u64>,
-    /// What was taken for granted, in words, to be said.
+    /// Assumptions about the files, in words for the user.
     pub assumed: String,
 }
 
-/// Where an input is taken from.
+/// The source of an input.
 pub(super) enum Column {
-    /// Slices along dimension `dim` of arrays, which follow each other.
+    /// Slices along dimension `dim` of arrays, which are concatenated.
     Rows { parts: Vec<ArrayFile>, dim: usize },
-    /// Stretches of a row of ids: unit `i` is `length` of them from `i * stride + shift`.
+    /// Segments of a sequence of ids: unit `i` is `length` of them from `i * stride + shift`.
     Stretches { ids: ArrayFile, length: u64, stride: u64, shift: u64 },
-    /// The same for all batches.
+    /// The same tensor for all batches.
     Same(HostTensor),
 }
 
-/// Opens a file of data.
+/// Opens a data file.
 ///
-/// * `.safetensors` with tensors named as the inputs (`tokens` or `input/tokens`), or a folder of such files, in the order of their
-///   names, whose samples follow each other.
+/// * `.safetensors` with tensors named after the inputs (`tokens` or `input/tokens`), or a folder of such files, whose
+///   samples are concatenated in the order of file names.
 /// * `.npy` of the only input, or of ids.
-/// * `.u16` and `.u32`, or any file with a `token_type`: little-endian ids and nothing else.
+/// * `.u16` and `.u32`, or any file with a `token_type`: bare little-endian ids.
 ///
-/// Ids are cut into sequences for a model whose input is `[batch, sequence]`; of two such inputs the one that is named label or
-/// target takes the ids that are one later.
+/// Ids are cut into sequences for a model whose input is `[batch, sequence]`. With two such inputs, the one named label
+/// or target takes the ids shifted by one.
 pub(super) fn open(
     inputs: &[InputType],
     state: &BTreeMap<String, HostTensor>,
@@ -74,15 +74,15 @@ pub(super) fn open(
 
 type Arrays = BTreeMap<String, ArrayFile>;
 
-/// Bytes at either end of a file by which it is told from others of its length.
+/// Bytes at either end of a file that enter its fingerprint.
 const ENDS: u64 = 64 << 10;
 
-/// Bytes of each sample in between, and how many of them there are over all files: what differs over a thousandth of the data is noticed,
-/// and no more than four megabytes are read.
+/// Bytes of each sample in between, and the number of samples over all files. They detect any difference that spans a
+/// thousandth of the data, and read at most four megabytes.
 const SAMPLE: u64 = 4 << 10;
 const SAMPLES: u64 = 1 << 10;
 
-/// What tells data from other data: reading all of it would take too long.
+/// The fingerprint of data; reading all of it would take too long.
 pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
     let files = if place.is_dir() { files_of(place)? } else { vec![place.to_path_buf()] };
     let (mut bytes, mut ends, mut between) = (0, crc32fast::Hasher::new(), crc32fast::Hasher::new());
@@ -106,7 +106,7 @@ pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
             read(last, ENDS, &mut ends)?;
             let middle = last.saturating_sub(ENDS);
             let samples = samples.min(middle.div_ceil(SAMPLE));
-            // A product of a file's length and a thousand may not fit.
+            // The product of a file's length and a thousand may overflow 64 bits.
             let place = |i: u64| ENDS + (u128::from(middle) * u128::from(i) / u128::from(samples)) as u64;
             (0..samples).try_for_each(|i| read(place(i), SAMPLE.min(last - place(i)), &mut between))
         };
@@ -116,7 +116,7 @@ pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
     Ok(DataContent { bytes, crc32: hex(ends), sampled_crc32: Some(hex(between)) })
 }
 
-/// The files of a folder, opened.
+/// Opens the files of a folder.
 fn shards(folder: &Path) -> Result<Vec<(PathBuf, Arrays)>, Error> {
     let open = |file: PathBuf| Ok((file.clone(), ArrayFile::safetensors(&file)?));
     files_of(folder)?.into_iter().map(open).collect()
@@ -138,7 +138,7 @@ fn files_of(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(files)
 }
 
-/// Tensors by the names of inputs. A file has as many units as each of its inputs has.
+/// Finds tensors by the names of inputs. A file has as many units as each of its inputs has.
 fn named(
     inputs: &[InputType],
     state: &BTreeMap<String, HostTensor>,
@@ -183,7 +183,7 @@ fn named(
     Ok(Source { columns, units: starts[starts.len() - 1], starts, assumed: String::new() })
 }
 
-/// One row of ids serves a model of one input, and one of tokens and labels.
+/// Cuts one sequence of ids for a model with one input, or with tokens and labels.
 fn of_ids(inputs: &[InputType], ids: ArrayFile, file: &Path) -> Result<Source, Error> {
     let fits = |i: &InputType| i.ty.rank() == 2 && i.ty.dtype.is_integer() && i.batch_dim == Some(0);
     let is_label = |i: &InputType| i.name.contains("label") || i.name.contains("target");
@@ -202,7 +202,7 @@ fn of_ids(inputs: &[InputType], ids: ArrayFile, file: &Path) -> Result<Source, E
     }
     let length = shifts[0].0.ty.shape[1].max(1);
     let last = shifts[shifts.len() - 1].1;
-    // Rows that are one longer than a sequence, or one long row of which every sequence takes its next id too.
+    // Either rows one longer than a sequence, or one long sequence in which every segment also takes the next id.
     let in_rows = ids.ty.rank() == 2 && ids.ty.shape[1] == length + 1 && last == 1;
     let stride = if in_rows { length + 1 } else { length };
     let units = ids.ty.elements().saturating_sub(if in_rows { 0 } else { last }) / stride;
@@ -217,29 +217,29 @@ fn of_ids(inputs: &[InputType], ids: ArrayFile, file: &Path) -> Result<Source, E
     Ok(Source { columns, units, starts: vec![0, units], assumed })
 }
 
-/// Which rows of files make a batch.
+/// The rows of files that make a batch.
 pub(super) struct BatchRows<'a> {
-    /// In how many units the batch is cut.
+    /// Number of units in the batch.
     pub units: u64,
-    /// The units, as runs of neighbours in the files: first and count.
+    /// The units as runs in the files: start and count.
     pub runs: &'a [(u64, u64)],
     /// The first unit of each file, and the end.
     pub starts: &'a [u64],
-    /// The rows of the batch that are read; all of them where it is not said.
+    /// The rows of the batch to read; all if absent.
     pub wanted: Option<&'a [bool]>,
 }
 
-/// Neighbours, in the batch and in the files.
+/// Rows that are contiguous in the batch and in the files.
 struct Run {
-    /// The first row in the batch.
+    /// First row in the batch.
     to: u64,
-    /// The first row of all files.
+    /// First row over all files.
     from: u64,
     count: u64,
 }
 
 impl BatchRows<'_> {
-    /// The rows that are read, of so many a unit, as runs.
+    /// The rows to read, with `rows_each` rows per unit, as runs.
     fn read(&self, rows_each: u64) -> Vec<Run> {
         let is_wanted = |row: u64| self.wanted.is_none_or(|wanted| wanted.get(row as usize).copied().unwrap_or(false));
         let mut found: Vec<Run> = Vec::new();
@@ -260,12 +260,12 @@ impl BatchRows<'_> {
 }
 
 impl Column {
-    /// The input of a batch, with zeros for what is not read, and how many bytes were.
+    /// Reads the input of a batch, with zeros in rows that are not wanted. Also returns the number of bytes read.
     pub fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
         let mut whole = HostTensor::zeros(input.ty.clone());
         let width = size_of_element(&whole);
         let mut bytes_read = 0;
-        // Elements of a file, in the type of the input, from this element of it on.
+        // Copies elements of a file, converted to the input's type, to position `to`.
         let mut put = |array: &ArrayFile, first: u64, count: u64, by_way_of: DType, to: u64| {
             let ty = TensorType::new(array.ty.dtype, [count]);
             bytes_read += ty.bytes();
@@ -293,7 +293,7 @@ impl Column {
                     for Run { to, from, count } in &runs {
                         let (mut at, end) = (*from, from + count);
                         while at < end {
-                            // The last file that starts at or before the row's unit; files without any are passed.
+                            // The last file that starts at or before the row's unit; empty files are skipped.
                             let part = batch.starts.partition_point(|&start| start <= at / rows_each) - 1;
                             let until = end.min(batch.starts[part + 1] * rows_each);
                             let array = &parts[part];
@@ -310,12 +310,12 @@ impl Column {
     }
 }
 
-/// Bytes of an element as a tensor of the host stores it.
+/// Bytes of an element in a host tensor's storage.
 fn size_of_element(tensor: &HostTensor) -> u64 {
     Class::of(tensor.ty.dtype).bytes() as u64
 }
 
-/// Rows along the batch that belong to one unit.
+/// Number of rows along the batch dimension per unit.
 fn rows_each(input: &InputType, dim: usize, batch_units: u64) -> u64 {
     (input.ty.shape[dim] / batch_units).max(1)
 }
@@ -347,7 +347,7 @@ mod tests {
         InputType { name: name.to_string(), ty, batch_dim: Some(batch_dim), bound: None, floats: Floats::Any }
     }
 
-    /// Samples that lie in any dimension, in files of any sizes, are those that one tensor of all would have.
+    /// Samples along any dimension, in files of any sizes, are those of one concatenated tensor.
     #[test]
     fn samples_of_a_folder_follow_each_other() {
         let folder = std::env::temp_dir().join(format!("altiplano-source-{}", std::process::id()));
@@ -383,13 +383,13 @@ mod tests {
                 let units: Vec<u64> = runs.iter().flat_map(|&(first, count)| first..first + count).collect();
                 let inner: usize = shape[dim + 1..].iter().product::<u64>() as usize;
                 let outer: usize = shape[..dim].iter().product::<u64>() as usize;
-                // Rows that are not wanted are neither read nor there.
+                // Unwanted rows are neither read nor filled.
                 for wanted in [&[true, false, false, true], &[false, true, true, false], &[false; 4]] {
                     let (part, read) = source.columns["x"].gather(&x, &rows(Some(wanted))).unwrap();
                     let kept = |(i, x): (usize, f64)| if wanted[i / inner % 4] { x } else { 0.0 };
                     let expected: Vec<f64> = batch.to_f64().into_iter().enumerate().map(kept).collect();
                     assert_eq!(part.to_f64(), expected, "dimension {dim}, {runs:?}, {wanted:?}");
-                    // The second file has wider numbers.
+                    // The second file has a wider type.
                     let width = |unit: &u64| if *unit == 5 { 8 } else { 4 };
                     let each = (inner * outer) as u64;
                     let of_rows = units.iter().zip(wanted).filter(|(_, wanted)| **wanted);
@@ -404,7 +404,7 @@ mod tests {
         std::fs::remove_dir_all(folder).unwrap();
     }
 
-    /// A difference over a thousandth of the data is noticed wherever it is, and one of any size in a file that is small.
+    /// A difference over a thousandth of the data is detected anywhere, and any difference in a small file.
     #[test]
     fn data_that_differs_in_between_is_other_data() {
         let file = std::env::temp_dir().join(format!("altiplano-content-{}.u16", std::process::id()));
@@ -421,7 +421,7 @@ mod tests {
                 std::fs::write(&file, &bytes).unwrap();
                 let after = content(&file).unwrap();
                 assert!(!after.is_same(&before), "{length} bytes, {run} from {at}");
-                // A checkpoint that knows of the ends alone has no more to say.
+                // The fingerprint of an older checkpoint covers only the ends.
                 let older = DataContent { sampled_crc32: None, ..before.clone() };
                 assert_eq!(after.is_same(&older), after.crc32 == before.crc32);
                 bytes[at..at + run].iter_mut().for_each(|byte| *byte ^= 1);
@@ -443,7 +443,7 @@ mod tests {
         let of = |i: usize| source.columns[&both[i].name].gather(&both[i], &batch).unwrap().0;
         assert_eq!(of(1).to_f64(), [1008.0, 1009.0, 1010.0, 1011.0, 1000.0, 1001.0, 1002.0, 1003.0]);
         assert_eq!(of(0).to_f64(), [1009.0, 1010.0, 1011.0, 1012.0, 1001.0, 1002.0, 1003.0, 1004.0]);
-        // The label of a last id is not there; without labels it is not needed.
+        // The last id has no label; without labels none is needed.
         std::fs::write(&file, &ids[..24]).unwrap();
         assert_eq!(open(&both, &BTreeMap::new(), &file, None, 2).unwrap().units, 2);
         assert_eq!(open(&both[1..], &BTreeMap::new(), &file, None, 2).unwrap().units, 3);
@@ -455,7 +455,7 @@ mod tests {
         refused(&[input("x", &[2, 4], 0), input("y", &[2, 3], 0)], None, "2 inputs");
         refused(&[input("x", &[4, 2], 1)], None, "1 input");
         std::fs::write(&file, &ids[..23]).unwrap();
-        refused(&both, None, "multiple of an element");
+        refused(&both, None, "multiple of its element");
         std::fs::remove_file(file).unwrap();
     }
 }

@@ -1,9 +1,9 @@
-//! Whatever is fed to the command line, it answers with one clear message that names the place, and with exit code 2.
+//! For any invalid input, the command line prints one clear message that names the place, and exits with code 2.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::{Value, json};
 
-/// Runs and expects exit code 2 and a message that contains all of `expect`.
+/// Runs a command and expects exit code 2 and a message with all of `expect`.
 fn refused(arguments: &[&str], expect: &[&str]) {
     let output = altiplano(arguments);
     let said = &output.stderr;
@@ -266,7 +266,7 @@ fn plan_files() {
             refused(&[command, &file], &[&format!("{name}.json:"), place]);
         }
     }
-    // A model where a plan belongs, options where nothing is planned.
+    // A model instead of a plan, and options without anything to plan.
     refused(&["run", &file, "--dp", "4"], &["plan"]);
     refused(&["plan", &file], &["plan"]);
 }
@@ -293,7 +293,7 @@ fn pins_of_what_is_not_there() {
         (&["--tp", "4", "--pin", "params['h*']['nothing']=[{tensor}]"], "no parameter or value has such a name"),
         (&["--tp", "3", "--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "dimension 1 of 'params['h0']['fc']['w']'"),
         (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{tensor}]"], "is f32[128,512], and the sharding is of 1"),
-        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "--tp says, which is not given"),
+        (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}]"], "give it by --tp"),
         (&["--tp", "4", "--pin", "params['h0']['fc']['w']=[{}, {x}]"], "there is no axis `x`"),
         (&["--pin", "params['h0']['fc']['w']=[{}, {tensor}"], "expected PATTERN="),
     ];
@@ -311,7 +311,7 @@ fn rings_that_cannot_be() {
         ("some", "expected a number of blocks, auto or none"),
         ("1", "must be between 2 and 64"),
         ("65", "must be between 2 and 64"),
-        // Positions are a power of two.
+        // The number of positions is a power of two.
         ("63", "what no attention of the model can be cut into"),
     ];
     for (blocks, expected) in cases {
@@ -327,7 +327,7 @@ fn loss_chunks_that_cannot_be() {
         ("some", "expected a number of chunks, auto or none"),
         ("1", "must be between 2 and 256"),
         ("257", "must be between 2 and 256"),
-        // Positions are a power of two.
+        // The number of positions is a power of two.
         ("63", "what no cross-entropy over a linear layer of the model can be cut into"),
     ];
     for (chunks, expected) in cases {
@@ -337,7 +337,7 @@ fn loss_chunks_that_cannot_be() {
     }
 }
 
-/// On GPUs attention keeps no scores; here it would keep more of them than any machine has room for.
+/// On GPUs fused attention stores no scores; here they would exceed the memory of any machine.
 #[test]
 fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
     let scratch = Scratch::new();
@@ -348,6 +348,6 @@ fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
         let said = altiplano(&[command, &config, "--seq", "524288", "--cluster", "dgx-h100:1"]);
         assert_eq!(said.code, Some(2), "{}", said.stderr);
         let error = said.stderr.lines().find(|line| line.starts_with("error: ")).expect("an error");
-        assert!(error.contains("would hold") && error.contains("--seq"), "{error}");
+        assert!(error.contains("would need") && error.contains("--seq"), "{error}");
     }
 }

@@ -1,9 +1,10 @@
-//! What searches keep: plans are the same with it and without, whatever was searched before, and whatever became of the file.
+//! The search cache: plans are the same with and without it, whatever was searched before, and even if its file is
+//! damaged.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use std::path::Path;
 
-/// The plan of a model, found with a cache or without.
+/// The plan of a model, found with or without a cache.
 fn plan(scratch: &Scratch, words: &[&str], cache: Option<&Path>) -> String {
     let file = scratch.path("plan.json").display().to_string();
     let mut arguments = vec!["plan", "-o", &file];
@@ -20,7 +21,7 @@ fn kept(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("altiplano-searches")).expect("what was kept")
 }
 
-/// Requests that have much in common, one after the other.
+/// A sequence of requests that share much work.
 fn requests() -> Vec<Vec<&'static str>> {
     let own = |name: &str| -> &'static str {
         Box::leak(format!("{}/tests/models/{name}", env!("CARGO_MANIFEST_DIR")).into_boxed_str())

@@ -1,4 +1,4 @@
-//! Clusters of several groups of nodes through the command line, and numbers of devices that are no powers of two.
+//! Clusters of several groups of nodes from the command line, and device counts that are no powers of two.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::profile::{self, Machine, Outliers, Profile};
@@ -10,7 +10,7 @@ use altiplano::{ImportOptions, Model, load_cluster, load_model, plan, report, re
 
 const TWO_KINDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml");
 
-/// Workers of two kinds, the second half as fast, with less memory.
+/// Two kinds of workers; the second is half as fast and has less memory.
 const WORKERS: &str = r#"
     name = "two kinds of workers"
     [[group]]
@@ -47,7 +47,7 @@ fn planned(model: &Model, cluster: Cluster, global_batch: u64) -> Plan {
     plan(&request, &Silent).expect("a plan")
 }
 
-/// The judge finds no group that does better alone by more than what counts as equal, and the report says what is where.
+/// No group alone is predicted to be faster by more than the tolerance, and the report shows the placement.
 #[test]
 fn the_example_of_two_kinds_is_no_slower_than_either() {
     let model = demo();
@@ -88,7 +88,7 @@ fn a_plan_over_two_kinds_of_workers_runs() {
     assert!(said.contains("figures of fast") && said.contains("figures of slow"), "{said}");
 }
 
-/// GPUs of two kinds are not here: what a plan over them computes is checked on workers.
+/// GPUs of two kinds are not available, so a plan over them is verified on workers.
 #[test]
 fn a_plan_over_two_kinds_of_gpus_computes_what_one_device_computes() {
     let options = ["--cluster", TWO_KINDS, "--dp", "8", "--tp", "1", "--pp", "3", "--global-batch", "24"];

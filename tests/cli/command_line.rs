@@ -1,9 +1,9 @@
-//! The command line where all is well: each subcommand end to end on the model that ships with the project.
+//! The command line with valid input: each subcommand end to end on the model that ships with the project.
 
 use crate::common::{DEMO, Scratch, altiplano, altiplano_with, succeeds};
 use serde_json::Value;
 
-/// What the README promises first.
+/// The README's first example.
 #[test]
 fn the_demo_trains_alike_on_four_workers_and_on_one() {
     let text = succeeds(&["demo"]);
@@ -174,7 +174,7 @@ fn what_is_written_to_stays_what_it_was() {
     assert_eq!(reader.join().expect("the reader").trim_end(), text.trim_end());
     assert!(std::fs::symlink_metadata(&pipe).expect("the pipe").file_type().is_fifo());
 
-    // Through a link in a directory that is not /dev, to a device.
+    // Writes to a device through a link in a directory other than /dev.
     let null = path("null");
     std::os::unix::fs::symlink("/dev/null", &null).expect("a link");
     import(&null);
@@ -215,7 +215,7 @@ fn idle_devices_are_mentioned() {
 #[test]
 fn nothing_is_called_agreement_that_is_none() {
     let scratch = Scratch::new();
-    // The derivative of sign is zero, so that no weight is compared; and 0 / 0 is no number.
+    // The derivative of sign is zero, so no weight is compared; and 0 / 0 is NaN.
     let model = |body: &str| {
         format!(
             "module @m {{\n  func.func public @main(%arg0: tensor<4xf32> loc(\"params\"), %arg1: tensor<2x4xf32> loc(\"x\")) -> tensor<f32> {{\n{body}\n    return %9 : tensor<f32>\n  }}\n}}\n"
@@ -241,7 +241,7 @@ fn nothing_is_called_agreement_that_is_none() {
     assert!(output.stderr.contains("the weights or the data"), "{}{}", output.stdout, output.stderr);
     let output = altiplano(&["run", &file, "--cluster", "local:2", "--check-nan"]);
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
-    for part in ["step 1: device ", "made a NaN of numbers", "divide"] {
+    for part in ["step 1: device ", "made a NaN from inputs without NaN", "divide"] {
         assert!(output.stderr.contains(part), "'{part}' is missing: {}", output.stderr);
     }
 }
@@ -268,7 +268,7 @@ fn what_is_pinned_is_laid_out_so() {
 fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     let scratch = Scratch::new();
     let cluster = scratch.path("small.toml").display().to_string();
-    // A device that holds a third of the demo model's parameters, gradients and state.
+    // A device with a third of the memory for the demo model's parameters, gradients and state.
     let device = "[device.small]\nmemory_bytes = 1e7\nmemory_bytes_per_s = 1e11\npeak_flops = { f32 = 1e12 }\n";
     let write = |nodes: u32| {
         let group = format!("[[group]]\nnodes = {nodes}\ndevices_per_node = 1\ndevice = \"small\"\n");
@@ -279,30 +279,29 @@ fn where_nothing_fits_it_is_told_what_and_what_would_help() {
     write(1);
     let output = altiplano(&["plan", DEMO, "--cluster", &cluster]);
     assert_eq!(output.code, Some(1), "{}", output.stderr);
-    for part in
-        ["what comes closest holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
+    for part in ["the closest plan holds", "of 10.0 MB in", "optimizer state", "devices with", "no plan fits in memory"]
     {
         assert!(output.stderr.contains(part), "'{part}' is missing:\n{}", output.stderr);
     }
-    // The message, the explanation and the remedy are of one plan.
+    // The message, the explanation and the suggestion describe one plan.
     let number = |before: &str, after: &str| -> String {
         let (_, rest) = output.stderr.split_once(before).unwrap_or_else(|| panic!("'{before}': {}", output.stderr));
         rest.split_once(after).expect("a number").0.to_string()
     };
     let needed = number("no plan fits in memory: the best needs ", " per device");
-    assert_eq!(number("what comes closest holds ", " of 10.0 MB"), needed);
+    assert_eq!(number("the closest plan holds ", " of 10.0 MB"), needed);
     let megabytes: f64 = number("  devices with ", " MB").parse().expect("megabytes");
     let text = std::fs::read_to_string(&cluster).expect("the cluster");
     let larger = scratch.file("larger.toml", text.replace("1e7", &format!("{:e}", megabytes * 1.005e6)));
     assert!(megabytes > 10.0 && succeeds(&["plan", DEMO, "--cluster", &larger]).contains("chosen"));
-    // What is advised works.
+    // The suggestion works.
     let line = output.stderr.lines().find(|line| line.ends_with(" per device") && line.contains(" times the nodes"));
     let times = line.and_then(|line| line.split_whitespace().next()).and_then(|n| n.parse().ok());
     write(times.expect("more nodes are advised"));
     assert!(succeeds(&["plan", DEMO, "--cluster", &cluster]).contains("chosen"));
 }
 
-/// The plan that a command line gives, and the answer that its report begins with.
+/// The plan of a command line, and the answer at the start of its report.
 fn plan_and_answer(options: &[&str]) -> (Value, String) {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
@@ -325,15 +324,15 @@ fn the_answer_comes_first_in_the_words_of_those_who_set_degrees() {
     assert!(answer.contains(" GFLOP/s/worker, ") && answer.ends_with(" of 6.44 GB"), "{answer}");
     let (_, answer) = plan_and_answer(&[DEMO, "--dp", "2", "--tp", "2", "--zero", "0"]);
     assert!(answer.starts_with("DP 2 x TP 2 x PP 1 x CP 1 x EP 1"), "{answer}");
-    // Samples, where nothing is looked up by tokens.
+    // Throughput is in samples if no tokens are looked up.
     let scratch = Scratch::new();
     let (_, answer) = plan_and_answer(&[&scratch.file("mixed.mlir", crate::common::MIXED), "--dp", "2"]);
     assert!(answer.contains(" samples/s, "), "{answer}");
-    // Warnings go to stderr, and behind the answer.
+    // Warnings go to stderr, after the answer.
     let output = altiplano(&["plan", DEMO, "--target", "fsdp", "--cluster", "4xA100-80"]);
     assert!(output.stdout.starts_with("DP 4 (") && !output.stdout.contains("ZeRO-1"), "{}", output.stdout);
     assert!(output.stdout.contains("for PyTorch FSDP"), "{}", output.stdout);
-    // Whom a model is for may follow from its form, and is said.
+    // The target may follow from the model's format, and is printed.
     let output = altiplano(&["plan", DEMO, "--target", "auto", "--cluster", "4xA100-80"]);
     assert!(output.stdout.contains("for JAX on XLA"), "{}", output.stdout);
     assert!(output.stderr.contains("planning for --target xla, since the model is StableHLO"), "{}", output.stderr);
@@ -350,7 +349,7 @@ fn one_gpu_is_enough_where_more_gain_little() {
     assert!(step_s(&fastest) < one_s && one_s <= most_s, "{one_s} {most_s}");
     let named = plan["alternatives"].as_array().into_iter().flatten().find(|line| line["name"] == "faster");
     assert_eq!(named.map(step_s), Some(step_s(&fastest)));
-    // What is asked for is not made simpler.
+    // An explicit request is not simplified.
     assert!(!plan_and_answer(&[&options[..], &["--dp", "8"]].concat()).1.contains("1 of 8"));
 }
 
@@ -405,7 +404,7 @@ fn experts_and_positions_are_split_as_is_asked() {
         let (_, answer) = plan_and_answer(&[&fixed[..], &["--ep", ep]].concat());
         assert!(answer.contains(&format!(" x EP {ep},")), "--ep {ep}: {answer}");
     }
-    // Replicas deal experts out among themselves, as elsewhere.
+    // Replicas distribute experts among themselves, as in other software.
     let (_, answer) = plan_and_answer(&[&fixed[..], &["--dp", "4", "--ep", "4"]].concat());
     assert!(answer.starts_with("DP 4") && answer.contains(" x EP 4,"), "{answer}");
     for cp in ["1", "2"] {
@@ -436,7 +435,7 @@ fn a_launcher_does_not_start_as_many_trainings() {
         assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
         let typed = format!("mpirun -n 4 altiplano run {DEMO} --steps 1 --engine mpi");
         assert!(output.stderr.contains(&typed) && output.stdout.is_empty(), "{}", output.stderr);
-        // One process is no launch, and who says threads means them.
+        // A single process is no launch, and `--engine threads` is an explicit choice.
         for (size_of, more) in [("1", &[][..]), ("4", &["--engine", "threads"])] {
             let output = altiplano_with(&[(rank, "0"), (size, size_of)], &[&["run", "nowhere.json"], more].concat());
             assert!(output.stderr.contains("nowhere.json"), "{}", output.stderr);

@@ -1,5 +1,5 @@
-//! Questions about a plan, from the command line: why a parameter, an op or a stage is as it is, why not another plan, and how two
-//! plans differ. The texts are goldens; beside them what must hold of any such text is asked of the numbers in it.
+//! Questions about a plan from the command line: why a parameter, an op or a stage is as it is, why not another plan,
+//! and how two plans differ. The texts are goldens. Invariants of any such text are tested on its numbers.
 
 use crate::common::{DEMO, Scratch, altiplano, golden, succeeds};
 use altiplano::cost_models::{Rooflines, preset};
@@ -7,7 +7,7 @@ use altiplano::planner::account::{Part, accounts, of_lanes};
 use altiplano::planner::{Request, Silent};
 use altiplano::{ImportOptions, Look, answer, load_model, load_plan, plan, report, report_as, request};
 
-/// A plan of two stages of two workers, and one of one stage.
+/// A plan of two stages with two workers each, and one of a single stage.
 const PIPELINE: &[&str] = &["--dp", "2", "--pp", "2"];
 const TENSOR: &[&str] = &["--dp", "2", "--tp", "2", "--global-batch", "8"];
 
@@ -23,10 +23,10 @@ fn why_a_parameter_is_kept_as_it_is() {
     let plan = planned(&scratch, "plan.json", PIPELINE);
     let text = succeeds(&["why", &plan, "--param", "params['h*']['fc']['w']"]);
     golden("why-param.txt", &text);
-    // The layout that the plan has is among those priced, and costs what it costs.
+    // The plan's own layout is among the alternatives, and its cost is that of the plan.
     let taken: Vec<&str> = text.lines().filter(|line| line.contains("<- taken")).collect();
     assert!(!taken.is_empty() && taken.iter().all(|line| line.contains("the same")), "{text}");
-    // What is held is what the plan says is held.
+    // The memory in the text is that in the plan.
     let json: serde_json::Value = serde_json::from_str(&succeeds(&["inspect", &plan, "--json"])).expect("JSON");
     let peak = altiplano::units::bytes(json["stages"][0]["predicted"]["peak_bytes"].as_u64().expect("bytes"));
     assert!(text.contains(&format!("a device holds {peak} of 6.44 GB")), "{text}");
@@ -40,12 +40,12 @@ fn why_an_op_is_split_as_it_is() {
     let plan = planned(&scratch, "plan.json", TENSOR);
     let text = succeeds(&["why", &plan, "--op", "attention"]);
     golden("why-op.txt", &text);
-    // Names, numbers and kinds lead to the same op.
+    // Names, numbers and kinds select the same op.
     let number = succeeds(&["show", DEMO]);
     let line = number.lines().find(|l| l.contains(" = attention")).expect("the model has attention");
     let id = line.split_whitespace().next().expect("a number").trim_end_matches(':');
     assert_eq!(succeeds(&["why", &plan, "--op", id]).lines().next(), text.lines().next());
-    // Of a layer it is the one there.
+    // With a layer, the op of that layer is selected.
     let of_layer = succeeds(&["why", &plan, "--op", "attention", "--layer", "3"]);
     assert!(of_layer.contains("h2/attention") && !of_layer.contains("h0/attention"), "{of_layer}");
 }
@@ -64,7 +64,7 @@ fn what_is_not_there_is_said_with_what_is_near() {
     let scratch = Scratch::new();
     let plan = planned(&scratch, "plan.json", PIPELINE);
     let cases = [
-        (["--param", "wte"], "near to it are 'params['wte']'"),
+        (["--param", "wte"], "similar names are 'params['wte']'"),
         (["--op", "mlp/dot_genral"], "mlp/dot_general'"),
         (["--stage", "2"], "2 is not a stage of the plan, which has 2"),
     ];
@@ -86,7 +86,7 @@ fn why_not_prices_what_is_asked_for() {
     let asked = scratch.path("asked.json").display().to_string();
     let text = succeeds(&["why-not", &plan, "--tp", "2", "--pp", "1", "-o", &asked]);
     golden("why-not.txt", &text);
-    // It is the plan that the search finds for the model with that fixed, and the comparison of the two is the same.
+    // It is the plan that the search finds for the model with these options, and both comparisons agree.
     let planned = planned(&scratch, "tensor.json", TENSOR);
     let step = |file: &str| -> f64 {
         let json: serde_json::Value = serde_json::from_str(&succeeds(&["inspect", file, "--json"])).expect("JSON");
@@ -103,7 +103,7 @@ fn what_cannot_be_names_the_conflict_and_what_can() {
     let plan = planned(&scratch, "plan.json", PIPELINE);
     let refused = altiplano(&["why-not", &plan, "--tp", "3"]);
     assert_eq!(refused.code, Some(2), "{}", refused.stderr);
-    for part in ["--tp 3", "what has a plan instead", "--tp 2: at most", "--tp left free: at most"] {
+    for part in ["--tp 3", "changes with which there is a plan", "--tp 2: at most", "--tp left free: at most"] {
         assert!(refused.stderr.contains(part), "'{part}': {}", refused.stderr);
     }
     let nothing = altiplano(&["why-not", &plan]);
@@ -166,7 +166,7 @@ fn a_report_is_as_wide_as_the_terminal() {
     let text = report_as(&plan, narrow);
     let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > 80).collect();
     assert!(wide.is_empty(), "{wide:?}");
-    // A screen of 24 lines begins with the answer, for whom it is, and what it is an answer to.
+    // A screen of 24 lines begins with the answer, its intended user, and the question.
     let screen: Vec<&str> = text.lines().take(24).collect();
     for part in ["DP 2", "PP 2", "for Altiplano's own runtime", "gpt-small-demo on local:4"] {
         assert!(screen.iter().take(10).any(|line| line.contains(part)), "'{part}': {screen:?}");
@@ -197,7 +197,7 @@ fn simulations_say_every_stage_and_what_a_tensor_of_a_kind_costs() {
     golden("simulate-memory.txt", &succeeds(&["simulate", &plan, "--memory"]));
 }
 
-/// What is measured differs from run to run: the golden has what a run says besides.
+/// Measured values differ from run to run; the golden has the rest of a run's output.
 #[test]
 fn a_run_ends_with_what_was_predicted_beside_what_was_measured() {
     let scratch = Scratch::new();
@@ -210,7 +210,7 @@ fn a_run_ends_with_what_was_predicted_beside_what_was_measured() {
         let of = [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)].into_iter().find(|(u, _)| *u == unit);
         number.parse::<f64>().unwrap_or(0.0) * of.map_or(0.0, |(_, s)| s)
     };
-    // Rows come in the order of what was measured, and what is hardly predicted is there if it was measured.
+    // Rows are ordered by measured time, and those with a negligible prediction appear if they were measured.
     let mut rows: Vec<String> = Vec::new();
     for line in table.lines().skip(2) {
         let cells: Vec<&str> = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
@@ -245,7 +245,7 @@ fn programs_kernels_tapes_and_frontiers_are_printed_alike_each_time() {
     succeeds(&["plan", &model, "--cluster", "2xA100-80", "--dp", "2", "-o", &plan]);
     golden("inspect-programs.txt", &succeeds(&["inspect", &plan, "--programs"]));
     golden("inspect-tape.txt", &succeeds(&["inspect", &plan, "--programs", "--tape", "1"]));
-    // What comes before the kernels is the same for all plans.
+    // The text before the kernels is the same for all plans.
     let kernels = succeeds(&["inspect", &plan, "--programs", "--kernels"]);
     let first = kernels.find("\n// stage").expect("kernels with the bodies that launch them");
     golden("inspect-kernels.txt", &kernels[first..]);
@@ -258,7 +258,7 @@ fn advice_plans_for_what_it_advises() {
     let file = planned(&scratch, "plan.json", PIPELINE);
     let text = succeeds(&["advise", &file, "--noise-scale", "16", "--within", "1000"]);
     golden("advise.txt", &text);
-    // What the table says of a larger batch is what planning for it gives.
+    // The table's row for a larger batch equals the result of planning for it.
     let row = text.lines().find(|l| l.trim_start().starts_with("batch x2")).expect("a row");
     let planned = succeeds(&["plan", DEMO, "--global-batch", "16"]);
     let chosen = planned.lines().find(|l| l.trim_start().starts_with("chosen")).expect("the chosen plan");

@@ -1,12 +1,12 @@
-//! `altiplano fidelity`, `calibrate` and `simulate` end to end: figures of a table, tables that are wrong, published steps, and a
-//! plan's step in words and as a trace.
+//! `altiplano fidelity`, `calibrate` and `simulate` end to end: accuracy of a table, malformed tables, published steps,
+//! and a plan's step in words and as a trace.
 
 use crate::common::{DEMO, Scratch, altiplano, shared, succeeds};
 use serde_json::{Value, json};
 
 const HEADER: &str = "group,model,layers,hidden,heads,kv_heads,ffn,seq,vocab,gpus,cluster,tp,pp,dp,cp,virtual_stages,micro_batch,global_batch,schedule,recompute,sharded_optimizer,dtype,measured_step_s,source";
 
-/// Rows after the header, written to a file.
+/// Writes rows after the header to a file.
 fn table(scratch: &Scratch, rows: &[&str]) -> String {
     let file = scratch.path("table.csv");
     std::fs::write(&file, format!("{HEADER}\n{}\n", rows.join("\n"))).unwrap();
@@ -46,13 +46,13 @@ fn a_table_gets_a_prediction_for_each_row_and_its_figures() {
     for figure in ["bias_percent", "regret_percent"] {
         assert!(found[figure].as_f64().unwrap().is_finite(), "{figure}");
     }
-    // Too few rows in a group for a rank correlation.
+    // The group has too few rows for a rank correlation.
     assert_eq!(found["spearman"], Value::Null);
     let text = succeeds(&["fidelity", &file]);
     assert!(text.contains("tp1 pp2x2 dp2, microbatches of any size"), "{text}");
 }
 
-/// Constants come back from steps that were made with others, and a file of devices carries them to whatever predicts.
+/// Fitting recovers the constants with which steps were generated, and a devices file applies them to predictions.
 #[test]
 fn constants_are_fitted_and_used() {
     let scratch = Scratch::new();
@@ -101,7 +101,7 @@ fn constants_are_fitted_and_used() {
     assert!(output.code == Some(2) && output.stderr.contains("made.toml:3:1"), "{}", output.stderr);
 }
 
-/// Kernels that a profiler timed: elementwise ones that reach 0.7 of the bandwidth, and products at half of the peak.
+/// Kernels timed by a profiler: elementwise ones at 0.7 of the bandwidth, and products at half of the peak.
 #[test]
 fn constants_are_fitted_on_a_profilers_trace() {
     let scratch = Scratch::new();
@@ -163,7 +163,7 @@ fn what_is_wrong_with_a_table_is_said_with_its_line() {
     assert!(none.code == Some(2) && none.stderr.contains("no rows"), "{}", none.stderr);
 }
 
-/// Steps published with Megatron-LM and with Alpa, whose errors are far above what they are when anything goes wrong.
+/// Published steps of Megatron-LM and Alpa. A defect would raise their errors far above these limits.
 #[test]
 fn published_steps_are_predicted() {
     for (name, most, rows) in [("megatron-sc21.csv", 8.0, 10), ("alpa/gpt-throughput.csv", 15.0, 20)] {
@@ -209,7 +209,7 @@ fn a_step_is_played_explained_and_traced() {
     let step_us = 1e6 * drawn["otherData"]["step_s"].as_f64().unwrap();
     let events = drawn["traceEvents"].as_array().unwrap();
     let calls: Vec<&Value> = events.iter().filter(|e| e["ph"] == "X" && e["tid"] == 0).collect();
-    // Two stages, four microbatches forward and backward, and an update each.
+    // Two stages with four microbatches forward and backward, and an update each.
     assert_eq!(calls.len(), 2 * (2 * 4 + 1));
     let end = |e: &Value| e["ts"].as_f64().unwrap() + e["dur"].as_f64().unwrap();
     let last = calls.iter().map(|e| end(e)).fold(0.0, f64::max);

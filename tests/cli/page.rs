@@ -1,5 +1,5 @@
-//! The page of a plan: what it is told equals the plan and what the simulator says of it, whatever is put together in the browser
-//! being put together here; names of a model are text; and plans of many calls stay small.
+//! The page of a plan. Its data equal the plan and the simulation; the test assembles them as the browser does. Names
+//! from a model are escaped, and plans with many calls stay small.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::ir::plan::{Plan, Schedule};
@@ -9,7 +9,7 @@ use altiplano::{ImportOptions, load_cluster, load_model, page_html, programs, re
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The demo on a cluster under fixed degrees.
+/// The demo on a cluster with fixed degrees.
 fn planned(cluster: &str, pp: u32, num_microbatches: u32, schedule: Schedule, virtual_stages: u32) -> Plan {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the demo is a model");
     let mut request = request(&model, load_cluster(cluster).expect("a preset"));
@@ -41,7 +41,7 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * a.abs().max(b.abs()) + 1e-15
 }
 
-/// Everything that the page says of a plan and that the plan says too.
+/// Compares all data that the page and the plan share.
 fn check(plan: &Plan) {
     let page = told(&page_html(plan).expect("a page"));
     let simulated = Simulation::new(plan.clone(), None).expect("a simulation").json();
@@ -89,7 +89,7 @@ fn check(plan: &Plan) {
     assert_eq!(list(&page["layers"]["class_of"]).len(), plan.num_layers() as usize);
 }
 
-/// Puts a lane's calls together; returns when it ends.
+/// Assembles a lane's calls and returns the end of the last.
 fn check_calls(lane: &Value, page: &Value, plan: &Plan) -> f64 {
     let kinds = list(&lane["kinds"]);
     let (mut free_s, mut busy_s) = (0.0, 0.0);
@@ -115,7 +115,7 @@ fn check_calls(lane: &Value, page: &Value, plan: &Plan) -> f64 {
             let end = if op["sends"].as_bool().expect("a flag") { &mut sends_s } else { &mut end_s };
             *end += number(&placed[2]) + number(&op["seconds"]);
         }
-        // What hides behind the next step's forward ends after the call does.
+        // Overlap with the next step's forward pass ends after the call does.
         if kind["phase"] != "finish" {
             let (end, seconds) = (f64::max(end_s, sends_s), number(&kind["seconds"]));
             assert!(end <= seconds + 1e-9, "{} has ops until {end} of {seconds}", kind["phase"]);
@@ -124,7 +124,7 @@ fn check_calls(lane: &Value, page: &Value, plan: &Plan) -> f64 {
     free_s
 }
 
-/// Follows what a lane holds: the most is the peak, and at it every share is as the simulator has it.
+/// Follows a lane's memory: its maximum is the peak, where every share equals the simulation's.
 fn check_memory(lane: &Value, simulated: &Value) {
     let bytes = |value: &Value| -> Vec<i64> { list(value).iter().map(|b| b.as_i64().expect("bytes")).collect() };
     let plus = |a: &[i64], b: &[i64]| -> Vec<i64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
@@ -166,7 +166,7 @@ fn check_parameters(page: &Value, plan: &Plan) {
         assert_eq!(texts[index(&row["sharding"])], storage.parameter.display(mesh).to_string());
         assert_eq!(row["local_bytes"], storage.parameter.local_bytes(plan.graph.ty(v), mesh));
     }
-    // All rows of a lane's stages are what its buffers are.
+    // The rows of a lane's stages add up to its buffers.
     for (lane, program) in lowered.programs.iter().enumerate() {
         let of_lane = |row: &&Value| plan.lane_of(index(&row["stage"])) == lane;
         let sum = |of: &str| rows.iter().filter(of_lane).map(|row| row[of].as_u64().expect("bytes")).sum::<u64>();

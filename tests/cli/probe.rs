@@ -1,4 +1,4 @@
-//! `altiplano probe`: from what other machines' tools printed, and on this one.
+//! `altiplano probe`: from the output of other machines' tools, and on this machine.
 
 use crate::common::{Scratch, altiplano, succeeds};
 
@@ -20,7 +20,7 @@ const LOG: &str = "# nThread 1 nGpus 2 minBytes 1073741824 maxBytes 1073741824 s
   1073741824     268435456     float     sum      -1    10886   98.63   98.63      0    10886   98.63   98.63      0
 ";
 
-/// Two ports that are up and one that is not, as the kernel lists them.
+/// Two active ports and an inactive one, as the kernel lists them.
 fn cards(scratch: &Scratch) -> String {
     for (card, rate, state) in [
         ("mlx5_0", "200 Gb/sec (4X HDR)", "4: ACTIVE"),
@@ -44,7 +44,7 @@ fn a_machine_from_files() {
     let cards = cards(&scratch);
     let described = ["probe", "--gpus", &gpus, "--topology", &topology, "--infiniband", &cards, "--nodes", "2"];
     assert_eq!(succeeds(&[&described[..], &["-o", &output]].concat()), "");
-    // What was written is a cluster that the other commands take.
+    // The output is a cluster file that other commands accept.
     let shown = succeeds(&["show", &output]);
     for line in [
         "name = \"2 x A100-SXM-80GB\"",
@@ -56,7 +56,7 @@ fn a_machine_from_files() {
     ] {
         assert!(shown.contains(line), "{shown}");
     }
-    // A measurement at half the usual speed halves the links.
+    // A measurement at half the usual speed halves the bandwidth of the links.
     let log = scratch.file("log", LOG);
     let slow = succeeds(&[&described[..], &["--nccl-tests", &log]].concat());
     assert!(slow.contains("kind = \"nvswitch\", bytes_per_s = 1.5"), "{slow}");

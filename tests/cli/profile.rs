@@ -17,10 +17,10 @@ fn a_measured_profile_judges_plans() {
     let planned = altiplano(&[&["plan", DEMO, "--profile", &profile, "-o", &plan][..], &fixed].concat());
     assert_eq!(planned.code, Some(0), "{}", planned.stderr);
     assert!(planned.stdout.contains("judged by       measured profile of"), "{}", planned.stdout);
-    // The quick profile is of small sizes, and says so.
-    assert!(planned.stderr.contains("outside of what the profile measured, where"), "{}", planned.stderr);
+    // The quick profile covers only small sizes, and the output says so.
+    assert!(planned.stderr.contains("outside the measured range, where"), "{}", planned.stderr);
 
-    // The file names the profile, and is read without it.
+    // The plan file names the profile, and is readable without it.
     let inspected = succeeds(&["inspect", &plan]);
     assert!(inspected.contains("judged by       measured profile of"), "{inspected}");
     let played = succeeds(&["simulate", &plan, "--profile", &profile]);
@@ -28,14 +28,14 @@ fn a_measured_profile_judges_plans() {
     let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
     assert!(explained.contains("source profile") && explained.contains("matmul_nn f32 ["), "{explained}");
     let without = altiplano(&["simulate", &plan]);
-    assert!(without.stderr.contains("without --profile it is played by the cluster's figures"), "{}", without.stderr);
+    assert!(without.stderr.contains("without --profile the cluster's figures simulate it"), "{}", without.stderr);
     assert!(without.stdout.contains("roofline of its datasheet"), "{}", without.stdout);
 
     let ran = succeeds(&["run", &plan, "--steps", "1", "--profile", &profile]);
     assert!(ran.contains("/step, by the measured profile of"), "{ran}");
 }
 
-/// A cluster of the GPUs that g++ emulates, which the catalogue does not have.
+/// A cluster of the GPUs that g++ emulates, which the catalogue lacks.
 const EMULATED: &str = r#"
 name = "emulated"
 [[group]]
@@ -72,7 +72,7 @@ fn a_measured_profile_of_gpus_judges_plans() {
     assert!(planned.stdout.contains("judged by       measured profile of Emulated, 2 GPUs"), "{}", planned.stdout);
     let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
     assert!(explained.contains("source profile") && explained.contains("gpu_matmul f32 ["), "{explained}");
-    // A profile is what kernels are priced by: one that is ten times slower predicts a step that is longer.
+    // A profile prices kernels: one that is ten times slower predicts a longer step.
     let slower = text.lines().map(|line| match line.rsplit_once("\"seconds\":[") {
         Some((series, times)) if line.starts_with("{\"family\"") => {
             let (times, rest) = times.split_once(']').expect("a list");
@@ -99,7 +99,7 @@ fn gpus_that_are_not_there_are_not_measured() {
     let scratch = Scratch::new();
     let output = altiplano(&["profile", "--device", "cuda", "--quick"]);
     let run = altiplano(&["run", DEMO, "--cluster", "local:1", "--steps", "1", "--device", "cuda"]);
-    // On a machine with a GPU both work.
+    // On a machine with a GPU both commands work.
     assert_eq!(output.code, run.code, "{}", output.stderr);
     if run.code != Some(0) {
         assert_eq!(output.stderr, run.stderr);
@@ -107,7 +107,7 @@ fn gpus_that_are_not_there_are_not_measured() {
     drop(scratch);
 }
 
-/// Before anything is measured or fitted.
+/// The error comes before any measurement or fit.
 #[test]
 fn a_place_that_cannot_be_written_is_refused_at_once() {
     let scratch = Scratch::new();
@@ -121,7 +121,7 @@ fn a_place_that_cannot_be_written_is_refused_at_once() {
     }
 }
 
-/// Collectives of two and four ranks and messages, at so many bytes per second within a host and between two.
+/// Collectives of two and four ranks and messages, with bandwidths within a host and between two.
 fn links(inside: f64, collectives: f64, messages: f64) -> String {
     let series = |family: &str, threads: u32, nodes: &str, points: usize, bytes_per_s: f64| {
         let sizes = [1e3, 1e8];
@@ -143,7 +143,7 @@ fn links(inside: f64, collectives: f64, messages: f64) -> String {
     )
 }
 
-/// Where hosts are joined by a link that collectives are slow on, none goes over it; where messages are slow too, one host is left out.
+/// If collectives are slow on the link between hosts, none uses it. If messages are slow too, one host is left out.
 #[test]
 fn links_between_hosts_choose_the_plan() {
     let scratch = Scratch::new();

@@ -1,4 +1,5 @@
-//! Sweeps over counts of nodes, from the command line: the text is a golden, and what must hold of any sweep is asked of its numbers.
+//! Sweeps over numbers of nodes from the command line. The text is a golden; invariants of any sweep are tested on its
+//! numbers.
 
 use crate::common::{DEMO, Scratch, altiplano, golden, shared_model, succeeds};
 use altiplano::cost_models::preset;
@@ -6,7 +7,7 @@ use altiplano::planner::Silent;
 use altiplano::{ImportOptions, load_model, plan, request};
 use serde_json::Value;
 
-/// Nodes of eight A100, and where they read samples from.
+/// Nodes of eight A100, with storage for samples.
 const LAB: &str = r#"
 name = "lab"
 [[group]]
@@ -61,7 +62,7 @@ fn what_holds_of_every_sweep() {
         let points = points(&found);
         let mut last = f64::INFINITY;
         for point in &points {
-            // More nodes may always stay idle.
+            // Additional nodes may always stay idle.
             let hours = number(&point["training"]["hours"]);
             assert!(hours <= last, "{case:?}: {hours} h after {last} h");
             last = hours;
@@ -70,7 +71,7 @@ fn what_holds_of_every_sweep() {
             assert!((sum * samples_per_s / devices - 1.0).abs() < 1e-6, "{case:?}: parts are {sum}");
             let device_hours = number(&point["training"]["device_hours"]);
             assert!((device_hours / (hours * devices) - 1.0).abs() < 1e-12, "{case:?}");
-            // Whoever does more on more nodes says why.
+            // A superlinear speedup has an explanation.
             let gained = point["change"]["device_s"].as_f64().is_some_and(|s| s < 0.0);
             assert!(number(&point["efficiency"]) <= 1.0 + 1e-9 || gained, "{case:?}: {point}");
         }
@@ -82,7 +83,7 @@ fn what_holds_of_every_sweep() {
     }
 }
 
-/// Rows share what is derived of the model, whatever their batch, and are the plans that each count has by itself.
+/// Rows share analyses of the model, whatever their batch, and equal the separate plans of each number of nodes.
 #[test]
 fn rows_are_the_plans_of_their_counts() {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the model");
@@ -165,7 +166,7 @@ fn what_cannot_be_asked_is_refused() {
     ];
     for (options, part) in cases {
         let refused = altiplano(&[&["scale", DEMO, "--cluster", "p3.16xlarge"][..], options].concat());
-        // Clap refuses a second cluster, which takes the place of the first.
+        // Clap rejects a second cluster, so it replaces the first.
         let refused = match options.contains(&"--cluster") {
             true => altiplano(&[&["scale", DEMO][..], options].concat()),
             false => refused,
@@ -209,7 +210,7 @@ fn exchanges_are_side_by_side() {
     let of = |sweep: &Value| sweep["exchanges"].as_array().expect("ways").clone();
     let ways = of(&found);
     assert_eq!(ways.len(), 4, "{ways:?}");
-    // The first is the plan, to the bit but for the order of additions.
+    // The first is the plan, up to the order of additions.
     let plan = number(&points(&found)[1]["step_time_s"]);
     assert!((number(&ways[0]["step_time_s"]) / plan - 1.0).abs() < 1e-12);
     assert!(number(&ways[1]["step_time_s"]) < number(&ways[0]["step_time_s"]));
@@ -224,7 +225,7 @@ fn exchanges_are_side_by_side() {
     assert!(number(&shaken[0]["step_time_s"]) > plan * 1.001);
 }
 
-/// The page has all that the text has, and nothing in it comes from elsewhere.
+/// The page has everything that the text has, and loads nothing from elsewhere.
 #[test]
 fn the_page_has_every_point_and_no_script() {
     let scratch = Scratch::new();
@@ -296,7 +297,7 @@ fn the_example_says_where_samples_come_from() {
     assert!((kwh / (0.35 * 8.0 * hours) - 1.0).abs() < 1e-9, "{training}");
 }
 
-/// A dense language model on one node and on eight: what is known of such training holds of what is predicted.
+/// A dense language model on one node and on eight: predictions match common knowledge of such training.
 #[test]
 fn language_models_scale_as_they_are_known_to() {
     let Some(model) = shared_model("gpt2-tiny.mlir") else { return };
@@ -307,7 +308,7 @@ fn language_models_scale_as_they_are_known_to() {
     for point in points(&found) {
         let training = &point["training"];
         let ratio = number(&training["formula_hours"]) / number(&training["hours"]);
-        // The formula counts parameters alone, of which a tiny model's are mostly embeddings.
+        // The formula counts only parameters, which are mostly embeddings in a tiny model.
         assert!((0.2..5.0).contains(&ratio), "{ratio}");
     }
 }

@@ -1,4 +1,4 @@
-//! What is written as JSON is what its schema in `docs/` says, and the schemas refuse what they should.
+//! JSON output conforms to its schema in `docs/`, and the schemas reject invalid documents.
 
 #[path = "../../ir/src/import/json/schema.rs"]
 mod schema;
@@ -17,7 +17,7 @@ fn schema_of(name: &str) -> Value {
     read(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("docs/{name}.schema.json")))
 }
 
-/// Breaches, of which a union says only that none of its parts holds.
+/// The violations of a schema. A union only reports that none of its parts holds.
 fn broken(schema: &Value, document: &Value) -> Vec<String> {
     violations(schema, schema, document, "$")
 }
@@ -145,7 +145,7 @@ fn comparisons_and_advice_are_as_their_schemas_say() {
     for case in cases {
         let found = json(case);
         assert_eq!(broken(&schema, &found), Vec::<String>::new(), "{case:?}");
-        // Items add up to what they are items of.
+        // Items add up to their totals.
         for i in 0..2 {
             let sum = |list: &str, of: &str| -> f64 {
                 found[list].as_array().expect("items").iter().map(|item| item[of][i].as_f64().expect("a number")).sum()
@@ -155,7 +155,7 @@ fn comparisons_and_advice_are_as_their_schemas_say() {
             assert!((sum("seconds", "seconds") - step_s).abs() <= 1e-9 * step_s, "{case:?}: plan {i}");
             assert_eq!(sum("bytes", "bytes"), plan["peak_bytes"].as_f64().expect("bytes"), "{case:?}: plan {i}");
         }
-        // Parameters move only where there is where to.
+        // Parameters move only between plans on the same devices.
         assert_eq!(found["parameters"].is_object(), case[..2] != ["compare", &one] || case[2] != other, "{case:?}");
     }
     let schema = schema_of("advice");

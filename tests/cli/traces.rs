@@ -1,5 +1,5 @@
-//! A step that is simulated and the same step run: one set of tracks and names, accounts that add up, and kernels that constants are
-//! fitted on.
+//! A simulated step and the same step recorded: the same tracks and names, accounts that add up, and kernels for
+//! fitting constants.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::ir::plan::Plan;
@@ -18,7 +18,7 @@ fn planned(fix: fn(&mut Request)) -> Plan {
     plan(&request, &Silent).expect("a plan")
 }
 
-/// Pipelines, interleaved ones, zero bubble, tensors split, and all storage sharded.
+/// Pipelines, interleaved ones, zero bubble, tensor parallelism, and fully sharded storage.
 const PLANS: [fn(&mut Request); 5] = [
     |r| (r.dp, r.pp, r.num_microbatches) = (Some(2), Some(2), Some(4)),
     |r| (r.pp, r.virtual_stages, r.num_microbatches) = (Some(2), Some(2), Some(4)),
@@ -27,7 +27,7 @@ const PLANS: [fn(&mut Request); 5] = [
     |r| (r.dp, r.zero) = (Some(4), Some(3)),
 ];
 
-/// Every name with its process and track, and what processes and tracks are called.
+/// All event names with their process and track, and the names of these.
 fn names(trace: &Value) -> BTreeSet<String> {
     let events = trace["traceEvents"].as_array().expect("events");
     let name = |e: &Value| {
@@ -63,7 +63,7 @@ fn what_was_measured_adds_up_to_the_step() {
         for account in &measured {
             assert!((account.sum_s() - ran.last.seconds).abs() <= 1e-6 * ran.last.seconds, "{account:?}");
         }
-        // What is done is what was predicted to be done, up to what takes next to nothing.
+        // The recorded kinds of work are those predicted, except for negligible ones.
         let table = simulation.measured_text(&ran.last).expect("a plan for workers");
         for what in ["matmuls", "elementwise ops", "the step"] {
             assert!(table.contains(what), "{table}");
@@ -80,7 +80,7 @@ fn constants_are_fitted_on_what_was_run() {
     assert!(text.contains("measured by predicted"), "{text}");
     let fitted = succeeds(&["calibrate", &trace, "-o", &devices]);
     assert!(fitted.starts_with("cpu-worker: error "), "{fitted}");
-    // Plans are judged by what was fitted.
+    // The fitted constants affect predictions.
     let predicted = |options: &[&str]| -> f64 {
         let text = succeeds(&[&["plan", DEMO, "--dp", "2", "--pp", "2", "--json"], options].concat());
         let plan: Value = serde_json::from_str(&text).expect("JSON");

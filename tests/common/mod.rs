@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: running the binary, scratch files, and where models are.
+//! Helpers of the end-to-end tests: running the binary, scratch files, and the locations of models.
 
 #![allow(dead_code)] // Each test binary uses its own part.
 
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 /// The small GPT that ships with the project.
 pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir");
 
-/// A network in mixed precision, as frameworks trace it: weights and loss in f32, products in f16.
+/// A mixed-precision network, as frameworks trace it: weights and loss in f32, products in f16.
 pub const MIXED: &str = r#"module @mixed {
   func.func public @main(%arg0: tensor<4x8xf32> loc("params['w1']"), %arg1: tensor<8x4xf32> loc("params['w2']"), %arg2: tensor<8x4xf32> loc("x"), %arg3: tensor<8x4xf32> loc("t")) -> tensor<f32> {
     %c = stablehlo.constant dense<0.0> : tensor<f32>
@@ -43,25 +43,25 @@ pub const MIXED: &str = r#"module @mixed {
 }
 "#;
 
-/// Nothing in these tests takes this long, unless it hangs.
+/// Time limit of a command; only a hang exceeds it.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What the binary said.
+/// The output of the binary.
 pub struct Output {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-/// Runs `altiplano` with these arguments, in a process that is killed if it hangs.
+/// Runs `altiplano` with these arguments, and kills it if it hangs.
 pub fn altiplano<S: AsRef<std::ffi::OsStr>>(arguments: &[S]) -> Output {
     altiplano_with(&[], arguments)
 }
 
-/// [`altiplano`] with these variables set.
+/// As [`altiplano`], with these environment variables.
 pub fn altiplano_with<S: AsRef<std::ffi::OsStr>>(variables: &[(&str, &str)], arguments: &[S]) -> Output {
     let scratch = Scratch::new();
-    // Output goes to files, since a full pipe would stop the process while nobody reads.
+    // Output goes to files, since a full pipe would block the process.
     let (out, err) = (scratch.path("stdout"), scratch.path("stderr"));
     let file = |path: &Path| std::fs::File::create(path).expect("a file in the scratch directory");
     let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
@@ -88,14 +88,14 @@ pub fn altiplano_with<S: AsRef<std::ffi::OsStr>>(variables: &[(&str, &str)], arg
     Output { code, stdout: read(&out), stderr: read(&err) }
 }
 
-/// [`altiplano`] where it must succeed; returns stdout.
+/// As [`altiplano`], but it must succeed; returns stdout.
 pub fn succeeds<S: AsRef<std::ffi::OsStr> + std::fmt::Debug>(arguments: &[S]) -> String {
     let output = altiplano(arguments);
     assert_eq!(output.code, Some(0), "{arguments:?}\n{}{}", output.stdout, output.stderr);
     output.stdout
 }
 
-/// A directory that goes with its value.
+/// A directory that is removed with its value.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
@@ -126,7 +126,7 @@ impl Drop for Scratch {
 }
 
 /// A file of the collection of models and tables, which is not part of the project: `ALTIPLANO_SHARED` or `../shared`.
-/// Says so where it is not there, so that a skipped test is seen.
+/// Prints a notice if it is missing, so that a skipped test is visible.
 pub fn shared(name: &str) -> Option<PathBuf> {
     let root = std::env::var_os("ALTIPLANO_SHARED").map(PathBuf::from);
     let root = root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"));
@@ -138,18 +138,18 @@ pub fn shared(name: &str) -> Option<PathBuf> {
     None
 }
 
-/// One of the exported models of the collection.
+/// An exported model of the collection.
 pub fn shared_model(name: &str) -> Option<String> {
     shared(&format!("models/{name}")).map(|path| path.display().to_string())
 }
 
-/// The folder of the collection, where there is one.
+/// The folder of the collection, if it is present.
 pub fn shared_models() -> Option<PathBuf> {
     shared_model("gpt2-tiny.mlir").and_then(|file| Path::new(&file).parent().map(Path::to_path_buf))
 }
 
-/// Compares a text with the golden of that name in `tests/goldens`; `UPDATE_GOLDENS=1` writes it anew. What a text says of files in
-/// scratch folders must be taken out before.
+/// Compares a text with the golden of that name in `tests/goldens`; `UPDATE_GOLDENS=1` rewrites it. Paths in scratch
+/// folders must be removed from the text first.
 pub fn golden(name: &str, text: &str) {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
     let text = format!("{}\n", text.trim_end());
@@ -170,7 +170,7 @@ pub fn golden(name: &str, text: &str) {
     );
 }
 
-/// The plan of a model under a list of words, or why there is none.
+/// The plan of a model under a list of words, or the reason why there is none.
 pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan, String> {
     let mut words = words.split_whitespace();
     let cluster = words.next().expect("a cluster");
@@ -186,7 +186,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
     (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
-    // One stage on each block of devices, in the order that is said, where it is said.
+    // One stage on each block of devices, unless stated otherwise, in the stated schedule, if any.
     request.virtual_stages = number("virtual").or(Some(1));
     if !has("inference") {
         request.schedule = Some(Schedule::OneFOneB);
@@ -203,7 +203,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     }
     if let Some(blocks) = number("ring") {
         request.ring = Ring::Blocks(blocks.into());
-        // Positions are split, however little there is to gain.
+        // Positions are split even if that gains little.
         let attends =
             |n: &Node| matches!(&n.op, Op::Composite(op) if matches!(op.function, Function::Attention { .. }));
         let graph = &mut request.graph;
@@ -237,7 +237,8 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
 }
 
-/// The emulator of so many GPUs under the names of all libraries; none, visibly, without g++.
+/// An emulator with this number of GPUs, under the names of all libraries. Without g++ it prints a notice and returns
+/// `None`.
 pub fn emulator(scratch: &Scratch, gpus: u32) -> Option<Search> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("runtime/tests/cuda/emulated.cpp");
     let library = scratch.path("libcuda.so.1");

@@ -1,4 +1,4 @@
-//! Plans with some of what their stages hold in the memory of hosts, and what they give and hold when they run.
+//! Plans with offloading, and their results and memory when they run.
 
 use altiplano::ImportOptions;
 use altiplano::ir::plan::{Offload, Plan};
@@ -12,7 +12,7 @@ pub fn import() -> ImportOptions {
     ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() }
 }
 
-/// The same plan with some of it in host memory.
+/// The same plan with offloading.
 pub fn offloaded(plan: &Plan, what: Offload) -> Plan {
     let mut plan = plan.clone();
     plan.stages.iter_mut().for_each(|stage| stage.offload = what);
@@ -20,7 +20,7 @@ pub fn offloaded(plan: &Plan, what: Offload) -> Plan {
     judged_again(plan, &costs).expect("it is judged")
 }
 
-/// What some steps of a plan give, and what devices held of their own memory and their hosts'.
+/// The results of several steps of a plan, and the peak memory of devices and hosts.
 pub struct Ran {
     pub losses: Vec<f64>,
     pub held: Vec<(String, String, HostTensor)>,

@@ -1,4 +1,4 @@
-//! What tests of training compare with: one device's gradients, and the optimizer's update written out by itself.
+//! References for tests of training: one device's gradients, and the optimizer's update as a separate graph.
 
 use altiplano::ir::dtype::DType;
 use altiplano::ir::graph::Graph;
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 pub type Tensors = BTreeMap<String, HostTensor>;
 
-/// Weights and state that are updated one time after the other, by whatever gradients some device has.
+/// Weights and state, updated in sequence by the gradients of any device.
 pub struct OneByOne {
     pub weights: Tensors,
     states: Tensors,
@@ -31,7 +31,7 @@ impl OneByOne {
         OneByOne { weights: weights.clone(), states, update: update_of(plan) }
     }
 
-    /// Updates by the gradients that a device's last step left.
+    /// Updates by the gradients of a device's last step.
     pub fn update(&mut self, plan: &Plan, device: &mut Session, scalars: &BTreeMap<String, f64>) {
         let mut leaves: Tensors = [self.weights.clone(), self.states.clone()].into_iter().flatten().collect();
         for (name, &value) in scalars {
@@ -50,7 +50,7 @@ impl OneByOne {
     }
 }
 
-/// A made-up batch for a step, another for each.
+/// A synthetic batch, different for each step.
 pub fn batch_of(plan: &Plan, step: u64) -> Tensors {
     let whole = |ty: &TensorType| {
         let mut shape = ty.shape.clone();
@@ -61,7 +61,7 @@ pub fn batch_of(plan: &Plan, step: u64) -> Tensors {
     plan.graph.inputs().map(of).collect()
 }
 
-/// The optimizer's update of all parameters of a plan at once, as a function of weights, sums of gradients and states.
+/// The optimizer's update of all parameters of a plan, as a function of weights, gradient sums and states.
 fn update_of(plan: &Plan) -> Graph {
     let mut graph = Graph::new("update");
     let leaf = |graph: &mut Graph, name: String, ty: TensorType| graph.emit(Op::Input(Input { name, ty }), &[]);
@@ -107,8 +107,8 @@ pub fn difference(ours: &Tensors, expected: &Tensors) -> f64 {
     expected.iter().map(of).fold(0.0, f64::max)
 }
 
-/// Losses, weights and the session of so many steps by the devices of a plan, each step begun before the one before it has ended, unless
-/// that is in `flushed`.
+/// Losses, weights and the session after `steps` steps on the devices of a plan. Each step begins before the previous
+/// one has ended, unless that is in `flushed`.
 pub fn trained(plan: &Plan, weights: &Tensors, steps: u64, rate: f64, flushed: &[u64]) -> (Vec<f64>, Tensors, Session) {
     let mut devices = session(plan, &Options::default()).expect("a session");
     for (name, tensor) in weights {

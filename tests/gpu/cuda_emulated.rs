@@ -1,5 +1,5 @@
-//! Plans on GPUs that g++ emulates: the tapes of real plans go through the executor, the driver layer, kernels' text and matmuls, and train
-//! as the CPU runtime does.
+//! Plans on GPUs that g++ emulates: the tapes of real plans run through the executor, the driver layer, kernel texts
+//! and matmuls, and train as the CPU runtime does.
 
 use crate::common::{Scratch, emulator, planned};
 use altiplano::ImportOptions;
@@ -13,7 +13,7 @@ use std::process::Command;
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
 
-/// Devices that share a GPU exchange through the host.
+/// Devices that share a GPU communicate through the host.
 #[test]
 fn plans_train_on_a_gpu_as_on_the_cpu() {
     trains_alike(
@@ -29,7 +29,7 @@ fn plans_train_on_a_gpu_as_on_the_cpu() {
     );
 }
 
-/// Devices that have a GPU each exchange through NCCL.
+/// Devices with a GPU each communicate through NCCL.
 #[test]
 fn plans_train_on_gpus_as_on_the_cpu() {
     trains_alike(
@@ -45,12 +45,12 @@ fn plans_train_on_gpus_as_on_the_cpu() {
     );
 }
 
-/// With attention as one kernel over tiles.
+/// With attention as one fused kernel over tiles.
 #[test]
 fn plans_with_fused_attention_train_on_a_gpu_as_on_the_cpu() {
     let long = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 24");
     trains(1, (&long, 24), &["dgx-h100/1 micro2", "dgx-h100/1 micro2 away"]);
-    // And around a ring, each of whose rounds is one.
+    // And in a ring, each of whose rounds is one kernel.
     let one_head = GPT2.replace("\"n_positions\": 4", "\"n_positions\": 48").replace("\"n_head\": 2", "\"n_head\": 1");
     trains(2, (&one_head, 48), &["dgx-h100/2 dp1 tp2 pp1 ring2"]);
 }
@@ -94,7 +94,7 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
     }
 }
 
-/// What NVTX is told, by a library that writes it down: `+NAME` and `-`.
+/// A library that records NVTX calls: `+NAME` and `-`.
 const NVTX: &str = r#"
 #include <stdio.h>
 static void note(const char *sign, const char *name) {
@@ -106,7 +106,7 @@ int nvtxRangePushA(const char *name) { note("+", name); return 0; }
 int nvtxRangePop(void) { note("-", ""); return 0; }
 "#;
 
-/// Ranges are those of the plan's calls, each within its step, with the commands of the call in it.
+/// Ranges are those of the plan's calls, each within its step, and contain the call's commands.
 #[test]
 fn profilers_are_told_what_runs() {
     let scratch = Scratch::new();
@@ -137,7 +137,7 @@ fn profilers_are_told_what_runs() {
         let count = |name: &str| told.lines().filter(|line| line.strip_prefix('+') == Some(name)).count();
         let steps: usize = (0..devices).map(|rank| count(&format!("step of device {rank}"))).sum();
         assert_eq!(steps, 2 * devices, "{words}");
-        // The commands of a step that is recorded are told of once.
+        // The commands of a recorded step are reported once.
         let times = if devices == 1 { 1 } else { 2 * devices };
         for call in ["stage0 forward of microbatch 0", "stage0 backward of microbatch 1", "stage0 update"] {
             assert_eq!(count(call), times, "{words}: {call}\n{told}");
@@ -189,13 +189,13 @@ fn stops_at_a_nan(gpus: u32, plan: &str) {
     let error = gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 1)).expect_err("a NaN");
     let text = error.to_string();
     assert!(
-        text.contains("made a NaN of numbers") && text.contains("of rank ") && text.contains("(launch to"),
+        text.contains("made a NaN from inputs without NaN") && text.contains("of rank ") && text.contains("(launch to"),
         "{text}"
     );
     assert!(matches!(gpu.step(&batches.take().expect("a batch"), &scalars(1e-3, 2)), Err(RuntimeError::Stopped)));
 }
 
-/// The emulated GPU has a gibibyte.
+/// The emulated GPU has one gibibyte.
 #[test]
 fn too_little_memory_names_tensors_and_the_prediction() {
     let scratch = Scratch::new();
@@ -229,8 +229,8 @@ fn too_little_memory_names_tensors_and_the_prediction() {
     }
 }
 
-/// A strided convolution with padding and one of each feature, their gradients, and a comparison with a CPU: on one device, and on two
-/// that each have some of the samples.
+/// A strided convolution with padding and a depthwise one, their gradients, and a comparison with a CPU: on one device,
+/// and on two that split the samples.
 #[test]
 fn convolutions_are_verified_on_gpus() {
     let scratch = Scratch::new();
@@ -297,7 +297,7 @@ fn the_command_line_trains_on_gpus() {
     assert_eq!((cpu.len(), gpu.len()), (3, 3));
     assert!(cpu.iter().zip(&gpu).all(|(a, b)| (a - b).abs() <= 2e-5 * a.abs()), "{cpu:?} {gpu:?}");
     assert!(scratch.path("cache/altiplano/kernels").is_dir(), "kernels are kept");
-    // What a GPU leaves in a checkpoint, weights and state, another one goes on from as if nothing had been, and so does the CPU.
+    // From a checkpoint of a GPU, weights and state, another GPU and the CPU resume seamlessly.
     let folder = scratch.path("checkpoints").display().to_string();
     run("cuda", "2", &["--checkpoint", &folder]);
     let copy = scratch.path("copy").display().to_string();

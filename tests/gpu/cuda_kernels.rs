@@ -1,5 +1,5 @@
-//! The kernels of real plans, compiled by NVRTC as a GPU's executor has them, where NVRTC is: `tests/oracle/run kernels` installs it, and
-//! `ALTIPLANO_CUDA` names a folder that has it.
+//! Compiles the kernels of real plans by NVRTC, as a GPU's executor does, if NVRTC is installed. `tests/oracle/run
+//! kernels` installs it, and `ALTIPLANO_CUDA` names its folder.
 
 use crate::common::{DEMO, Scratch, succeeds};
 use altiplano::runtime::devices::cuda::{Architecture, Compiler, Search};
@@ -45,7 +45,7 @@ fn kernels_of_plans_compile_and_are_found_again() {
         (&resnet, &["--cluster", "local:1"]),
         (&resnet, &["--cluster", "local:1", "--precision", "bf16"]),
         (&sorted, &["--cluster", "local:1"]),
-        // Attention as one kernel.
+        // Attention as one fused kernel.
         (DEMO, &["--cluster", "dgx-h100:1/1"]),
         (DEMO, &["--cluster", "dgx-h100:1/2", "--tp", "2", "--precision", "bf16"]),
     ] {

@@ -1,5 +1,5 @@
-//! Tapes of real plans: run on the host in any order that their events allow they train as the CPU runtime does, nothing in them
-//! races, and their arenas are as large as the planner predicts.
+//! Tapes of real plans. Run on the host in any order that their events allow, they train as the CPU runtime does. They
+//! have no races, and their arenas have the predicted size.
 
 use crate::common::{Scratch, planned, shared_model};
 use altiplano::ImportOptions;
@@ -24,7 +24,7 @@ const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 11, "hidden_siz
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
     "num_experts_per_tok": 1}"#;
 
-/// A model and how it is read.
+/// A model with its import options.
 struct Model {
     file: PathBuf,
     import: ImportOptions,
@@ -40,7 +40,7 @@ fn tapes(plan: &Plan) -> Vec<Tape> {
     tapes.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Two steps on the CPU runtime and on tapes, in the orders of some seeds.
+/// Compares two steps on the CPU runtime and on tapes, in the orders of several seeds.
 fn trains_alike(model: &Model, words: &str, seeds: std::ops::Range<u64>) {
     let plan = planned(&model.file, &model.import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
     let programs = programs(&plan).expect("a plan has programs");
@@ -109,7 +109,7 @@ fn transformers_train_as_on_the_cpu_runtime() {
     }
 }
 
-/// Totals of the batch are summed before the first microbatch.
+/// The batch's totals are summed before the first microbatch.
 #[test]
 fn weighted_means_train_as_on_the_cpu_runtime() {
     let file = PathBuf::from("tests/models/weighted.mlir");
@@ -119,7 +119,8 @@ fn weighted_means_train_as_on_the_cpu_runtime() {
     }
 }
 
-/// Sequences that are long beside heads, on devices whose attention is one kernel: nothing of the size of scores is in memory.
+/// Sequences longer than heads are wide, on devices with fused attention: no tensor of the size of the scores is in
+/// memory.
 #[test]
 fn fused_attention_trains_as_on_the_cpu_runtime() {
     let scratch = Scratch::new();
@@ -156,8 +157,7 @@ fn fused_attention_trains_as_on_the_cpu_runtime() {
     }
 }
 
-/// Experts of which each device has some take their part of what all devices hold, inside of the kernels over tiles that they are.
-/// Every round of a ring is a kernel of its own, which never writes its scores, and a message of its own beside the round before.
+/// Every round of a ring is a kernel of its own, which never writes its scores, with a message beside the previous round.
 #[test]
 fn rings_of_attention_train_as_on_the_cpu_runtime() {
     let scratch = Scratch::new();
@@ -179,7 +179,7 @@ fn rings_of_attention_train_as_on_the_cpu_runtime() {
         }
         for tape in tapes(&plan) {
             let exchanges = tape.commands.iter().filter(|c| matches!(c.what, What::Exchange { .. })).count();
-            // Of keys and values forward and backward, and of the gradients of both.
+            // Keys and values forward and backward, and the gradients of both.
             assert_eq!(exchanges, 2 * 3 * 2 * (rounds - 1), "{words}");
         }
     }
@@ -200,6 +200,7 @@ fn experts_that_are_split_train_as_on_the_cpu_runtime() {
     }
 }
 
+/// Experts that are split over devices take their part of a shared tensor, inside kernels over tiles.
 #[test]
 fn experts_train_as_on_the_cpu_runtime() {
     let scratch = Scratch::new();
@@ -214,7 +215,7 @@ fn recorded(name: &str) -> Model {
     Model { file: folder.join(format!("{name}.mlir")), import: ImportOptions::default() }
 }
 
-/// Convolutions with their gradients, windows, sorts, scatters, recurrences and random bits, as JAX exports them.
+/// Convolutions with their gradients, windows, sorts, scatters, recurrences and random bits, as exported by JAX.
 #[test]
 fn models_of_all_kinds_train_as_on_the_cpu_runtime() {
     for (name, plans) in [
@@ -232,8 +233,8 @@ fn models_of_all_kinds_train_as_on_the_cpu_runtime() {
     }
 }
 
-/// Models that are given, under plans for one device and for some: all have tapes, whose kernels have texts, and nothing races.
-/// Those that have no plan at all come back.
+/// Checks the given models under plans for one device and for several: all have tapes whose kernels have texts, and
+/// none has races. Returns the models without any plan.
 fn have_tapes(models: &[PathBuf], plans: &[&str]) -> Vec<PathBuf> {
     let (mut failures, mut planless) = (Vec::new(), Vec::new());
     for file in models {
@@ -289,7 +290,7 @@ fn collected_models_have_tapes() {
     have_tapes(&files, &["dgx-h100/1", "dgx-h100/8 dp1 tp8 pp1", "dgx-h100:8 dp4 tp8 pp2 micro4"]);
 }
 
-/// Every change of a good tape that breaks it is found.
+/// Every breaking change to a valid tape is detected.
 #[test]
 fn broken_tapes_are_found() {
     let scratch = Scratch::new();
@@ -344,7 +345,7 @@ fn broken_tapes_are_found() {
             let flaws = changed(&|tapes| tapes[0].regions[region].bytes /= 2);
             assert!(flaws.iter().any(|f| matches!(f, Flaw::Outside { .. })), "{words}: region {region} halved");
         }
-        // Something that is written, and something that is written after it and before it is read again: in one place.
+        // A region that is written, and another that is written before the first is read again, at the same offset.
         let accesses: Vec<_> = good[0].commands.iter().map(|c| good[0].accesses(&c.what)).collect();
         for at in (0..commands - 1).step_by(7) {
             let written = |at: usize| accesses[at].iter().find(|a| a.writes && a.from < a.to).map(|a| a.region);
@@ -362,7 +363,7 @@ fn broken_tapes_are_found() {
     assert!(waits > 100 && swaps > 20 && moves > 10, "{waits} waits, {swaps} swaps, {moves} moves");
 }
 
-/// What the planner's memory model says that each device of a program holds where it runs these tapes' kernels.
+/// The memory model's prediction for each device of a program with these tapes' kernels.
 fn predicted(programs: &Programs, lane: usize) -> u64 {
     let program = &programs.programs[lane];
     let kernels = ordered(program, tape::Options::default().gathers_ahead);
@@ -371,7 +372,7 @@ fn predicted(programs: &Programs, lane: usize) -> u64 {
     LaneMemory::new(programs, lane, &steps, DeviceKind::Gpu).peak_bytes
 }
 
-/// Arenas are little larger than what lives in them at once, and than what is predicted.
+/// Arenas are little larger than the peak of the live bytes, and than the prediction.
 #[test]
 fn arenas_are_as_large_as_predicted() {
     let models = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models");
@@ -448,7 +449,7 @@ fn arenas_are_as_large_as_predicted() {
     assert!(worst_packing <= 1.02 && worst_prediction <= 1.05 && worst_planned <= 1.05);
 }
 
-/// Gradients are exchanged before the backward has ended, and gathers are issued before what they gather is needed.
+/// Gradients are reduced before the backward pass ends, and gathers are prefetched.
 #[test]
 fn what_is_sent_overlaps_with_what_is_computed() {
     let scratch = Scratch::new();
@@ -459,7 +460,7 @@ fn what_is_sent_overlaps_with_what_is_computed() {
     let recorder = |event| tape.commands.iter().position(|c| c.records == Some(event)).expect("it is recorded");
     let collectives: Vec<usize> =
         (0..tape.commands.len()).filter(|&at| stream(tape, at) == Stream::Collectives).collect();
-    // Compute that was issued before a collective, and that it does not wait for.
+    // Computation issued before a collective for which the collective does not wait.
     let free = |at: usize| {
         let waited = tape.commands[at].waits.iter().map(|e| recorder(*e)).max().unwrap_or(0);
         (waited + 1..at).filter(|&c| stream(tape, c) == Stream::Compute).count()

@@ -1,4 +1,5 @@
-//! Models that are a `config.json`, models without a loss, and models that are run and not trained, by the command line.
+//! Models given as `config.json`, models without a loss, and models that are run without training, from the command
+//! line.
 
 use crate::common::{Scratch, altiplano, shared_model, succeeds};
 use serde_json::Value;
@@ -59,7 +60,7 @@ fn what_is_taken_for_granted_is_said() {
         let config = scratch.file(name, content);
         altiplano(&[&[command, &config], options].concat())
     };
-    let one_sample = "note: the batch is taken to be one sample; --global-batch N says another number";
+    let one_sample = "note: the batch is set to one sample; change it by --global-batch N";
     assert!(said("a.json", GPT2, "plan", &[]).stderr.contains(one_sample));
     assert!(!said("a.json", GPT2, "plan", &["--global-batch", "4"]).stderr.contains(one_sample));
     assert!(!said("a.json", GPT2, "show", &[]).stderr.contains(one_sample));
@@ -67,7 +68,7 @@ fn what_is_taken_for_granted_is_said() {
     assert!(
         said("b.json", &other, "plan", &[]).stderr.contains("note: architectures: a GPT2ForTokenClassification has")
     );
-    // Some editors write a mark of the byte order.
+    // Some editors write a byte-order mark.
     assert_eq!(said("c.json", &format!("\u{feff}{GPT2}"), "show", &[]).code, Some(0));
     for (content, expected) in [
         ("{\"hidden_size\": 64}", "model_type: is missing"),
@@ -101,7 +102,7 @@ fn a_folder_is_its_config() {
     );
 }
 
-/// What is no loss is not said to be an odd one.
+/// A result that is no loss causes no warning about an odd loss.
 #[test]
 fn a_model_without_a_loss_is_shown_without_complaint() {
     let scratch = Scratch::new();
@@ -112,7 +113,7 @@ fn a_model_without_a_loss_is_shown_without_complaint() {
     assert_eq!((shown.code, shown.stderr.as_str()), (Some(0), ""));
 }
 
-/// A loss that is attached to what a config's model gives is the loss that the config's model has.
+/// A loss attached to the results of a config's model equals the model's own loss.
 #[test]
 fn a_loss_is_attached() {
     let scratch = Scratch::new();
@@ -162,7 +163,7 @@ fn a_model_is_run_without_training() {
     }
 }
 
-/// Checkpoints of the model without its head name tensors without the model's own name.
+/// Checkpoints of a model without its head omit the model's name from tensor names.
 #[test]
 fn weights_load_from_checkpoints_with_and_without_a_head() {
     let scratch = Scratch::new();
@@ -187,8 +188,8 @@ fn weights_load_from_checkpoints_with_and_without_a_head() {
     assert_ne!(whole, run(&["verify", &config], "--global-batch 2 --seq 8 --cluster local:1"));
 }
 
-/// GPT-2 small as JAX exports it, and as its config says it is. Memory is compared where the storage of state is given: of plans that are
-/// predicted alike to half a percent, either may be the leaner.
+/// GPT-2 small as exported by JAX, and from its config. Memory is compared only with fixed storage of state: among
+/// plans whose predictions agree within half a percent, either may be the leaner.
 #[test]
 fn a_config_plans_like_an_export() {
     let Some(exported) = shared_model("gpt2-small.mlir") else { return };
@@ -215,7 +216,7 @@ fn a_config_plans_like_an_export() {
     }
 }
 
-/// Half the parameters' memory and more goes to training.
+/// Training takes at least half of the parameters' memory in addition.
 #[test]
 fn running_needs_less_than_training() {
     let scratch = Scratch::new();

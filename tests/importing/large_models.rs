@@ -1,4 +1,4 @@
-//! Exported models of real sizes on real clusters: a plan, or an error that says what does not fit.
+//! Exported models of realistic sizes on real clusters: a plan, or an error that says what does not fit.
 
 use crate::common::{altiplano, shared_model, shared_models};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::path::Path;
 const MODELS: [&str; 6] = ["gpt2-tiny", "llama-tiny", "gpt2-small", "gpt3-2.6b", "gpt3-39b", "llama3-8b"];
 const CLUSTERS: [&str; 3] = ["p3.16xlarge:1", "p3.16xlarge:8", "dgx-a100:4"];
 
-/// Plans, and checks what must hold of every plan. `None` where the model does not fit and the error says so.
+/// Plans a model and checks invariants of the plan. `None` if the model does not fit and the error says so.
 fn planned(model: &str, options: &[&str]) -> Option<Value> {
     let arguments: Vec<&str> = ["plan", model, "--json"].into_iter().chain(options.iter().copied()).collect();
     let output = altiplano(&arguments);
@@ -38,7 +38,7 @@ fn every_model_on_every_cluster() {
     }
 }
 
-/// Every kind of model that there is: transformers, mixtures of experts, convolutional nets, dropout, a whole step.
+/// Every kind of model: transformers, mixtures of experts, convolutional nets, dropout, a whole training step.
 #[test]
 fn every_model_on_eight_large_devices() {
     let Some(folder) = shared_models() else { return };
@@ -49,7 +49,7 @@ fn every_model_on_eight_large_devices() {
     }
 }
 
-/// All models of a folder, from whatever framework: name, path, and what their files do not say.
+/// All models of a folder, from any framework: name, path, and options for facts that their files lack.
 fn models_of(folder: &Path) -> Vec<(String, String, Vec<&'static str>)> {
     let mut models = Vec::new();
     for entry in std::fs::read_dir(folder).expect("the folder").flatten() {
@@ -86,7 +86,7 @@ fn gpt2_small_trains_at_its_real_size() {
     assert!(output.stdout.contains("peak memory"), "{}", output.stdout);
 }
 
-/// The twin of every model computes on four devices what it computes on one.
+/// The downscaled version of every model computes the same on four devices as on one.
 #[test]
 fn every_model_has_a_twin_that_computes() {
     let Some(folder) = shared_models() else { return };
@@ -95,16 +95,18 @@ fn every_model_has_a_twin_that_computes() {
         let output = altiplano(&arguments);
         assert_eq!(output.code, Some(0), "{arguments:?}\n{}{}", output.stdout, output.stderr);
         assert!(output.stderr.contains("note: reduced: "), "{}", output.stderr);
-        // With weights as they are at first no class is much likelier than another.
+        // With initial weights, no class is much likelier than another.
         let loss = output.stdout.lines().find_map(|line| line.strip_prefix("loss ")?.parse::<f64>().ok());
         assert!(loss.is_some_and(|loss| loss > 0.0 && loss < 100.0), "{arguments:?}: {loss:?}");
     }
 }
 
-/// GPT-2 124M as JAX, `torch.export` and PyTorch's ONNX exporter write it: few ops a block, and the same predicted time and
-/// memory within 2 %. The exporter merged what starts out equal, and the tables beside the ONNX file are not there. Memory is compared
-/// where the storage of state is given: of levels that are predicted nearly alike, half a percent decides which plan is the leanest of
-/// the fastest. Attention is in separate kernels, whose prices do not depend on what the missing tables hide.
+/// GPT-2 124M from JAX, `torch.export` and PyTorch's ONNX exporter: few ops per block, and predicted times and memory
+/// within 2 %.
+///
+/// The exporter merged initially equal tensors, and the ONNX file's external tables are missing. Memory is compared
+/// only with fixed storage of state: among nearly equal predictions, half a percent decides which of the fastest plans
+/// is the leanest. Attention is in separate kernels, whose prices do not depend on the missing tables.
 #[test]
 fn one_model_from_three_exporters_is_one_plan() {
     let models = ["gpt2-small.mlir", "gpt2-small.pt2", "gpt2-small.onnx"].map(shared_model);

@@ -1,4 +1,4 @@
-//! Where models of several shapes may be cut into stages: every part that repeats is cut between its blocks, and no layer has most
+//! Stage boundaries in models of several shapes: every repeated part is cut between its blocks, and no layer has most
 //! of the work.
 
 use altiplano::ir::graph::{Graph, ValueId};
@@ -7,7 +7,7 @@ use altiplano::{ImportOptions, load_model, model_of};
 use serde_json::json;
 use std::path::Path;
 
-/// FLOPs of each layer as parts of all.
+/// FLOPs of each layer as fractions of the total.
 fn shares(graph: &Graph, starts: &[u32]) -> Vec<f64> {
     let flop = |w: &[u32]| (w[0]..w[1]).map(|v| graph.flop(ValueId(v)) as f64).sum::<f64>();
     let all: Vec<f64> = starts.windows(2).map(flop).collect();
@@ -37,7 +37,7 @@ fn convolutional_networks_are_cut_between_blocks() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/models/{name}.mlir"));
         let graph = load_model(&file, &ImportOptions::default()).expect("a model").graph;
         let shares = shares(&graph, &cluster(&graph));
-        // The first convolution of so small a network may be most of it, and cannot be cut.
+        // The first convolution of such a small network may be most of it, and cannot be split.
         let flop = |v| graph.flop(v) as f64;
         let largest = graph.values().map(flop).fold(0.0, f64::max) / graph.values().map(flop).sum::<f64>();
         let most = largest.max(0.3) + 0.05;
@@ -59,7 +59,7 @@ fn of_more_blocks_than_layers_each_layer_has_as_many() {
     assert!(middle.iter().all(|share| (share - middle[0]).abs() < 1e-9), "{shares:?}");
 }
 
-/// The sizes of a real network; its first layers were once most of it.
+/// A network of realistic size.
 #[test]
 fn wide_resnets_are_cut_in_every_stage() {
     let Some(file) = crate::common::shared_model("wresnet50-1b.mlir") else { return };

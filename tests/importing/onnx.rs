@@ -19,7 +19,7 @@ fn input(name: &str, elem_type: i32, more: &[i64]) -> ValueInfo {
     ValueInfo { name: name.into(), ty: Some(Type { tensor: Some(TypeOfTensor { elem_type, shape }) }) }
 }
 
-/// A weight whose data begins at `offset` of the file `weights.bin`.
+/// A weight whose data starts at `offset` of the file `weights.bin`.
 fn weight(name: &str, dims: &[i64], offset: i64) -> Tensor {
     let property = |key: &str, value: String| Property { key: key.into(), value };
     let length = dims.iter().product::<i64>() * 4;
@@ -71,7 +71,7 @@ fn a_model_is_planned_trained_and_verified() {
         let arguments = [&["verify", file.as_str(), "--weights", &file], &plan[..]].concat();
         assert!(succeeds(&arguments).contains("the numbers agree"), "{plan:?}");
     }
-    // Training starts from the weights of the model: others have another loss.
+    // Training starts from the model's weights: with other weights the loss differs.
     let first_loss = |more: &[&str]| {
         let said = succeeds(&[&["run", file.as_str(), "--steps", "1", "--dp", "2"], more].concat());
         said.lines().find(|line| line.contains("loss")).map(str::to_string).expect("a step")
@@ -139,7 +139,7 @@ fn merged_parameters_are_trained_apart() {
     {
         assert!(shown.contains(leaf), "{leaf}\n{shown}");
     }
-    // All that is trained is in the file, and the samples go through in microbatches.
+    // The file holds everything that is trained, and the samples are split into microbatches.
     let verified = succeeds(&["verify", &file, "--weights", &file, "--pp", "2", "--num-microbatches", "4"]);
     assert!(verified.contains("the numbers agree") && verified.contains("worst of 4"), "{verified}");
 }

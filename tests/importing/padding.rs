@@ -1,5 +1,5 @@
-//! Models whose sizes devices do not divide: sizes are made larger where that pays, and what is computed, kept and told is of the model
-//! as it is.
+//! Models whose sizes devices do not divide: sizes are padded if that pays, and results, checkpoints and reports are
+//! those of the original model.
 
 use crate::common::{Scratch, altiplano, succeeds};
 use altiplano::ir::plan::Plan;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// 5 heads, 290 hidden units and 257 words.
 const GPT2: &str = r#"{"model_type": "gpt2", "n_embd": 70, "n_head": 5, "n_layer": 2, "n_positions": 16, "vocab_size": 257,
     "n_inner": 290}"#;
-/// Heads in groups, and an output matrix of its own.
+/// Grouped heads, and an untied output matrix.
 const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 60, "num_attention_heads": 15, "num_key_value_heads": 5,
     "num_hidden_layers": 2, "intermediate_size": 101, "vocab_size": 509, "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "tie_word_embeddings": false}"#;
@@ -21,7 +21,7 @@ fn planned(config: &str, words: &str) -> Plan {
     Plan::from_json(&succeeds(&words.collect::<Vec<_>>())).expect("a plan")
 }
 
-/// Of each parameter that became larger its shape.
+/// The shape of each padded parameter.
 fn larger(plan: &Plan) -> BTreeMap<String, Vec<u64>> {
     let parameters = plan.padding.iter().flat_map(|padding| &padding.parameters);
     parameters.map(|(name, extents)| (name.clone(), extents.padded_shape())).collect()
@@ -36,7 +36,7 @@ fn what_is_computed_is_the_model_as_it_is() {
             let plan = planned(&config, words);
             assert!(!larger(&plan).is_empty(), "{name} {words}: {:?}", larger(&plan));
             let file = scratch.file("plan.json", plan.to_json());
-            // One device is given the model as it is.
+            // One device gets the model without padding.
             let said = succeeds(&["verify", &file]);
             assert!(said.contains("the numbers agree"), "{name} {words}: {said}");
         }
@@ -49,7 +49,8 @@ fn sizes_grow_to_what_devices_divide() {
     let config = scratch.file("gpt2.json", GPT2);
     let plan = planned(&config, "--cluster local:3 --tp 3 --pp 1");
     let larger = larger(&plan);
-    // 5 heads of 14 are 6, in each of the three parts of the fused projection; 257 words are 258; 290 units are 291.
+    // 5 heads of 14 become 6, in each of the three parts of the fused projection; 257 words become 258; 290 units
+    // become 291.
     assert_eq!(larger["transformer.wte.weight"], [258, 70]);
     assert_eq!(larger["transformer.h.1.attn.c_attn.weight"], [70, 252]);
     assert_eq!(larger["transformer.h.1.attn.c_proj.weight"], [84, 70]);
@@ -61,7 +62,7 @@ fn sizes_grow_to_what_devices_divide() {
     {
         assert_eq!(planned(&config, words).padding, None, "{words}");
     }
-    // Tensor cores are faster with multiples of 8, whatever is split.
+    // Tensor cores are faster with multiples of 8, even without a split.
     let small = scratch.file("small.json", GPT2.replace("257", "50257").replace("70", "640").replace("290", "2560"));
     let plan = planned(&small, "--cluster dgx-a100:1 --precision bf16");
     assert_eq!(self::larger(&plan)["transformer.wte.weight"], [50304, 640]);
@@ -86,7 +87,7 @@ fn plans_of_larger_sizes_answer_questions() {
     }
 }
 
-/// What was trained in larger sizes is kept in the model's own, and goes on in these.
+/// A padded model is stored in its original sizes, and resumes from them.
 #[test]
 fn checkpoints_are_of_the_model() {
     let scratch = Scratch::new();
@@ -123,7 +124,7 @@ fn checkpoints_are_of_the_model() {
     })
     .expect("it is read");
     assert_eq!(seen, own.parameters().count());
-    // Out of the larger sizes and into them again.
+    // Unpads and pads again.
     let second = run(&plain_file, &["--steps", "3", "--checkpoint", &folder_text, "--resume"]);
     let third = run(&padded_file, &["--steps", "4", "--checkpoint", &folder_text, "--resume"]);
     let found: Vec<f64> = [first, second, third].concat();

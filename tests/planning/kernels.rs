@@ -1,5 +1,5 @@
-//! The kernels of real plans as loop programs: on every device they compute what the nodes of the programs say, and their text is the
-//! same each time.
+//! The kernels of real plans as loop programs: on every device they compute the programs' nodes, and their text is
+//! deterministic.
 
 use crate::common::{Scratch, succeeds};
 use altiplano::ir::graph::{Graph, ValueId};
@@ -13,7 +13,7 @@ use altiplano::runtime::loops::{Coordinate, Source, launches};
 use altiplano::{kernels_text, load_plan, programs};
 use std::collections::BTreeSet;
 
-/// Made-up elements: small integers, and reals for which roots and logarithms are defined.
+/// Synthetic elements: small integers, and reals for which roots and logarithms are defined.
 fn values(ty: &TensorType, seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     Tensor::from_fn(ty.clone(), |_| {
@@ -23,7 +23,7 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
     })
 }
 
-/// Compares a kernel's launches with its nodes on each device of the mesh; false where it has none.
+/// Compares a kernel's launches with its nodes on each device of the mesh; returns false if it has none.
 fn agrees(graph: &Graph, kernel: &Kernel, mesh: &Mesh) -> bool {
     if !matches!(kernel.kind, KernelKind::Fused { .. } | KernelKind::Indexed) {
         return false;
@@ -76,7 +76,7 @@ fn kernels_compute_what_their_nodes_do() {
         let text = kernels_text(&programs);
         assert_eq!(text, kernels_text(&programs));
         assert!(!text.contains("no text"), "{}", text.lines().last().unwrap_or_default());
-        // Layers are alike: each kernel once.
+        // Equal layers share kernels, so test each once.
         let mut seen: BTreeSet<String> = BTreeSet::new();
         for program in &programs.programs {
             for body in &program.bodies {

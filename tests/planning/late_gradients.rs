@@ -1,6 +1,6 @@
-//! Training with gradients that are one step late: pipelines that never flush, and reductions that run during the next step. What
-//! they compute is that of one device which is given the weights of the step before, step by step, and to the bit where sums are
-//! added up in the same order; what is predicted of their memory is what they hold.
+//! Training with gradients that are one step late: pipelines without a flush, and reductions that overlap with the next
+//! step. Results equal those of one device that gets the previous step's weights, bit by bit if sums have the same
+//! order. Predicted memory equals held memory.
 
 use crate::common::steps::{OneByOne, Tensors, batch_of, difference, trained};
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
@@ -16,10 +16,10 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::program::{BufferKind, Call, Phase, Program};
 use altiplano_ir::recompute::Recompute;
 
-/// No parameter of it is on two stages, so that a pipeline adds up its gradients in the order of one device.
+/// No parameter is on two stages, so a pipeline sums its gradients in the order of one device.
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "tie_word_embeddings": false}"#;
-/// The table of tokens is on the first stage and on the last.
+/// The token table is on the first stage and on the last.
 const GPT: &str =
     r#"{"model_type": "gpt2", "vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2}"#;
 
@@ -30,7 +30,7 @@ const LARGER: &str =
 const STEPS: u64 = 20;
 const RATE: f64 = 0.05;
 
-/// How a model is trained.
+/// A model, and how it is trained.
 #[derive(Clone)]
 struct Case {
     model: &'static str,
@@ -74,7 +74,7 @@ impl Case {
         plan(&request, &Silent).expect("a plan")
     }
 
-    /// One device that is told the same microbatches.
+    /// One device with the same microbatches.
     fn alone(&self) -> Plan {
         let synchronous = (Schedule::OneFOneB, Update::Synchronous);
         let (schedule, update) = synchronous;
@@ -82,8 +82,8 @@ impl Case {
     }
 }
 
-/// Losses and weights of `w[t+1] = w[t] - f(g(w[t - 1]))` on one device: the gradients of a step are those of the weights that the
-/// step before it began to change. Steps in `flushed` are over before the next begins, which then is not late.
+/// Losses and weights of `w[t+1] = w[t] - f(g(w[t - 1]))` on one device: a step's gradients are those of the weights
+/// with which the previous step started. Steps in `flushed` end before the next begins, which then is not late.
 fn delayed(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensors) {
     let mut device = session(plan, &Options::default()).expect("a session");
     let (mut older, mut one) = (weights.clone(), OneByOne::new(plan, weights));
@@ -100,7 +100,7 @@ fn delayed(plan: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensor
     (losses, one.weights)
 }
 
-/// Trains by workers and by the delayed rule on one device; what they may differ by is 0 for the same bits.
+/// Trains by workers and by the delayed rule on one device. A tolerance of 0 requires equal bits.
 fn check(case: &Case, flushed: &[u64], tolerance: f64) -> Plan {
     let plan = case.plan();
     assert_eq!(plan.staleness(), 1);
@@ -133,13 +133,13 @@ fn check(case: &Case, flushed: &[u64], tolerance: f64) -> Plan {
     plan
 }
 
-/// Pipelines without a flush, of two and more stages, with as many microbatches as there are stages, more, and fewer.
+/// Pipelines of two and more stages without a flush, with as many microbatches as stages, more, and fewer.
 #[test]
 fn pipedream_is_training_with_gradients_one_step_late_to_the_bit() {
     for (pp, microbatches) in [(2, 4), (2, 1), (4, 4), (4, 8), (4, 2)] {
         check(&Case::new(pp, microbatches), &[], 0.0);
     }
-    // It is not what synchronous training computes.
+    // The result differs from synchronous training.
     let alone = Case::new(1, 4).alone();
     let (weights, _) = start(&alone, &Training::default()).expect("weights");
     let always: Vec<u64> = (1..=STEPS).collect();
@@ -159,7 +159,8 @@ fn stale_gradients_are_one_step_late_to_the_bit() {
     check(&Case { pp: 1, ..stale(Schedule::OneFOneB) }, &[], 0.0);
 }
 
-/// With all that is exchanged once a step: replicas, shards, a table that two stages hold, and the norm of all gradients.
+/// With every kind of communication once per step: between replicas, shards, two stages that share a table, and for the
+/// global gradient norm.
 #[test]
 fn what_is_exchanged_once_a_step_is_late_too() {
     let replicas = Case { dp: 2, ..Case::new(2, 2) };
@@ -176,8 +177,9 @@ fn what_is_exchanged_once_a_step_is_late_too() {
     check(&Case { dp: 4, pp: 1, schedule: Schedule::OneFOneB, update: Update::Stale, ..replicas }, &[], 1e-5);
 }
 
-/// Devices that send each other copies, as processes do, reduce the gradients of a step while they make the calls of the next: begun before
-/// any of them, and ended before the update. Losses and weights are those of devices that do one after the other, to the bit.
+/// Devices that send copies, as processes do, reduce a step's gradients while they run the calls of the next. The
+/// reductions begin before any of these and end before the update. Losses and weights are those of devices without
+/// overlap, bit by bit.
 #[test]
 fn late_reductions_go_on_behind_the_calls_of_the_next_step() {
     let stale = |dp, pp, zero, schedule| Case { dp, pp, zero, schedule, update: Update::Stale, ..Case::new(2, 2) };
@@ -225,14 +227,14 @@ fn late_reductions_go_on_behind_the_calls_of_the_next_step() {
         let (in_turns, overlapped) = (run(false), run(true));
         assert_eq!(in_turns.0, overlapped.0, "{what}");
         assert!(in_turns.1 == overlapped.1, "{what}: {}", difference(&in_turns.1, &overlapped.1));
-        // The first step has no gradients from before, nor the one after the flush.
+        // The first step has no late gradients, and neither has the one after the flush.
         let sums: usize = programs.programs.iter().map(sums_over_devices).sum();
         assert!(sums >= plan.graph.parameters().count() / 2, "{what}: {sums}");
         assert_eq!((in_turns.2, overlapped.2), (0, 3 * sums), "{what}");
     }
 }
 
-/// How many sums of gradients are added up over devices once a step.
+/// Number of gradient sums that are reduced over devices once per step.
 fn sums_over_devices(program: &Program) -> usize {
     let once = program.bodies.iter().filter(|body| !body.phase.is_of_microbatch());
     let sums = once.flat_map(|body| {
@@ -246,7 +248,7 @@ fn sums_over_devices(program: &Program) -> usize {
     sums.count()
 }
 
-/// How many collectives of the step before went on behind the calls of a step, of each of which it is checked when.
+/// Number of the previous step's collectives that overlapped with a step's calls; also checks when each ran.
 fn reduced_behind(program: &Program, spans: &[Span], what: &str) -> usize {
     let phase = |position: usize| match program.schedule[position] {
         Call::Run { body, .. } => Some(program.bodies[body as usize].phase),
@@ -257,7 +259,7 @@ fn reduced_behind(program: &Program, spans: &[Span], what: &str) -> usize {
         spans.iter().filter(is_it)
     };
     let behind: Vec<&Span> = spans.iter().filter(|span| matches!(span.what, What::Behind { .. })).collect();
-    // Late backward passes come before the first, whose gradients it reduces.
+    // Late backward passes run before the body whose gradients it reduces.
     let prompt = program.num_prompt();
     let is_first = !(prompt..program.schedule.len()).any(|p| phase(p) == Some(Phase::Backward));
     let calls = called(if is_first { Phase::Forward } else { Phase::Backward }).map(|call| call.start_s);
@@ -280,7 +282,8 @@ fn a_flush_makes_weights_new() {
     }
 }
 
-/// From the command line: a plan that says what is late, is the same as one device for a step, and goes on from a checkpoint to the bit.
+/// From the command line: the output says that gradients are late, a single step equals one device, and a resumed run
+/// continues bit by bit.
 #[test]
 fn late_gradients_are_asked_for_said_and_resumed() {
     let scratch = Scratch::new();
@@ -291,7 +294,7 @@ fn late_gradients_are_asked_for_said_and_resumed() {
         assert!(said.contains("1 step late"), "{said}");
         let said = succeeds(&[&["verify", DEMO], &options[..]].concat());
         assert!(said.contains("the numbers agree"), "{said}");
-        // A step that is a checkpoint's is flushed in both runs.
+        // In both runs, the step of a checkpoint is flushed.
         let run = |folder: &str, steps: &str, resume: bool| {
             let folder = scratch.path(folder).display().to_string();
             let words =
@@ -308,7 +311,7 @@ fn late_gradients_are_asked_for_said_and_resumed() {
         run(&name("parts"), "6", false);
         let (said, resumed) = run(&name("parts"), "8", true);
         assert!(
-            said.contains("going on after step 6") && said.contains("1f1b") != said.contains("pipedream"),
+            said.contains("resuming after step 6") && said.contains("1f1b") != said.contains("pipedream"),
             "{said}"
         );
         assert!(whole == resumed, "{options:?}");
@@ -322,7 +325,8 @@ fn late_gradients_are_asked_for_said_and_resumed() {
     assert!(output.code == Some(2) && output.stderr.contains("1f1b only"), "{}", output.stderr);
 }
 
-/// On a cluster whose stages have devices of their own there is no bubble left, and sums over a slow link are waited for no more.
+/// On a cluster whose stages have their own devices no bubble remains, and sums over a slow link are no longer waited
+/// for.
 #[test]
 fn what_is_waited_for_is_predicted() {
     let scratch = Scratch::new();
@@ -345,8 +349,9 @@ fn what_is_waited_for_is_predicted() {
     let least = worked.fold(0.0, f64::max);
     assert!(step_s(&endless) < 0.75 * step_s(&flushing), "{} {}", step_s(&endless), step_s(&flushing));
     assert!((step_s(&endless) / least - 1.0).abs() < 0.02, "{} {least}", step_s(&endless));
-    // The first stage and the last hold the table of tokens, whose gradient they exchange: their updates wait, and each holds a second
-    // sum of gradients. Where an update waits and all backwards are prompt, no weights change while they are in use.
+    // The first and the last stage share the token table and exchange its gradient. So their updates wait, and each
+    // holds a second sum of gradients. If an update waits and all backward passes are prompt, no weights change while
+    // they are in use.
     for (stage, (ours, flushed)) in endless.stages.iter().zip(&flushing.stages).enumerate() {
         let (ours, flushed) = (ours.predicted.memory, flushed.predicted.memory);
         let (versions, sums) = ([2, 2, 2, 1][stage], [2, 1, 1, 2][stage]);

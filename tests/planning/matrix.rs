@@ -1,5 +1,5 @@
-//! Plans compute what one device computes: six kinds of models on ten clusters, among them odd numbers of devices and two kinds of
-//! GPU, each at a size at which the host can follow. The search sees the devices and networks of the real machines.
+//! Plans compute what one device computes: six kinds of models on ten clusters, including odd numbers of devices and
+//! two kinds of GPU, each small enough for the host. The search sees the devices and networks of the real machines.
 
 use crate::common::{Scratch, altiplano};
 use serde_json::{Value, json};
@@ -47,12 +47,12 @@ const CLUSTERS: [&str; 10] = [
     concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml"),
 ];
 
-/// Plans a twin of the model for the cluster and compares what the plan computes with one device.
+/// Plans a downscaled model for the cluster and compares the plan's results with one device.
 fn verified(name: &str, config: &Value, cluster: &str, options: &[&str]) {
     let scratch = Scratch::new();
     let file = scratch.file("config.json", config.to_string());
     let fixed = ["verify", &file, "--cluster", cluster, "--reduce=200k", "--global-batch", "24"];
-    // Images have the tokens that their size gives them.
+    // The size of an image determines its tokens.
     let tokens: &[&str] = if name == "vit" { &[] } else { &["--seq", "32"] };
     let arguments = [&fixed[..], tokens, options].concat();
     let output = altiplano(&arguments);

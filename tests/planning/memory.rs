@@ -1,7 +1,8 @@
-//! Predicted memory against what the CPU runtime's arenas really hold, over many models and plans; and what `simulate` says of it.
+//! Compares predicted memory with the CPU runtime's arenas, over many models and plans, and tests the report of
+//! `simulate`.
 //!
-//! What a device holds does not depend on timing, so that the prediction is asserted to the byte at the fullest device; it is
-//! never less than is held at the others, which may have smaller parts of what does not divide evenly.
+//! The memory of a device does not depend on timing. So the prediction must be exact, to the byte, at the fullest
+//! device. It is an upper bound at the others, which may have smaller parts of uneven splits.
 
 use crate::common::{DEMO, Scratch, altiplano, planned, shared_model, succeeds};
 use altiplano::ImportOptions;
@@ -24,10 +25,10 @@ const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_siz
 const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}"#;
 
-/// Plans that every model is tried with: a cluster, and words that [`planned`] understands.
+/// Plans for every model: a cluster, and words that [`planned`] understands.
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
-/// Plans that the transformers are tried with as well.
+/// Additional plans for transformers.
 const MORE: [&str; 38] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
@@ -69,7 +70,7 @@ const MORE: [&str; 38] = [
     "local:2 dp1 tp1 pp2 micro4 pipedream away",
 ];
 
-/// What each worker of a plan holds at most over three steps: as many as overlap, and one before.
+/// Peak memory of each worker of a plan over three steps: overlapping ones, and one before them.
 fn held(plan: &Plan) -> Vec<u64> {
     let training = Training { steps: 3, learning_rate: 1e-4, ..Training::default() };
     let ran = match plan.schedule.trains() {
@@ -111,7 +112,7 @@ fn what_is_predicted_is_what_is_held() {
         let name = Path::new(file).file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
         let more: &[&str] = if *more { &MORE } else { &[] };
         for words in PLANS.iter().chain(more) {
-            // Not every model can be split in every way.
+            // Some models cannot be split in some ways.
             let Ok(plan) = planned(file.as_ref(), import, words) else { continue };
             let held = held(&plan);
             let predicted = cpu_peaks(&altiplano::programs(&plan).expect("programs"));
@@ -138,7 +139,7 @@ fn what_is_predicted_is_what_is_held() {
     assert!(pairs >= 50, "only {pairs} pairs ran");
 }
 
-/// Sums of categories are the peak, and the peak is what the plan predicts, on CPU workers and on GPUs.
+/// Sums over categories equal the peak, and the peak equals the plan's prediction, on CPU workers and on GPUs.
 #[test]
 fn the_timeline_adds_up_to_the_peak() {
     let plans = [
@@ -223,7 +224,7 @@ fn a_run_says_what_each_worker_held() {
     let said = succeeds(&["run", DEMO, "--pp", "2", "--dp", "2", "--virtual-stages", "1", "--steps", "1"]);
     let lines: Vec<&str> = said.lines().skip_while(|l| !l.starts_with("peak memory")).collect();
     assert!(lines.len() >= 4, "{said}");
-    // The table ends where that of seconds begins.
+    // The table ends at the heading of the next one.
     for line in lines[2..].iter().take_while(|l| !l.starts_with("seconds of")) {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[2..4], words[4..6], "held is predicted: {line}");

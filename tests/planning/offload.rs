@@ -1,5 +1,5 @@
-//! Optimizer state in the memory of hosts: the same bits are computed, devices hold no more of it than a bounded part, it costs what
-//! the link to the host takes, and plans have it where nothing fits otherwise.
+//! Optimizer state in host memory. Results have the same bits, devices hold only a bounded part of the state, the cost
+//! is that of the host link, and plans offload if nothing fits otherwise.
 
 use crate::common::offloading::{import, offloaded, ran};
 use crate::common::{Scratch, altiplano, planned, succeeds};
@@ -22,7 +22,7 @@ use std::path::Path;
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}"#;
 
-/// Bytes of optimizer state of a device of each program, and those of the parameter that has most.
+/// Bytes of optimizer state of a device of each program, and those of the largest parameter.
 fn state_bytes(plan: &Plan) -> Vec<(u64, u64)> {
     let of_program = |program: &altiplano_ir::program::Program| {
         let mut each = std::collections::BTreeMap::<&str, u64>::new();
@@ -54,7 +54,7 @@ fn state_in_host_memory_changes_no_bit() {
         assert_eq!(found.losses, expected.losses, "{words}");
         assert!(found.held == expected.held, "{words}: weights or state differ");
         assert!(expected.host.iter().all(|&bytes| bytes == 0), "{words}: {:?}", expected.host);
-        // What is predicted is what is held, in both memories.
+        // Predicted memory equals held memory, on devices and hosts.
         let programs = programs(&away).expect("programs");
         let predicted = cpu_peaks(&programs);
         for (lane, (state, largest)) in state_bytes(&away).into_iter().enumerate() {
@@ -64,7 +64,7 @@ fn state_in_host_memory_changes_no_bit() {
             for &device in &away.stages[lane].devices {
                 let device = device as usize;
                 assert_eq!((found.own[device], found.host[device]), (predicted[lane], in_host), "{words}");
-                // The window, and an update's results beside what they take the place of.
+                // The prefetch window, and an update's results beside the values that they replace.
                 let most = expected.own[device] - state + 7 * largest / 2;
                 assert!(found.own[device] <= most, "{words}: {} of at most {most}", found.own[device]);
             }
@@ -72,7 +72,7 @@ fn state_in_host_memory_changes_no_bit() {
     }
 }
 
-/// On GPUs the device's arena is smaller by the state, and the host's is as large.
+/// On GPUs the device's arena shrinks by the state, which moves to the host's.
 #[test]
 fn arenas_of_gpus_hold_a_window_of_it() {
     let scratch = Scratch::new();
@@ -94,7 +94,7 @@ fn arenas_of_gpus_hold_a_window_of_it() {
     }
 }
 
-/// Tapes with their f32 copies of half-precision parameters in host memory compute the bits of those that have them on devices.
+/// Tapes with f32 master copies in host memory compute the same bits as those with copies on devices.
 #[test]
 fn tapes_compute_the_same_bits() {
     let scratch = Scratch::new();
@@ -121,7 +121,7 @@ fn tapes_compute_the_same_bits() {
     }
 }
 
-/// A model on one GPU in one way, with as much memory.
+/// A request for a model on one GPU with fixed degrees, memory and offloading.
 fn asked(file: &str, cluster: &str, memory_bytes: Option<u64>, offload: Option<Offload>) -> Request {
     let model = load_model(Path::new(file), &import()).expect("a model");
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
@@ -131,7 +131,7 @@ fn asked(file: &str, cluster: &str, memory_bytes: Option<u64>, offload: Option<O
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
-    // All of it is for tensors.
+    // Tensors can use all of the memory.
     device.reserved = None;
     request
 }
@@ -146,7 +146,7 @@ fn what_does_not_fit_otherwise_is_offloaded() {
     assert!(away.stages[0].offload == Offload::OPTIMIZER && here.stages[0].offload == Offload::NONE);
     assert!(away.predicted.step_time_s > here.predicted.step_time_s);
     assert!(away.predicted.peak_bytes[0] < here.predicted.peak_bytes[0]);
-    // What fits stays where it is.
+    // A plan that fits does not offload.
     assert_eq!(ask(None, None).expect("a plan"), here);
     let between = (away.predicted.peak_bytes[0] + here.predicted.peak_bytes[0]) / 2;
     assert!(matches!(ask(Some(between), Some(Offload::NONE)), Err(PlanFailure::Memory { .. })));
@@ -154,7 +154,7 @@ fn what_does_not_fit_otherwise_is_offloaded() {
     assert!(fits(&found) && found.stages[0].offload == Offload::OPTIMIZER);
     let all = Plan::from_json(&found.to_json()).expect("it reads back");
     assert_eq!(all, found);
-    // Where the node has no room either there is none.
+    // If the node lacks memory as well, there is no plan.
     let mut request = asked(&file, "dgx-a100/1", Some(between), Some(Offload::OPTIMIZER));
     request.cluster.groups[0].host_memory_bytes = Some(found.stages[0].predicted.host_bytes - 1);
     let Err(PlanFailure::HostMemory { required_bytes, limit_bytes }) = plan(&request, &Silent) else {
@@ -163,7 +163,7 @@ fn what_does_not_fit_otherwise_is_offloaded() {
     assert_eq!((required_bytes, limit_bytes + 1), (of_nodes(&found)[&0], found.stages[0].predicted.host_bytes));
 }
 
-/// Of two stages only the one that needs it.
+/// Only the stage that lacks memory offloads.
 #[test]
 fn stages_with_room_keep_their_state() {
     let scratch = Scratch::new();
@@ -184,13 +184,13 @@ fn stages_with_room_keep_their_state() {
     assert_eq!((found.stages[small].offload, found.stages[large].offload), (Offload::NONE, Offload::OPTIMIZER));
     assert!(fits(&found) && found.stages[small].predicted.host_bytes == 0);
     assert!(found.predicted.step_time_s <= away.predicted.step_time_s);
-    // With room for both, both do.
+    // If both have enough memory, neither offloads.
     away.cluster.groups[0].device.memory_bytes = 1 << 30;
     let found = only_where_needed(away, &costs).expect("it is judged");
     assert!(found.stages.iter().all(|stage| stage.offload == Offload::NONE));
 }
 
-/// The update takes as long as the slower of its own work and the link, each way by itself.
+/// The update takes as long as the slower of its own work and the link, in each direction separately.
 #[test]
 fn copies_cost_what_the_link_takes() {
     let scratch = Scratch::new();
@@ -207,7 +207,7 @@ fn copies_cost_what_the_link_takes() {
     let account = &accounts(&slow, &Rooflines::of(&slow.cluster)).expect("accounts")[0];
     let copies_s = account.0[&Work::HostCopies];
     assert!((copies_s / (bytes / 1e9) - 1.0).abs() < 0.2, "{copies_s} for {bytes} bytes");
-    // Over a link that is fast only what each copy takes to begin is left of the update.
+    // Over a fast link, only the launch of each copy remains.
     let update_s = |plan: &Plan| plan.stages[0].predicted.step_s;
     assert!(update_s(&step(1e15)) < update_s(&slow) / 4.0);
 }
@@ -255,7 +255,7 @@ fn reports_say_what_is_where() {
     assert!(output.code == Some(2) && output.stderr.contains("--offload"), "{}", output.stderr);
 }
 
-/// Programs in which something else than a copy touches what is in host memory do not start.
+/// Programs whose ops other than copies touch host memory are rejected.
 #[test]
 fn only_copies_reach_host_memory() {
     let scratch = Scratch::new();
@@ -280,16 +280,16 @@ fn only_copies_reach_host_memory() {
         }
     };
     let said = refused(&|p| p.buffers[state].host = false);
-    assert!(said.contains("no buffer in host memory") || said.contains("another memory"), "{said}");
+    assert!(said.contains("a buffer outside host memory") || said.contains("another memory"), "{said}");
     let said = refused(&|p| p.buffers[weight.expect("a parameter")].host = true);
     assert!(said.contains("only optimizer state and values"), "{said}");
-    // A copy that computes instead.
+    // A copy that computes as well.
     for route in [HostRoute::Load, HostRoute::Store] {
         let said = refused(&|p| {
             let node = &mut p.bodies[update].graph.nodes[node(route)];
             node.op = Op::Unary(Unary::Negate);
             node.operands.truncate(1);
         });
-        assert!(said.contains("which only copies read") || said.contains("another memory"), "{said}");
+        assert!(said.contains("which only copies may read") || said.contains("another memory"), "{said}");
     }
 }

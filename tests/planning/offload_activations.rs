@@ -1,5 +1,5 @@
-//! Activations in host memory: the same bits are computed under every schedule, both memories hold what is predicted, and devices
-//! hold a bounded part of what forward passes leave for backward passes.
+//! Activations in host memory. Results have the same bits under every schedule, both memories have the predicted size,
+//! and devices hold a bounded part of the activations.
 
 use crate::common::offloading::{import, offloaded, ran};
 use crate::common::{Scratch, planned};
@@ -38,7 +38,7 @@ fn activations_in_host_memory_change_no_bit() {
     ] {
         let here = planned(Path::new(&file), &import(), words).unwrap_or_else(|error| panic!("{words}: {error}"));
         let expected = ran(&here);
-        // With the state there too wherever the one and the other share more than a device.
+        // With optimizer state as well, if the two interact beyond a single device.
         let both = words.contains("zero") || words.contains("pp2");
         for what in [Some(Offload::ACTIVATIONS), both.then_some(Offload::ALL)].into_iter().flatten() {
             let away = offloaded(&here, what);
@@ -46,7 +46,7 @@ fn activations_in_host_memory_change_no_bit() {
             let found = ran(&away);
             assert_eq!(found.losses, expected.losses, "{words}");
             assert!(found.held == expected.held, "{words}: weights or state differ");
-            // What is predicted is what is held, in both memories.
+            // Predicted memory equals held memory, on devices and hosts.
             let programs = programs(&away).expect("programs");
             let (own, host) = (cpu_peaks(&programs), cpu_host_peaks(&programs));
             for (lane, stage) in away.lanes().iter().enumerate() {
@@ -66,7 +66,7 @@ fn activations_in_host_memory_change_no_bit() {
     }
 }
 
-/// Names of offloads are read as they are written, in any order, and nothing else is.
+/// Names of offloads round-trip in any order, and other names are rejected.
 #[test]
 fn names_say_what_is_offloaded() {
     for what in Offload::EACH {
@@ -79,12 +79,12 @@ fn names_say_what_is_offloaded() {
     }
 }
 
-/// More microbatches in flight take memory of the host, and none of the device.
+/// More microbatches in flight take host memory, but no device memory.
 #[test]
 fn microbatches_in_flight_are_in_the_host() {
     let scratch = Scratch::new();
     let file = scratch.file("gpt2.json", GPT2);
-    // Of one size, as many as there are.
+    // The same microbatch size, with varying numbers of microbatches.
     let held = |batch: u32| {
         let import = ImportOptions { batch: Some(u64::from(batch)), ..import() };
         let words = format!("local:2 dp1 tp1 pp2 micro{batch} gpipe away");
@@ -95,11 +95,11 @@ fn microbatches_in_flight_are_in_the_host() {
     };
     let [(few, few_in_host), (many, many_in_host)] = [2, 8].map(held);
     assert_eq!(many_in_host, 4 * few_in_host);
-    // What is small stays on the device.
+    // Small activations stay on the device.
     assert!((many as f64) < 1.1 * few as f64, "{many} of {few}");
 }
 
-/// Deeper models hold no more of what is loaded at once.
+/// Deeper models do not prefetch more at a time.
 #[test]
 fn devices_hold_a_window() {
     let scratch = Scratch::new();
@@ -113,7 +113,7 @@ fn devices_hold_a_window() {
     assert!(deeper > 1.7 * here && deeper_away < 1.1 * away, "{here} and {deeper}, {away} and {deeper_away}");
 }
 
-/// A model of which one GPU with so much memory runs one microbatch at a time, or one GPU as it is.
+/// A request for a model on one GPU with a single microbatch, optionally with limited memory.
 fn asked(file: &str, memory_bytes: Option<u64>, offload: Option<Offload>) -> Request {
     asked_of(file, &import(), memory_bytes, offload)
 }
@@ -126,12 +126,12 @@ fn asked_of(file: &str, import: &ImportOptions, memory_bytes: Option<u64>, offlo
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
-    // All of it is for tensors.
+    // Tensors can use all of the memory.
     device.reserved = None;
     request
 }
 
-/// What `auto` finds is the fastest of what fits, wherever nothing does without, or only what recomputes.
+/// `auto` finds the fastest plan that fits, if nothing fits without offloading, or only with recomputation.
 #[test]
 fn auto_takes_the_fastest_that_fits() {
     let scratch = Scratch::new();
@@ -152,7 +152,7 @@ fn auto_takes_the_fastest_that_fits() {
         assert!(fits(&found), "{memory}");
         let step_s = |plan: &Plan| plan.predicted.step_time_s;
         let best_s = fixed.iter().flatten().map(step_s).fold(f64::INFINITY, f64::min);
-        // Of plans that are as fast the leanest is taken.
+        // Among equally fast plans the one with the least memory is taken.
         assert!(step_s(&found) <= best_s * 1.02, "{memory}: {} and {best_s}", step_s(&found));
         if let Some(here) = &fixed[0] {
             let offloads = step_s(&found) < step_s(here);
@@ -165,7 +165,8 @@ fn auto_takes_the_fastest_that_fits() {
     }
 }
 
-/// Passes take as long as the slower of what they compute and the link, one way forward and the other way back.
+/// A pass takes as long as the slower of its computation and the link: out in the forward pass, back in the backward
+/// pass.
 #[test]
 fn copies_cost_what_the_link_takes() {
     let scratch = Scratch::new();
@@ -188,7 +189,7 @@ fn copies_cost_what_the_link_takes() {
     assert!((copies_s / (2.0 * bytes / 1e8) - 1.0).abs() < 0.2, "{copies_s} for {bytes} bytes");
 }
 
-/// On GPUs the arena in the host's memory is as large as predicted, and what is in it is under no other command than copies.
+/// On GPUs the host arena has the predicted size, and only copies access it.
 #[test]
 fn arenas_of_gpus_are_as_predicted() {
     let scratch = Scratch::new();
@@ -206,7 +207,7 @@ fn arenas_of_gpus_are_as_predicted() {
     }
 }
 
-/// Plans that were changed by hand to what cannot be say where they are wrong.
+/// Errors in hand-modified plans name their place.
 #[test]
 fn wrong_plans_say_where() {
     let scratch = Scratch::new();
@@ -221,7 +222,7 @@ fn wrong_plans_say_where() {
     assert!(serving.contains("stages[0].offload"), "{serving}");
 }
 
-/// Programs that send what is in host memory, or touch it by other ops than copies, do not start.
+/// Programs that send host memory, or access it by ops other than copies, are rejected.
 #[test]
 fn only_copies_reach_activations_in_the_host() {
     let scratch = Scratch::new();
@@ -234,23 +235,24 @@ fn only_copies_reach_activations_in_the_host() {
         change(&mut programs);
         Session::new(&programs, &Options::default()).err().map_or_else(String::new, |error| error.to_string())
     };
-    // Of the type of what is sent.
+    // A buffer of the sent value's type.
     let (program, sent) = good.transfers[0].source;
     let buffers = &good.programs[program as usize].buffers;
     let ty = &buffers[sent.0 as usize].ty;
     let other = buffers.iter().position(|b| b.host && b.ty == *ty).expect("an activation as large as what is sent");
     let said = refused(&|p| p.transfers[0].source.1 = BufferId(other as u32));
-    assert!(said.contains("is sent or received"), "{said}");
+    assert!(said.contains("cannot be sent or received"), "{said}");
     let away = good.programs[0].buffers.iter().position(|b| b.host).expect("an activation");
     let said = refused(&|p| p.programs[0].buffers[away].host = false);
-    assert!(said.contains("another memory") || said.contains("no buffer in host memory"), "{said}");
+    assert!(said.contains("another memory") || said.contains("a buffer outside host memory"), "{said}");
 }
 
-/// Long sequences over a fast link are better copied than computed again; `auto` finds that, over a slow link it leaves it.
+/// Over a fast link, copying long sequences is faster than recomputing them, and `auto` does so; over a slow link it
+/// does not.
 #[test]
 fn auto_copies_what_takes_longer_to_recompute() {
     let scratch = Scratch::new();
-    // Large enough for kernels to take longer than their launches; it is only planned.
+    // Large enough that kernels take longer than their launches; it is only planned.
     let config =
         GPT2.replace("\"n_embd\": 32", "\"n_embd\": 1024").replace("\"n_positions\": 16", "\"n_positions\": 1024");
     let file = scratch.file("gpt2.json", config);

@@ -1,5 +1,5 @@
-//! Pipelines whose stages share devices, and such whose gradients of weights run apart, from the command line: planned, explained,
-//! run, and the same as one device.
+//! Pipelines whose stages share devices, and those with separate weight gradients, from the command line: planned,
+//! explained, run, and compared with one device.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::Rooflines;
@@ -10,11 +10,11 @@ use altiplano::planner::{Silent, judged_again};
 use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
 use serde_json::Value;
 
-/// Sixteen layers of a GPT.
+/// A GPT of sixteen layers.
 const GPT: &str =
     r#"{"model_type": "gpt2", "vocab_size": 8192, "n_positions": 512, "n_embd": 1024, "n_layer": 16, "n_head": 16}"#;
 
-/// The plan of the GPT with a pipeline over four pairs of V100, of which so many stages share each.
+/// The GPT's plan with a pipeline over four pairs of V100, each shared by `virtual_stages` stages.
 fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
     let scratch = Scratch::new();
     let file = scratch.file("gpt.json", GPT);
@@ -28,7 +28,7 @@ fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microba
     plan(&request, &Silent).expect("a plan")
 }
 
-/// Frameworks recompute blocks and no head: it is not computed twice where its backward pass follows at once.
+/// Frameworks recompute blocks but no head: its backward pass follows at once, so recomputation would only cost time.
 #[test]
 fn plans_of_given_degrees_compute_no_head_twice() {
     let scratch = Scratch::new();
@@ -56,7 +56,7 @@ fn plans_of_given_degrees_compute_no_head_twice() {
     }
 }
 
-/// With few microbatches most of a step is bubble, and sharing devices makes it smaller: the search finds that by itself.
+/// With few microbatches most of a step is bubble, and sharing devices reduces it. The search finds that by itself.
 #[test]
 fn the_search_shares_devices_where_the_bubble_is_large() {
     let plain = Some(Schedule::OneFOneB);
@@ -66,13 +66,13 @@ fn the_search_shares_devices_where_the_bubble_is_large() {
     let bubble = |plan: &Plan| plan.stages.iter().map(|s| s.predicted.bubble_s).fold(0.0, f64::max);
     let gained = alone.predicted.step_time_s - free.predicted.step_time_s;
     assert!(gained > 0.0 && bubble(&free) < bubble(&alone), "{gained} {} {}", bubble(&free), bubble(&alone));
-    // The bubble of equal stages is that of one stage a lane over their number (Narayanan et al. 2021, section 2.2.2); what
-    // is sent between more stages, and the layers at the ends, add to it.
+    // With equal stages, the bubble is that of one stage per lane divided by their number (Narayanan et al. 2021,
+    // section 2.2.2). Communication between more stages, and the layers at the ends, add to it.
     let ratio = bubble(&free) / bubble(&alone);
     assert!(ratio < 1.0 / f64::from(free.virtual_stages) + 0.35, "{ratio} with {}", free.virtual_stages);
 }
 
-/// Gradients of weights apart make the bubble smaller without more stages. What is free is the best of all.
+/// Separate weight gradients reduce the bubble without more stages. The free search gives the best plan of all.
 #[test]
 fn the_search_runs_gradients_of_weights_apart_where_the_bubble_is_large() {
     let step_s = |plan: &Plan| plan.predicted.step_time_s;
@@ -82,7 +82,7 @@ fn the_search_runs_gradients_of_weights_apart_where_the_bubble_is_large() {
     assert_eq!((apart.schedule, apart.virtual_stages, apart.stages.len()), (Schedule::ZbH1, 1, 4));
     assert_eq!(chosen.schedule, Schedule::ZbH1);
     assert!(step_s(&apart) < step_s(&plain) && step_s(&chosen) < step_s(&plain));
-    // No stage holds more than the fullest does otherwise, but for what passes between the two parts of a backward.
+    // The fullest stage holds hardly more than otherwise, except for the data between the two parts of a backward pass.
     let fullest = |plan: &Plan| plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0) as f64;
     assert!(fullest(&apart) < 1.2 * fullest(&plain), "{} {}", fullest(&apart), fullest(&plain));
     let free = pipeline(None, None, 4);
@@ -136,7 +136,7 @@ fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
     let trace: Value =
         serde_json::from_str(&std::fs::read_to_string(&trace).expect("a trace")).expect("a trace is JSON");
     let events = trace["traceEvents"].as_array().expect("events");
-    // Calls of stages that share devices are on one track and never at the same time.
+    // Calls of stages that share devices are on one track and never overlap.
     for lane in 0..2 {
         let calls = events.iter().filter(|e| e["ph"] == "X" && e["pid"] == lane && e["tid"] == 0);
         let span = |e: &Value| (e["ts"].as_f64().expect("a time"), e["dur"].as_f64().expect("a time"));

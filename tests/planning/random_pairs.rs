@@ -1,5 +1,5 @@
-//! Random models on random clusters: whatever the pair, the search gives a plan that holds together and fits, or says why there is
-//! none; the same plan each time and with any number of threads.
+//! Random models on random clusters. For any pair, the search returns a valid plan that fits, or the reason why there
+//! is none. The plan is the same each time and with any number of threads.
 
 use altiplano::cost_models::preset;
 use altiplano::ir::cluster::{Cluster, Group};
@@ -8,7 +8,7 @@ use altiplano::{ImportOptions, model_of, request};
 use serde_json::json;
 use std::path::Path;
 
-/// Counts on from a seed; good enough to pick sizes.
+/// A counter-based generator, good enough to pick sizes.
 struct Random(u64);
 
 impl Random {
@@ -26,7 +26,7 @@ impl Random {
     }
 }
 
-/// A config of a random family, from toys to some billions of parameters.
+/// A config of a random family, from toys to several billion parameters.
 fn config(random: &mut Random) -> serde_json::Value {
     let head = random.of(&[16, 32, 64, 128]);
     let heads = random.of(&[2, 3, 4, 6, 8, 12, 16, 25]);
@@ -53,7 +53,7 @@ fn config(random: &mut Random) -> serde_json::Value {
     }
 }
 
-/// One to four nodes of any size, with more or less of a known device's memory and links.
+/// One to four nodes of any size, with scaled memory and links of a known device.
 fn cluster(random: &mut Random) -> Cluster {
     let base = random.of(&["dgx-a100:1", "p3.16xlarge:1", "dgx-h100:1", "local:4"]);
     let mut cluster = preset(base).expect("a preset");
@@ -65,7 +65,7 @@ fn cluster(random: &mut Random) -> Cluster {
 fn vary(group: &mut Group, random: &mut Random) {
     group.nodes = random.of(&[1, 1, 2, 3, 4]);
     group.devices_per_node = random.of(&[1, 2, 3, 4, 5, 6, 7, 8]);
-    // From a device that holds little to the whole of it.
+    // From a small fraction of the device's memory to all of it.
     let smaller = random.below(10);
     group.device.memory_bytes = (group.device.memory_bytes >> smaller).max(1 << 20);
     if let Some(reserved) = &mut group.device.reserved {
@@ -126,7 +126,7 @@ fn random_models_on_random_clusters() {
     (0..40).for_each(check);
 }
 
-/// Takes some ten minutes.
+/// Takes about ten minutes.
 #[test]
 #[ignore = "slow: the same for a thousand pairs"]
 fn a_thousand_random_models_on_random_clusters() {

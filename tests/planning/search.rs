@@ -1,4 +1,4 @@
-//! What is asked of the search from the command line: parts of its space, plans for other software, the frontier, comparisons.
+//! The search from the command line: restricted spaces, plans for other software, the Pareto frontier, and comparisons.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::planner::Progress;
@@ -25,7 +25,7 @@ fn stages(plan: &Value) -> &[Value] {
 fn what_alpa_searches_is_a_part_of_the_whole() {
     let batch = ["--global-batch", "256"];
     let (whole, alpas) = (plan(&batch), plan(&[&batch[..], &["--search", "alpa"]].concat()));
-    // Plans that are nearer than this are taken for equally fast.
+    // Plans within this tolerance count as equally fast.
     assert!(step_s(&whole) <= 1.02 * step_s(&alpas));
     let devices =
         |plan: &Value| stages(plan).iter().map(|s| s["devices"].as_array().map_or(0, Vec::len)).sum::<usize>();
@@ -37,7 +37,7 @@ fn what_alpa_searches_is_a_part_of_the_whole() {
     }
 }
 
-/// Keeps what it is told.
+/// Records the progress that it receives.
 #[derive(Default)]
 struct Told(Mutex<Vec<f64>>);
 
@@ -59,7 +59,7 @@ fn progress_tells_steps_of_plans_that_were_judged() {
         let told = Told::default();
         let plan = altiplano::plan(&request, &told).expect("a plan");
         let best_s = told.0.lock().expect("nobody panicked").iter().copied().fold(f64::INFINITY, f64::min);
-        // Of plans that are as fast as can be told, the leanest is chosen.
+        // Among equally fast plans, the one with the least memory is chosen.
         let step_s = plan.predicted.step_time_s;
         assert!(best_s <= step_s && step_s <= 1.02 * best_s, "{cluster}: {best_s} {step_s}");
     }
@@ -99,7 +99,7 @@ fn the_frontier_is_beaten_by_nothing_on_it() {
             let better_in_all = of(a).into_iter().zip(of(b)).all(|(a, b)| a <= b);
             assert!(!worse_in_all && !better_in_all, "{a} and {b}");
         }
-        // Each is a plan that can be looked at.
+        // Each is a plan that can be inspected.
         let written = scratch.path(&format!("plan.{}.json", i + 1)).display().to_string();
         let plan: Value = serde_json::from_str(&succeeds(&["inspect", &written, "--json"])).expect("JSON");
         assert_eq!(plan["predicted"]["step_time_s"], a["step_time_s"]);

@@ -1,6 +1,6 @@
-//! Training over parameter servers. Servers that workers wait for compute what one device computes that takes the workers' microbatches
-//! one after the other, to the bit; others update by each push with the weights that its worker had, as a plain loop on one device
-//! does. What is predicted of memory is what workers and servers hold.
+//! Training with parameter servers. Synchronous servers compute, bit by bit, the result of one device that runs the
+//! workers' microbatches in sequence. Asynchronous servers update after each push with the weights that the worker had,
+//! like a simple loop on one device. Predicted memory equals held memory on workers and servers.
 
 use crate::common::steps::{OneByOne, Tensors, batch_of, difference, trained};
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
@@ -13,7 +13,7 @@ use altiplano::training::{Training, scalars, session, start};
 use altiplano::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
 
-/// Heads share a table of tokens, so that one parameter has gradients from both ends of the model.
+/// The head shares the token table, so one parameter has gradients from both ends of the model.
 const GPT: &str =
     r#"{"model_type": "gpt2", "vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}"#;
 const LARGER: &str =
@@ -22,13 +22,13 @@ const LARGER: &str =
 const STEPS: u64 = 12;
 const RATE: f64 = 0.05;
 
-/// How a model is trained.
+/// A model, and how it is trained.
 #[derive(Clone)]
 struct Case {
     workers: u32,
     servers: u32,
     asynchronous: bool,
-    /// Of a worker in a step.
+    /// Microbatches of a worker in a step.
     microbatches: u32,
     optimizer: Optimizer,
     clip_norm: Option<f64>,
@@ -44,7 +44,7 @@ impl Case {
         Case { asynchronous: true, ..self }
     }
 
-    /// The plan on so many devices, for so many samples a step.
+    /// The plan for this number of devices and samples per step.
     fn planned(&self, devices: u32, samples: u64, microbatches: u32, over: Option<OverServers>) -> Plan {
         let scratch = Scratch::new();
         let file = scratch.file("config.json", GPT);
@@ -81,7 +81,7 @@ impl Case {
     }
 }
 
-/// The rows of a batch that are worker `w`'s of `workers`.
+/// The rows of a batch that belong to worker `w` of `workers`.
 fn dealt(batch: &Tensors, w: usize, workers: usize) -> Tensors {
     let part = |tensor: &HostTensor| {
         let mut ty = tensor.ty.clone();
@@ -93,8 +93,8 @@ fn dealt(batch: &Tensors, w: usize, workers: usize) -> Tensors {
     batch.iter().map(|(name, tensor)| (name.clone(), part(tensor))).collect()
 }
 
-/// Losses and weights of updates by one worker after the other on one device, each by the gradient of the weights that the worker's
-/// update before had made. Steps in `flushed` give all workers the newest.
+/// Losses and weights of sequential updates by each worker on one device. Each uses the gradient at the weights after
+/// the worker's previous update. Steps in `flushed` give all workers the newest weights.
 fn one_after_the_other(case: &Case, whole: &Plan, weights: &Tensors, flushed: &[u64]) -> (Vec<f64>, Tensors) {
     let plan = case.worker();
     let workers = case.workers as usize;
@@ -123,7 +123,7 @@ fn one_after_the_other(case: &Case, whole: &Plan, weights: &Tensors, flushed: &[
     (losses, one.weights)
 }
 
-/// What devices held is what was predicted, wherever it is said.
+/// Checks that held memory equals predicted memory everywhere in the plan.
 fn check_memory(plan: &Plan, held: &[u64]) {
     let over = plan.servers.as_ref().expect("servers");
     for &worker in &over.workers {
@@ -141,13 +141,13 @@ fn check_memory(plan: &Plan, held: &[u64]) {
         assert_eq!(memory.by_category().values().sum::<u64>(), memory.peak_bytes, "device {device}");
         assert_eq!(memory.points.iter().map(|p| p.1).max(), Some(memory.peak_bytes), "device {device}");
     }
-    // Weights, state and no activations on servers; activations, weights and no state on workers.
+    // Servers hold weights and state but no activations; workers hold activations and weights but no state.
     let parameters: u64 = plan.graph.parameters().map(|(v, _)| plan.graph.ty(v).bytes()).sum();
     let slots = plan.optimizer.slots(altiplano::ir::dtype::DType::F32).len() as u64;
     let of_servers =
         |of: fn(&altiplano::ir::plan::Memory) -> u64| over.predicted.iter().map(|s| of(&s.memory)).sum::<u64>();
     assert_eq!(of_servers(|m| m.parameters_bytes), parameters);
-    // The norm that gradients are clipped by is left on each.
+    // Each server keeps the norm for clipping gradients.
     let norms = if plan.clip_norm.is_some() { 4 * over.servers.len() as u64 } else { 0 };
     assert_eq!(of_servers(|m| m.optimizer_bytes), slots * parameters + norms);
     let pushes = if over.asynchronous || over.workers.len() == 1 { 1 } else { 2 };
@@ -157,7 +157,7 @@ fn check_memory(plan: &Plan, held: &[u64]) {
     assert_eq!(worker.optimizer_bytes, 0);
 }
 
-/// Trains over servers and on one device; what weights may differ by is 0 for the same bits.
+/// Trains with servers and on one device. A tolerance of 0 requires equal weights bit by bit.
 fn check(case: &Case, flushed: &[u64], tolerance: f64) {
     let plan = case.plan();
     assert!(plan.verify().is_empty(), "{:?}", plan.verify());
@@ -187,12 +187,12 @@ fn check(case: &Case, flushed: &[u64], tolerance: f64) {
 
 #[test]
 fn workers_that_wait_compute_what_one_device_computes() {
-    // With one microbatch of each, sums are added up in the order of one device.
+    // With one microbatch per worker, sums have the order of one device.
     check(&Case::new(2, 1, 1, "sgd"), &[], 0.0);
     check(&Case::new(3, 2, 1, "adamw"), &[4], 0.0);
     check(&Case::new(1, 1, 3, "sgd"), &[], 0.0);
     check(&Case::new(2, 3, 2, "sgd"), &[], 1e-5);
-    // Servers tell each other their shares of the norm.
+    // Servers exchange their shares of the norm.
     check(&Case { clip_norm: Some(0.5), ..Case::new(2, 2, 1, "sgd") }, &[], 1e-5);
 }
 
@@ -204,7 +204,7 @@ fn asynchronous_servers_update_by_one_push_after_the_other_to_the_bit() {
     check(&Case::new(1, 2, 1, "adamw").asynchronous(), &[], 0.0);
     // A flush gives all workers the newest weights, as a checkpoint does.
     check(&Case::new(2, 2, 1, "adamw").asynchronous(), &[1, 5, 6], 0.0);
-    // It is neither what workers compute that wait, nor what they compute without being late.
+    // The result differs from synchronous training, and from training without late gradients.
     let plan = late.plan();
     let (weights, _) = start(&plan, &Training::default()).expect("weights");
     let (together, _, _) = trained(&Case { asynchronous: false, ..late.clone() }.plan(), &weights, STEPS, RATE, &[]);
@@ -216,7 +216,7 @@ fn asynchronous_servers_update_by_one_push_after_the_other_to_the_bit() {
     assert_eq!(plan.servers.map(|over| over.staleness()), Some(2));
 }
 
-/// Data parallelism among as many devices adds up in another order and computes the same.
+/// Data parallelism over as many devices sums in another order and gives the same result.
 #[test]
 fn servers_compute_what_an_all_reduce_computes() {
     let case = Case::new(4, 1, 1, "sgd");
@@ -224,13 +224,14 @@ fn servers_compute_what_an_all_reduce_computes() {
     let replicas = case.planned(4, case.samples(), 1, None);
     let (weights, _) = start(&over, &Training::default()).expect("weights");
     let (ours, updated, _) = trained(&over, &weights, STEPS, RATE, &[]);
-    // Batches are as large, and cut into other microbatches.
+    // The batch has the same size but other microbatches.
     let (theirs, expected, _) = trained(&replicas, &weights, STEPS, RATE, &[]);
     assert!(ours.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-5 * b), "{ours:?} {theirs:?}");
     assert!(difference(&updated, &expected) < 1e-5, "{}", difference(&updated, &expected));
 }
 
-/// From the command line: what is said, verified, and goes on from checkpoints under other plans and under the same to the bit.
+/// From the command line: the output mentions servers, verification passes, and checkpoints resume under other plans,
+/// and bit by bit under the same plan.
 #[test]
 fn servers_are_asked_for_said_and_resumed() {
     let scratch = Scratch::new();
@@ -266,13 +267,13 @@ fn servers_are_asked_for_said_and_resumed() {
         let (_, whole) = run(&name("whole"), "6", options);
         run(&name("parts"), "4", options);
         let (said, parts) = run(&name("parts"), "6", &resumed);
-        assert!(said.contains("going on after step 4") && said.contains("server0"), "{said}");
+        assert!(said.contains("resuming after step 4") && said.contains("server0"), "{said}");
         assert!(whole == parts, "{options:?}");
         // To a pipeline and back.
         run(&name("other"), "2", options);
         run(&name("other"), "4", &["--dp", "2", "--pp", "2", "--resume"]);
         let (said, _) = run(&name("other"), "6", &resumed);
-        assert!(said.contains("going on after step 4"), "{said}");
+        assert!(said.contains("resuming after step 4"), "{said}");
     }
 }
 
@@ -304,7 +305,7 @@ fn what_does_not_go_with_servers_is_refused() {
     assert!(output.code == Some(2) && output.stderr.contains("--measure-noise-scale"), "{}", output.stderr);
 }
 
-/// A plan file is data from outside: what is wrong with its servers is said with its place.
+/// A plan file is untrusted data: an error in its servers names its place.
 #[test]
 fn damaged_plans_are_refused() {
     let plan = Case::new(2, 2, 1, "sgd").asynchronous().plan();
@@ -329,7 +330,7 @@ fn damaged_plans_are_refused() {
     refused(&|p| p.update = altiplano::ir::plan::Update::Stale, "servers: go with");
 }
 
-/// What all workers send to one server waits in line; more servers, and not waiting for each other, make it shorter.
+/// Messages of all workers to one server queue up. More servers, and asynchronous updates, shorten the queue.
 #[test]
 fn what_servers_take_is_predicted() {
     let scratch = Scratch::new();
@@ -347,7 +348,8 @@ fn what_servers_take_is_predicted() {
     let step_s = |plan: &Plan| plan.predicted.step_time_s;
     let computed_s = |plan: &Plan| plan.stages[0].predicted.forward_s + plan.stages[0].predicted.backward_s;
     let one = planned(1, false);
-    // The eight workers of the other node push all gradients through the server's network card, and then it sends as much.
+    // The eight workers of the other node push all gradients through the server's network card, which then sends as
+    // much.
     let sent: u64 = one.graph.parameters().map(|(v, _)| one.graph.ty(v).bytes()).sum();
     let line_s = 8.0 * sent as f64 / one.cluster.groups[0].inter_node.bytes_per_s;
     let link_s = of_server(&one).link_s;
@@ -356,7 +358,7 @@ fn what_servers_take_is_predicted() {
     let several = planned(4, false);
     let exchanged_s = |plan: &Plan| step_s(plan) - computed_s(plan);
     assert!(exchanged_s(&several) < 0.5 * exchanged_s(&one), "{} {}", exchanged_s(&several), exchanged_s(&one));
-    // Without waiting for each other workers compute while the server's links are busy, which then are all that counts.
+    // Asynchronous workers compute while the server's links are busy, so only the links count.
     let late = planned(1, true);
     let (ours, server) = (step_s(&late), of_server(&late));
     assert!(ours < 0.6 * step_s(&one), "{ours} {}", step_s(&one));

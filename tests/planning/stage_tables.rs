@@ -1,5 +1,5 @@
-//! The dynamic program over stages on what real Alpa searches gave to theirs: the cost and memory of each (layers, submesh,
-//! configuration) that was compiled and profiled, and the plan that was then chosen.
+//! The dynamic program over stages on the inputs of real Alpa searches: the cost and memory of each compiled and
+//! profiled (layers, submesh, configuration), and the plan that Alpa chose.
 
 use altiplano::ir::plan::Schedule;
 use altiplano::planner::inter_op::dynamic::{Candidate, Query, Room, StageTable, Stages, plan_stages};
@@ -7,16 +7,16 @@ use altiplano::planner::inter_op::submesh::{Block, SubmeshShape};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// What memory is divided by: a stage that allows `n` stages after it holds a part in `n + 1` of this per microbatch.
+/// The unit of memory: a stage that allows `n` later stages takes 1/(n + 1) of it per microbatch.
 const MEMORY: u64 = 1 << 40;
 
 struct Run {
     devices: u32,
     num_microbatches: u32,
-    /// Seconds of the plan that was logged, and of the best that the table has.
+    /// Seconds of the logged plan, and of the best plan in the table.
     logged_s: f64,
     best_s: f64,
-    /// Layers and devices of each stage as logged.
+    /// Layers and devices of each stage, as logged.
     logged: Vec<(usize, usize, u64)>,
     table: StageTable,
 }
@@ -62,7 +62,7 @@ fn runs(folder: &std::path::Path) -> BTreeMap<u32, Run> {
         let devices = number::<u32>(&row, "submesh_hosts") * number::<u32>(&row, "submesh_devs");
         let blocks = &run.table.blocks;
         let at = blocks.iter().position(|b| b.shape.num_devices() == u64::from(devices)).expect("a submesh");
-        // Where nothing may come after and nothing be held, the configuration did not fit.
+        // If it allows not even zero later stages, the configuration did not fit.
         if let Ok(after) = u64::try_from(after) {
             let candidate = Candidate {
                 microbatch_s: number(&row, "cost_s"),
@@ -104,7 +104,7 @@ fn the_plans_of_real_searches_are_found() {
         let start = Instant::now();
         let found = solved(run);
         spent += start.elapsed();
-        // The tables have milliseconds, and a stage counts as often as there are microbatches.
+        // The tables are in milliseconds, and a stage counts once per microbatch.
         assert!(found.step_s <= run.best_s + 5e-4, "run {number}: {} s, the best is {} s", found.step_s, run.best_s);
         assert!(found.step_s <= run.logged_s + 5e-4, "run {number}");
         let devices = |block: usize| run.table.blocks[block].shape.num_devices();

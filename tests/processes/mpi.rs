@@ -1,6 +1,6 @@
-//! Plans run by MPI ranks: the same losses and checkpoints as of threads, to the bit where sums are added up in order, and one
-//! message and exit code on all ranks when one fails. Ranks that run (emulated) GPUs train as threads that do. Needs the feature `mpi` and
-//! `mpirun`.
+//! Plans run by MPI ranks. Losses and checkpoints equal those of threads, bit by bit if sums are in order. If a rank
+//! fails, all end with one message and exit code. Ranks with emulated GPUs train like threads. Needs the feature `mpi`
+//! and `mpirun`.
 
 use crate::common::{DEMO, Scratch, emulator, shared_model, succeeds};
 use altiplano::cost_models::profile::Profile;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What was said by `mpirun`, and how it ended.
+/// The output and exit of `mpirun`.
 struct Said {
     code: Option<i32>,
     stdout: String,
@@ -52,7 +52,7 @@ impl Ranks {
         std::fs::read_to_string(self.scratch.path("stdout")).unwrap_or_default()
     }
 
-    /// Waits until the first rank has said that a step is done.
+    /// Waits until the first rank's output contains a text.
     fn wait_for(&mut self, said: &str) {
         while !self.stdout().contains(said) {
             assert!(self.start.elapsed() < Duration::from_secs(120), "never said {said}: {}", self.stdout());
@@ -108,7 +108,7 @@ fn signal(name: &str, pid: u32) {
     assert!(sent.is_ok_and(|status| status.success()), "kill -{name} {pid}");
 }
 
-/// Whether there is an `mpirun`; says so where there is none, so that a skipped test is seen.
+/// Returns whether `mpirun` is installed; prints a notice if not, so that a skipped test is visible.
 fn has_mpirun() -> bool {
     let found = Command::new("mpirun").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if found.is_err() {
@@ -124,7 +124,7 @@ fn plan(scratch: &Scratch, model: &str, devices: u32, degrees: &[&str]) -> Strin
     file
 }
 
-/// The losses of a run, as they were written.
+/// The losses of a run from its metrics.
 fn losses(metrics: &Path) -> Vec<f64> {
     let text = std::fs::read_to_string(metrics).expect("metrics");
     let loss = |line: &str| {
@@ -134,11 +134,11 @@ fn losses(metrics: &Path) -> Vec<f64> {
     text.lines().map(loss).collect()
 }
 
-/// Trains a plan on threads and on ranks, adding up in order and not.
+/// Trains a plan on threads and on ranks, with sums in order and in any order.
 fn check(model: &str, devices: u32, degrees: &[&str], more: &[&str]) {
     let scratch = Scratch::new();
     let plan = plan(&scratch, model, devices, degrees);
-    // Without degrees a plan may take fewer.
+    // Without degrees a plan may use fewer devices.
     let devices = load_plan(Path::new(&plan)).expect("a plan").num_devices();
     let metrics = |name: &str| scratch.path(name).display().to_string();
     let (threads, ordered, fast) = (metrics("threads"), metrics("ordered"), metrics("fast"));
@@ -184,7 +184,7 @@ const LATE: [&[&str]; 3] = [
     &["--dp", "4", "--update", "stale"],
 ];
 
-/// Over parameter servers, which workers wait for or do not.
+/// Parameter servers, synchronous and asynchronous.
 const SERVERS: [&[&str]; 3] = [
     &["--parameter-servers", "1", "--global-batch", "6"],
     &["--parameter-servers", "2", "--num-microbatches", "4", "--clip-norm", "0.5"],
@@ -201,7 +201,7 @@ fn ranks_train_the_demo_as_threads_do() {
     }
 }
 
-/// Held-out losses are those that threads find, whatever the plan and whatever is under way between its steps.
+/// Held-out losses equal those of threads, whatever the plan and whatever is in flight between its steps.
 #[test]
 fn ranks_look_at_held_out_data_as_threads_do() {
     if !has_mpirun() {
@@ -242,7 +242,7 @@ fn ranks_train_other_architectures_as_threads_do() {
         return;
     }
     let own = |name: &str| Some(format!("{}/tests/models/{name}", env!("CARGO_MANIFEST_DIR")));
-    // Halos, exchanges of experts, and random bits are among what these do.
+    // These include halos, expert exchanges and random bits.
     let models = [
         own("unet.mlir"),
         own("moe-sorted.mlir"),
@@ -348,7 +348,7 @@ fn a_rank_that_is_lost_ends_all_with_one_message() {
     for (name, victim) in [("KILL", 0), ("KILL", 1), ("STOP", 0), ("STOP", 1)] {
         let mut ranks = Ranks::start(2, &["run", &plan, "--steps", "100000"]);
         ranks.wait_for("step    2");
-        // What a rank does is told twice a second.
+        // A heartbeat reports a rank's activity twice a second.
         std::thread::sleep(Duration::from_secs(1));
         let pids = ranks.pids();
         assert_eq!(pids.len(), 2);
@@ -360,7 +360,7 @@ fn a_rank_that_is_lost_ends_all_with_one_message() {
         assert!(errors[0].contains("it was last in step"), "{errors:?}");
         assert!(said.seconds < 10.0 && said.code != Some(0), "{} s", said.seconds);
         for pid in pids {
-            // One that has ended may stay in the list until somebody asks for its exit code.
+            // An ended process may remain listed until its exit code is read.
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             assert!(stat.is_empty() || stat.contains(") Z "), "{pid} is left: {stat}");
         }
@@ -376,7 +376,7 @@ fn a_signal_writes_a_checkpoint_first() {
     let plan = plan(&scratch, DEMO, 2, &["--dp", "2"]);
     for to_all in [false, true] {
         let folder = scratch.path(if to_all { "all" } else { "one" }).display().to_string();
-        // mpirun gives its ranks a second, which may be too short for a step of a busy machine.
+        // mpirun gives its ranks a second, which may be too short for a step on a busy machine.
         let patient = ["--mca", "odls_base_sigkill_timeout", "4"];
         let mut ranks = Ranks::start_with(&patient, 2, &["run", &plan, "--steps", "100000", "--checkpoint", &folder]);
         ranks.wait_for("step    2");
@@ -384,13 +384,14 @@ fn a_signal_writes_a_checkpoint_first() {
         let said = ranks.end();
         assert!(said.stdout.contains("checkpoint of step"), "{}{}", said.stdout, said.stderr);
         assert!(said.stderr.contains("error: ended by a signal after step"), "{}", said.stderr);
-        // What mpirun itself makes of a signal is its own.
+        // mpirun's own exit code after a signal is its own affair.
         assert!(to_all || said.code == Some(143), "{:?}", said.code);
         assert!(files(Path::new(&folder)).len() >= 2);
     }
 }
 
-/// The first rank writes what all measured, into the profile of a node; plans are judged by it, and runs compared with it.
+/// The first rank writes all measurements into the profile of a node. It is used for plans, and runs are compared with
+/// it.
 #[test]
 fn links_are_measured_by_ranks_and_used() {
     if !has_mpirun() {
@@ -430,7 +431,8 @@ fn links_are_measured_by_ranks_and_used() {
     assert!(ran.stdout.contains("/step, by the measured profile of"), "{}", ran.stdout);
 }
 
-/// GPUs of ranks exchange through NCCL. What their hosts agree on goes over MPI, or, where MPI only starts them, as of any processes.
+/// GPUs of ranks communicate through NCCL. Their hosts coordinate over MPI or, if MPI only starts them, like any
+/// processes.
 #[test]
 fn ranks_train_on_gpus_as_threads_do() {
     let scratch = Scratch::new();

@@ -1,5 +1,6 @@
-//! GPUs of several processes without MPI: processes that a launcher started find each other through a directory or say in one line why
-//! not, train as threads of one process do to the bit, each on its part of the data, and end together. GPUs are emulated, and what they exchange goes through files.
+//! GPUs of several processes without MPI. Processes started by a launcher find each other through a directory, or
+//! report in one line why not. They train like the threads of one process, bit by bit, each on its part of the data,
+//! and end together. The GPUs are emulated and communicate through files.
 
 use crate::common::{Scratch, emulator, succeeds};
 use altiplano::load_plan;
@@ -14,14 +15,14 @@ use std::time::{Duration, Instant};
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
 
-/// One of several processes, with files for what it says.
+/// One of several processes, with files for its output.
 struct Process {
     child: Child,
     name: PathBuf,
     start: Instant,
 }
 
-/// How a process ended.
+/// The exit of a process.
 #[derive(Debug)]
 struct Ended {
     code: Option<i32>,
@@ -31,7 +32,7 @@ struct Ended {
 }
 
 impl Process {
-    /// As rank `rank` of `size`, which torchrun says by these variables.
+    /// Starts rank `rank` of `size`, with torchrun's variables.
     fn start(scratch: &Scratch, (rank, size): (u32, u32), arguments: &[&str]) -> Process {
         let name = (0..).map(|i| scratch.path(&format!("said-{rank}-{i}"))).find(|name| !name.exists());
         let name = name.expect("a name");
@@ -60,7 +61,7 @@ impl Process {
         assert!(sent.is_ok_and(|status| status.success()), "kill -{name}");
     }
 
-    /// Waits until it has said something.
+    /// Waits until the output contains a text.
     fn wait_for(&mut self, said: &str) {
         while !self.stdout().contains(said) {
             assert!(self.start.elapsed() < Duration::from_secs(120), "never said {said}: {}", self.stdout());
@@ -92,7 +93,7 @@ fn plan(scratch: &Scratch, cluster: &str, degrees: &[&str]) -> String {
     file
 }
 
-/// Starts processes that only look for each other: what they are to run is not there.
+/// Starts a process that only looks for the others: its plan does not exist.
 fn looks(scratch: &Scratch, place: (u32, u32), directory: &str, timeout: &str) -> Process {
     let options = ["--rendezvous", directory, "--rendezvous-timeout", timeout];
     let fixed = ["run", "no-such-plan.json", "--device", "cuda", "--engine", "processes"];
@@ -105,7 +106,7 @@ fn refused(ended: &Ended, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(ended.stderr.contains(part), "'{part}': {ended:?}"));
 }
 
-/// Waits until the first process has said in the directory where it is.
+/// Waits until the first process has published its address in the directory.
 fn wait_for_call(directory: &Path) {
     let start = Instant::now();
     while !directory.join("rank-0").exists() {
@@ -118,18 +119,21 @@ fn wait_for_call(directory: &Path) {
 fn who_does_not_come_is_named_to_the_user_once() {
     let scratch = Scratch::new();
     let directory = scratch.path("meeting").display().to_string();
-    // The last of three never comes; the second was there before the first.
+    // The last of three never arrives; the second arrives before the first.
     let second = looks(&scratch, (1, 3), &directory, "30");
     std::thread::sleep(Duration::from_millis(300));
     let first = looks(&scratch, (0, 3), &directory, "2");
     let (first, second) = (first.end(), second.end());
-    refused(&first, &["of 3 processes rank 2 did not come to", &directory, "within 2 s", "--rendezvous-timeout"]);
+    refused(&first, &["rank 2 (of 3 processes) did not arrive at", &directory, "within 2 s", "--rendezvous-timeout"]);
     assert!(first.seconds < 20.0, "{first:?}");
-    // It is told by the first, who speaks for all.
+    // The first process reports it for all.
     assert_eq!((second.code, second.stderr.as_str()), (Some(2), ""), "{second:?}");
     assert_eq!(std::fs::read_dir(&directory).expect("a folder").count(), 0, "nothing is left");
-    // Without the first there is nobody to say it for the others.
-    refused(&looks(&scratch, (1, 2), &directory, "1").end(), &["rank 1 on ", "no word of rank 0", &directory, "1 s"]);
+    // Without the first, none reports for the others.
+    refused(
+        &looks(&scratch, (1, 2), &directory, "1").end(),
+        &["rank 1 on ", "no address of rank 0", &directory, "1 s"],
+    );
 }
 
 #[test]
@@ -137,7 +141,7 @@ fn what_an_earlier_run_left_is_passed_over() {
     let scratch = Scratch::new();
     let directory = scratch.path("meeting");
     let name = directory.display().to_string();
-    // The first process of an earlier run was killed before it could tidy up.
+    // The first process of an earlier run was killed and left its file.
     let mut killed = looks(&scratch, (0, 2), &name, "60");
     wait_for_call(&directory);
     killed.signal("KILL");
@@ -145,12 +149,12 @@ fn what_an_earlier_run_left_is_passed_over() {
     assert!(directory.join("rank-0").exists());
     let alone = looks(&scratch, (1, 2), &name, "1").end();
     refused(&alone, &["rank 1 on ", "could not reach rank 0", &name, "an earlier run"]);
-    // Who comes early waits for this run's first.
+    // A process that arrives early waits for this run's first.
     let second = looks(&scratch, (1, 2), &name, "60");
     std::thread::sleep(Duration::from_millis(300));
     let first = looks(&scratch, (0, 2), &name, "60");
     for (rank, process) in [(0, first), (1, second)] {
-        // They have met, and go on to a plan that is not there, which the first says of one of them.
+        // They have met, and one of them, the first, reports that the plan is missing.
         let ended = process.end();
         assert_eq!(ended.code, Some(2), "{ended:?}");
         assert!(rank == 1 || ended.stderr.contains("no-such-plan.json"), "{ended:?}");
@@ -165,15 +169,18 @@ fn two_runs_in_one_directory_are_told_apart() {
     let first = looks(&scratch, (0, 3), &name, "60");
     wait_for_call(&directory);
     let pid = format!("process {}", first.child.id());
-    refused(&looks(&scratch, (0, 3), &name, "60").end(), &["is the rendezvous of another run", &pid, "of its own"]);
-    // The run goes on to wait; processes of the other one give it away.
+    refused(
+        &looks(&scratch, (0, 3), &name, "60").end(),
+        &["is the rendezvous of another run", &pid, "its own directory"],
+    );
+    // The run keeps waiting, and the processes of the other run get the error.
     let second = looks(&scratch, (1, 3), &name, "60");
     while std::fs::read_dir(&directory).is_ok() && second.start.elapsed() < Duration::from_secs(1) {
         std::thread::sleep(Duration::from_millis(5));
     }
     let of_other = looks(&scratch, (1, 3), &name, "60");
     let pids = [format!("process {}", second.child.id()), format!("process {}", of_other.child.id())];
-    refused(&first.end(), &["say that they are rank 1", &pids[0], &pids[1], "two rendezvous directories"]);
+    refused(&first.end(), &["claim rank 1", &pids[0], &pids[1], "its own rendezvous directory"]);
     assert_eq!(second.end().code, Some(2));
     assert_eq!(of_other.end().code, Some(2));
 }
@@ -188,11 +195,11 @@ fn processes_that_do_not_fit_are_named() {
     let of_four = looks(&scratch, (3, 4), &name, "60");
     refused(&first.end(), &["rank 3 on ", "was started as one of 4, rank 0 as one of 2"]);
     assert_eq!(of_four.end().code, Some(2), "the first has said why");
-    refused(&looks(&scratch, (2, 2), &name, "1").end(), &["RANK is '2'", "counted from 0"]);
-    // A directory that cannot be one.
+    refused(&looks(&scratch, (2, 2), &name, "1").end(), &["RANK is '2'", "numbered from 0"]);
+    // A path that cannot be a directory.
     let file = scratch.file("a-file", "");
     refused(&looks(&scratch, (0, 2), &file, "1").end(), &["rank 0 on ", "cannot write", &file, "--rendezvous"]);
-    // One that joined and was killed while it waited.
+    // A process that joined and was killed while it waited.
     let first = looks(&scratch, (0, 3), &name, "60");
     wait_for_call(&directory);
     let second = looks(&scratch, (1, 3), &name, "60");
@@ -200,7 +207,7 @@ fn processes_that_do_not_fit_are_named() {
     second.signal("KILL");
     refused(&first.end(), &["rank 1 on ", "ended before all 3 processes had come", &name]);
     second.end();
-    // The first, of which there is nobody else to speak.
+    // The first process is killed, so none reports for the others.
     let first = looks(&scratch, (0, 3), &name, "60");
     wait_for_call(&directory);
     let second = looks(&scratch, (1, 3), &name, "60");
@@ -208,19 +215,19 @@ fn processes_that_do_not_fit_are_named() {
     first.signal("KILL");
     refused(&second.end(), &["rank 0 on ", "ended before all 3 processes had come", &name]);
     first.end();
-    // Options that say nothing.
+    // Options without an effect.
     let started = |arguments: &[&str]| {
         let bare = Command::new(env!("CARGO_BIN_EXE_altiplano")).args(["run", "p.json"]).args(arguments).output();
         String::from_utf8_lossy(&bare.expect("the binary starts").stderr).into_owned()
     };
     assert!(started(&["--device", "cuda", "--engine", "processes"]).contains("srun, mpirun or torchrun"));
-    assert!(started(&["--engine", "processes"]).contains("is for GPUs (--device cuda)"));
+    assert!(started(&["--engine", "processes"]).contains("needs GPUs (--device cuda)"));
     assert!(started(&["--rendezvous", "d"]).contains("--rendezvous"));
     let no_directory = Process::start(&scratch, (1, 2), &["run", "p.json", "--device", "cuda"]).end();
     refused(&no_directory, &["rank 1 of 2 does not know where the others are", "--rendezvous DIR"]);
 }
 
-/// All processes of a run; each sees GPUs of its own.
+/// Starts all processes of a run; each sees its own GPUs.
 fn processes(scratch: &Scratch, count: u32, arguments: &[&str]) -> Vec<Process> {
     let directory = scratch.path("meeting").display().to_string();
     let all = [arguments, &["--rendezvous", &directory, "--lost-after", "2"]].concat();
@@ -247,18 +254,18 @@ fn checkpoint(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Ids of the model, as a file of them has them.
+/// Token ids in the format of a data file.
 fn ids(count: u32) -> Vec<u8> {
     (0..count).flat_map(|i| ((i * i + 3 * i) % 13).to_le_bytes()[..2].to_vec()).collect()
 }
 
-/// A device reads those rows of a batch that its program does, and no others.
+/// A device reads only the rows of a batch that its program uses.
 #[test]
 fn each_device_reads_its_own_part_of_the_data() {
     let scratch = Scratch::new();
     let file = PathBuf::from(scratch.file("ids.u16", ids(23 * 4 + 1)));
     let data = DataOptions { file: Some(file), token_type: None, shuffle: Some(3) };
-    // How often each row is read of the input that is split best.
+    // For each plan, how often each row is read of the input that is split most.
     let cases: [(&str, &[&str], usize); 4] = [
         ("local:4", &["--dp", "4", "--tp", "1", "--pp", "1", "--zero", "3"], 1),
         ("local:4", &["--dp", "4", "--tp", "1", "--pp", "1", "--num-microbatches", "2"], 1),
@@ -271,7 +278,7 @@ fn each_device_reads_its_own_part_of_the_data() {
         let new = || Batches::with_state(&plan, &data, 0, &BTreeMap::new()).expect("batches");
         let mut all = new();
         let whole: Vec<_> = (0..3).map(|_| all.take().expect("a batch")).collect();
-        // By input, how many devices read each row of a batch.
+        // By input, the number of devices that read each row of a batch.
         let mut readers: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for program in &programs.programs {
             for position in 0..program.devices.len() as u32 {
@@ -315,7 +322,7 @@ fn processes_train_as_threads_of_one_do() {
         return;
     }
     let data = scratch.file("ids.u16", ids(23 * 4 + 1));
-    // One GPU a process, of those that each sees of the host; stages in processes; two GPUs a process.
+    // One GPU per process, of those that each sees on the host; stages in separate processes; two GPUs per process.
     let cases: [(&str, &[&str], u32); 3] = [
         ("local:2", &["--dp", "2", "--tp", "1", "--pp", "1", "--zero", "3"], 2),
         ("local:2", &["--dp", "1", "--tp", "1", "--pp", "2", "--num-microbatches", "4"], 2),
@@ -336,7 +343,7 @@ fn processes_train_as_threads_of_one_do() {
             let all = borrowed(&run(name, steps));
             let arguments: Vec<&str> = all.split('\n').collect();
             let started = match alone {
-                // Launchers have no say in what is to be threads.
+                // Threads ignore launchers.
                 true => {
                     vec![Process::start(&scratch, (0, 1), &[&arguments[..], &["--engine", "threads"]].concat())]
                 }
@@ -381,7 +388,7 @@ fn who_is_lost_or_told_to_end_ends_all() {
     assert!(ended.stderr.contains("rank 1 on ") && ended.stderr.contains(" is gone; it was last "), "{ended:?}");
     assert!(ended.stderr.contains(" step "), "{ended:?}");
     second.end();
-    // One that is stopped is missed when it has said nothing for too long.
+    // A stopped process is detected by its silence.
     let (first, second) = started();
     second.signal("STOP");
     let ended = first.end();
@@ -389,13 +396,13 @@ fn who_is_lost_or_told_to_end_ends_all() {
     assert_eq!((ended.code, second.end().code), (Some(1), Some(1)), "{ended:?}");
     let parts = ["rank 1 on ", "not been heard of for 2 s", "rank 0 on ", " waits in ", " among devices 0, 1"];
     parts.iter().for_each(|part| assert!(ended.stderr.contains(part), "'{part}': {ended:?}"));
-    // One that is told to end tells the others, after a checkpoint.
+    // A process that receives a signal ends all others, after a checkpoint.
     let (first, second) = started();
     second.signal("TERM");
     let (first, second) = (first.end(), second.end());
     assert_eq!((first.code, second.code), (Some(143), Some(143)), "{first:?} {second:?}");
     assert!(first.stdout.contains("checkpoint of step"), "{first:?}");
-    // Another plan, before anything runs.
+    // Processes with different plans fail before anything runs.
     let other = plan.replace(".json", "-other.json");
     let text = std::fs::read_to_string(&plan).expect("a plan").replacen("gpt2", "gpt3", 1);
     std::fs::write(&other, text).expect("a plan");
@@ -409,7 +416,7 @@ fn who_is_lost_or_told_to_end_ends_all() {
     assert!(both[0].stderr.contains("rank 1 has another plan than rank 0"), "{both:?}");
 }
 
-/// Nobody is there to end those who are left but themselves.
+/// The remaining processes must end by themselves, since nothing else ends them.
 #[test]
 fn one_of_the_others_says_that_the_first_is_lost() {
     let scratch = Scratch::new();
@@ -417,7 +424,7 @@ fn one_of_the_others_says_that_the_first_is_lost() {
         return;
     }
     let plan = plan(&scratch, "local:4", &["--dp", "4", "--tp", "1", "--pp", "1"]);
-    for (signal, how) in [("KILL", "is gone"), ("STOP", "has not been heard of for 2 s")] {
+    for (signal, how) in [("KILL", "is gone"), ("STOP", "has been silent for 2 s")] {
         let mut all = processes(&scratch, 4, &["run", &plan, "--device", "cuda", "--steps", "100000"]);
         all[0].wait_for("step   20");
         all[0].signal(signal);

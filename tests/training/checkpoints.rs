@@ -1,5 +1,5 @@
-//! Checkpoints: what one plan wrote any other reads bit for bit, nothing that happens to a run or its files costs a checkpoint that
-//! was whole, and a run that was killed goes on as if it had not been.
+//! Checkpoints: any plan reads another plan's checkpoint bit by bit, no fault of a run or its files destroys a complete
+//! checkpoint, and a killed run resumes seamlessly.
 
 use crate::common::{DEMO, Output, Scratch, altiplano, planned, succeeds};
 use altiplano::ImportOptions;
@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Plans of the demo's model, which differ in degrees, microbatches and storage.
+/// Plans of the demo model with different degrees, microbatches and storage.
 const PLANS: [&str; 15] = [
     "local:1",
     "local:1 micro4",
@@ -34,12 +34,12 @@ const PLANS: [&str; 15] = [
     "local:2 pp2 micro4 offload away",
 ];
 
-/// What all plans of a pair share: the type of the weights, and the optimizer.
+/// Options shared by both plans of a pair: the type of the weights, and the optimizer.
 const KINDS: [&str; 3] = ["", "bf16", "sgd"];
 
 type Tensors = BTreeMap<(String, Option<String>), HostTensor>;
 
-/// All parameters and state, as an engine holds them.
+/// All parameters and state of an engine.
 fn held(plan: &Plan, engine: &mut Engine) -> Tensors {
     let mut tensors = Tensors::new();
     for (v, name) in plan.graph.parameters() {
@@ -52,7 +52,7 @@ fn held(plan: &Plan, engine: &mut Engine) -> Tensors {
     tensors
 }
 
-/// An engine that holds numbers that no two of its tensors share.
+/// An engine whose tensors all have different values.
 fn filled(plan: &Plan, seed: u64) -> Engine {
     let mut engine = Engine::new(plan, &Training::default()).expect("an engine");
     for (v, name) in plan.graph.parameters() {
@@ -115,12 +115,12 @@ fn five_hundred_pairs_of_plans() {
     check_pairs(500, 2);
 }
 
-/// `run` of the demo with these words more.
+/// Runs the demo with additional options.
 fn run(words: &[&str]) -> Output {
     altiplano(&[&["run", DEMO, "--cluster", "local:1"], words].concat())
 }
 
-/// The files of a checkpoint and what is in them.
+/// The files of a checkpoint and their contents.
 fn content(place: &Path) -> BTreeMap<String, Vec<u8>> {
     let files = std::fs::read_dir(place).expect("a folder").map(|entry| entry.expect("an entry"));
     let named = |entry: std::fs::DirEntry| {
@@ -129,8 +129,8 @@ fn content(place: &Path) -> BTreeMap<String, Vec<u8>> {
     files.map(named).collect()
 }
 
-/// A run that `kill -9` ends after some time, again and again, ends with the same bits as one that nothing disturbed. There is a
-/// checkpoint after each step, so that many are killed while they are written.
+/// A run that is repeatedly killed (`kill -9`) ends with the same bits as an undisturbed one. There is a checkpoint
+/// after each step, so many are killed during a write.
 fn check_kills(kills: &[u64], words: &[&str]) {
     let scratch = Scratch::new();
     let (whole, killed) = (scratch.path("whole"), scratch.path("killed"));
@@ -151,7 +151,7 @@ fn check_kills(kills: &[u64], words: &[&str]) {
         all.extend(["--metrics".to_string(), metrics(folder).display().to_string()]);
         all
     };
-    // The loss and the rate of each step, with all of their bits.
+    // The loss and the rate of each step, as bits.
     let course = |folder: &Path| -> Vec<[u64; 3]> {
         let text = std::fs::read_to_string(metrics(folder)).expect("metrics");
         let line = |line: &str| {
@@ -196,7 +196,7 @@ fn content_names(folder: &Path) -> Vec<String> {
 
 #[test]
 fn killed_runs_go_on_as_if_they_had_not_been() {
-    // Not the same moments each time, which is the point; what they must not change is the result.
+    // The moments vary on purpose; they must not change the result.
     let moment = |least: u64| least + u64::from(std::process::id()) * 7 % 700;
     check_kills(&[moment(1200), moment(2000)], &["--cluster", "local:2", "--dp", "2"]);
 }
@@ -211,7 +211,7 @@ fn many_kills_under_several_plans() {
     }
 }
 
-/// Changes of files that a run finds: it warns and takes the one before, which it leaves as it was.
+/// Damage to a checkpoint's files: the run warns, resumes from the previous one, and leaves that untouched.
 #[test]
 fn a_damaged_checkpoint_is_passed_over() {
     let scratch = Scratch::new();
@@ -254,26 +254,26 @@ fn a_damaged_checkpoint_is_passed_over() {
         assert!(output.stdout.contains("step-000001 has all 1 steps"), "{}", output.stdout);
         assert!(content(&good) == before, "{expected}");
     }
-    // Where the run comes to the step again, what is damaged is replaced.
+    // When the run reaches the step again, it replaces the damaged checkpoint.
     let output = run(&["--steps", "2", "--checkpoint", &folder_text, "--resume"]);
     assert_eq!(output.code, Some(0), "{}", output.stderr);
     assert!(content(&newest) == whole && content(&good) == before);
     let names = content_names(&folder);
     assert_eq!(names.len(), 3, "{names:?}");
 
-    // A checkpoint of a newer version is not damaged, and going on from an older one would lose work.
+    // A checkpoint of a newer version is not damaged, and resuming from an older one would lose work.
     last_step(&text, "\"version\": 1", "\"version\": 2");
     let output = run(&["--steps", "3", "--checkpoint", &folder_text, "--resume"]);
     assert_eq!(output.code, Some(2), "{}", output.stderr);
     assert!(output.stderr.contains("has version 2"), "{}", output.stderr);
 
-    // Where none is whole, the run does not start anew by itself.
+    // If none is complete, the run does not start over by itself.
     restore();
     flipped(&shard, 77);
     flipped(&good.join("tensors-00000.safetensors"), 77);
     let output = run(&["--steps", "3", "--checkpoint", &folder_text, "--resume"]);
     assert_eq!(output.code, Some(2), "{}", output.stderr);
-    assert!(output.stderr.contains("of 2 checkpoints none is whole"), "{}", output.stderr);
+    assert!(output.stderr.contains("none of 2 checkpoints is complete"), "{}", output.stderr);
     let output = altiplano(&["checkpoint", &folder_text]);
     assert_eq!(output.stdout.matches("checksum does not hold").count(), 2, "{}", output.stdout);
 }
@@ -292,9 +292,9 @@ fn what_does_not_fit_is_refused() {
     refused(run(&["--checkpoint", &format!("{file}/below")]), "below: ");
     let missing = run(&["--steps", "1", "--checkpoint", &text, "--resume"]);
     assert_eq!(missing.code, Some(0), "{}", missing.stderr);
-    assert!(missing.stdout.contains("no checkpoint yet: from the start"), "{}", missing.stdout);
+    assert!(missing.stdout.contains("no checkpoint yet: starting from the beginning"), "{}", missing.stdout);
     let before = content(&folder.join("step-000001"));
-    refused(run(&["--checkpoint", &text]), "add --resume to go on");
+    refused(run(&["--checkpoint", &text]), "add --resume to continue");
     refused(run(&["--checkpoint", &text, "--resume", "--optimizer", "sgd"]), "of another optimizer");
     refused(run(&["--checkpoint", &text, "--resume", "--beta2", "0.95"]), "of another optimizer");
     refused(
@@ -304,7 +304,7 @@ fn what_does_not_fit_is_refused() {
     let other = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/models/moe-sorted.mlir");
     refused(altiplano(&["run", other, "--cluster", "local:1", "--checkpoint", &text, "--resume"]), "of another model");
     refused(run(&["--checkpoint", &text, "--resume", "--precision", "bf16"]), "of another model");
-    // A run that holds the folder keeps others out; once it is gone, its lock file is nothing.
+    // A run that locks the folder keeps others out; a stale lock file has no effect.
     let held = Folder::open(&Checkpoints { resume: true, ..Checkpoints::new(&folder) }).expect("the folder");
     refused(run(&["--checkpoint", &text, "--resume"]), &format!("another run (process {})", std::process::id()));
     drop(held);
@@ -322,7 +322,7 @@ fn what_does_not_fit_is_refused() {
     refused(altiplano(&["checkpoint", &scratch.path("none").display().to_string()]), "none");
 }
 
-/// A checkpoint that cannot be written is told of, and costs neither the run nor those before it.
+/// A checkpoint that cannot be written is reported, and affects neither the run nor earlier checkpoints.
 #[test]
 fn a_checkpoint_that_cannot_be_written_costs_nothing_else() {
     let scratch = Scratch::new();
@@ -332,7 +332,7 @@ fn a_checkpoint_that_cannot_be_written_costs_nothing_else() {
     write(&plan, &mut engine, &options, 1);
     let before = content(&options.folder.join("step-000001"));
     let mut writer = Writer::new(Folder::open(&options).expect("the folder"));
-    // A file in the way stands for all that the system may refuse.
+    // A file in the way stands for any error of the system.
     std::fs::write(options.folder.join("step-000002.part"), "").expect("a file");
     writer.start(&plan, &mut engine, Manifest::new(&plan, 2, DataState::default())).expect("it starts");
     let written = writer.finish().expect("one was started");
@@ -345,7 +345,7 @@ fn a_checkpoint_that_cannot_be_written_costs_nothing_else() {
     assert!(writer.finish().expect("one was started").result.is_ok());
 }
 
-/// On a disk of its own that is too small. Needs a system that lets this process mount one.
+/// On a separate disk that is too small. Needs a system that lets this process mount one.
 #[test]
 fn a_full_disk_costs_nothing_else() {
     let scratch = Scratch::new();
@@ -365,7 +365,7 @@ fn a_full_disk_costs_nothing_else() {
     let output = run(&["--steps", "3", "--checkpoint", &text, "--checkpoint-every", "1"]);
     let left = list(&folder).map(|found| found.into_iter().map(|f| verify(&f.place).is_ok()).collect::<Vec<_>>());
     let _ = Command::new("umount").arg(&folder).status();
-    // Of 11 MB each the first has room, and the run goes on to its end without the others.
+    // The first of the checkpoints of 11 MB each fits, and the run completes without the others.
     assert_eq!(output.code, Some(1), "{}", output.stderr);
     assert!(output.stdout.contains("step    3"), "{}", output.stdout);
     assert!(output.stderr.contains("no checkpoint of step 2 was written"), "{}", output.stderr);
@@ -406,7 +406,7 @@ fn other_data_is_noticed_when_a_run_goes_on() {
     let scratch = Scratch::new();
     let folder = scratch.path("run").display().to_string();
     let ids = |step: u32| -> Vec<u8> { (0..80_000u32).flat_map(|i| ((i * step) as u16 % 512).to_le_bytes()).collect() };
-    // The one differs in its last bytes alone.
+    // It differs only in its last byte.
     let mut almost = ids(7);
     *almost.last_mut().expect("a byte") ^= 1;
     let (data, moved) = (scratch.file("ids.u16", ids(7)), scratch.file("moved.u16", ids(7)));
@@ -422,7 +422,7 @@ fn other_data_is_noticed_when_a_run_goes_on() {
         assert!(named(&data) && named(other), "{}", output.stderr);
     }
     let output = go_on("2", &[]);
-    assert!(output.code == Some(2) && output.stderr.contains("has batches that are made up;"), "{}", output.stderr);
+    assert!(output.code == Some(2) && output.stderr.contains("has synthetic batches;"), "{}", output.stderr);
     let output = go_on("2", &["--data", &moved]);
     assert_eq!(output.code, Some(0), "{}", output.stderr);
 }

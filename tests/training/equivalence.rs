@@ -1,10 +1,11 @@
-//! A plan computes what one device computes, and what JAX recorded: plan, lower, run, compare, through the command line.
+//! A plan computes what one device computes, and what JAX recorded: plan, lower, run and compare, from the command
+//! line.
 
 use crate::common::{DEMO, Scratch, altiplano, shared_model, succeeds};
 use altiplano::ir::batch::LossKind;
 use altiplano::planner::Silent;
 
-/// The ways to split that are always checked, and what the planner chooses itself.
+/// Plans that are always checked: fixed degrees, and the planner's own choice.
 const PLANS: [&[&str]; 10] = [
     &["--dp", "4"],
     &["--tp", "4"],
@@ -18,7 +19,7 @@ const PLANS: [&[&str]; 10] = [
     &["--cluster", "local:8"],
 ];
 
-/// Other choices that change what is computed where.
+/// Other options that change where values are computed.
 const CHOICES: [&[&str]; 8] = [
     &["--dp", "4", "--zero", "1"],
     &["--dp", "4", "--zero", "2"],
@@ -53,7 +54,7 @@ fn the_demo_model_under_other_choices() {
     }
 }
 
-/// Microbatches and replicas of unequal weights, with what else looks at all gradients.
+/// Microbatches and replicas of unequal weights, with other ops that read all gradients.
 #[test]
 fn a_weighted_mean_under_many_plans() {
     for options in [
@@ -98,14 +99,13 @@ fn half_precision() {
     agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
-/// Convolutions and batch statistics, transposed convolutions, sorted and scattered experts, recomputed loops over layers,
-/// dropout, associative scans, windows and other masks of attention.
+/// Convolutions and batch statistics, transposed convolutions, sorted and scattered experts, recomputed loops over
+/// layers, dropout, associative scans, windows and other masks of attention.
 #[test]
 fn small_models_of_many_kinds_as_jax_computes_them() {
     for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space", "windows"] {
         let file = |ending: &str| format!("{}/tests/models/{name}.{ending}", env!("CARGO_MANIFEST_DIR"));
-        for options in PLANS.into_iter().chain([CHOICES[2]]) {
-            // Not every model has enough layers or samples for every degree.
+        for options in PLANS.into_iter().chain([CHOICES[2]]) {            // Some models have too few layers or samples for some degrees.
             if name != "state-space" || !options.contains(&"local:8") {
                 agrees(&file("mlir"), options, Some(&file("safetensors")));
             }
@@ -113,7 +113,7 @@ fn small_models_of_many_kinds_as_jax_computes_them() {
     }
 }
 
-/// The gradients that a step computes itself are those of the plan.
+/// The gradients that a training step computes itself equal those of the plan.
 #[test]
 fn a_whole_training_step_is_planned_as_its_loss() {
     let file = format!("{}/tests/models/scanned-step.mlir", env!("CARGO_MANIFEST_DIR"));
@@ -126,7 +126,8 @@ fn a_whole_training_step_is_planned_as_its_loss() {
     }
 }
 
-/// Clipping, a schedule that begins at zero, a mask of weight decay and a frozen embedding are read off a step.
+/// Clipping, a schedule that starts at zero, a weight-decay mask and a frozen embedding are recognised in a training
+/// step.
 #[test]
 fn a_chained_training_step_is_planned_with_its_settings() {
     let file = format!("{}/tests/models/masked-step.mlir", env!("CARGO_MANIFEST_DIR"));
@@ -151,7 +152,7 @@ fn a_chained_training_step_is_planned_with_its_settings() {
     assert_eq!(serde_json::to_string(&plan.optimizer).expect("JSON"), settings);
 }
 
-/// An update that is none of the known ones is planned with no other unless one is named.
+/// An unknown update is not replaced by another optimizer unless the user names one.
 #[test]
 fn an_unknown_update_is_not_replaced_silently() {
     let file = format!("{}/tests/models/lion-step.mlir", env!("CARGO_MANIFEST_DIR"));
@@ -161,7 +162,7 @@ fn an_unknown_update_is_not_replaced_silently() {
     succeeds(&["plan", &file, "--optimizer", "sgd"]);
 }
 
-/// Frozen weights are as they were after a step, and nothing is computed for them alone.
+/// Frozen weights are unchanged after a step, and nothing is computed only for them.
 #[test]
 fn frozen_weights_under_every_plan() {
     let frozen = ["--freeze", "params*['w']"];
@@ -190,15 +191,15 @@ fn moe_tiny_as_jax_computes_it() {
     recorded("moe-tiny");
 }
 
-/// Batch statistics are over all samples of a microbatch, wherever they are.
+/// Batch statistics cover all samples of a microbatch, on whichever devices they are.
 #[test]
 fn wresnet_tiny_as_jax_computes_it() {
     recorded("wresnet-tiny");
 }
 
-/// The loss of four microbatches, each with its own statistics. Of gradients nothing is asked: with two samples and one
-/// pixel the last normalisations divide by differences that are mostly rounding, and JAX's own gradients in f32 are up
-/// to 1e-2 off those in f64 (2.4e-2 where its convolutions are written as matmuls).
+/// The loss of four microbatches, each with its own statistics. Gradients are not compared. With two samples and one
+/// pixel the last normalisations divide by differences that are mostly rounding. JAX's own gradients in f32 differ by
+/// up to 1e-2 from those in f64 (2.4e-2 with convolutions written as matmuls).
 #[test]
 fn wresnet_tiny_in_microbatches() {
     let recorded = "wresnet-tiny.expected-4-microbatches.safetensors";
@@ -215,7 +216,7 @@ fn wresnet_tiny_in_microbatches() {
     assert!(line(recorded, "loss").contains("agrees"), "{}{}", output.stdout, output.stderr);
 }
 
-/// Dropout draws the same bits however the batch is cut up: the loss of the whole batch on one device is that of
+/// Dropout draws the same bits however the batch is split: the loss of the whole batch on one device equals that of
 /// microbatches in a pipeline.
 #[test]
 fn dropout_draws_the_same_bits_under_every_plan() {
@@ -241,8 +242,8 @@ fn recorded(name: &str) {
     }
 }
 
-/// Eight samples of three tokens, each of which goes to two of four experts: rows are sorted by expert, multiplied in runs, and added
-/// to their tokens.
+/// Eight samples of three tokens, each routed to two of four experts. Rows are sorted by expert, multiplied in runs,
+/// and added to their tokens.
 const EXPERTS: &str = r#"module {
   func.func public @main(%r: tensor<6x4xf32> loc("params.r"), %u: tensor<4x6x8xf32> loc("params.u"), %d: tensor<4x8x6xf32> loc("params.d"), %x: tensor<8x3x6xf32> loc("x")) -> tensor<f32> {
     %t = stablehlo.reshape %x : (tensor<8x3x6xf32>) -> tensor<24x6xf32>

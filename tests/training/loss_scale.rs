@@ -1,4 +1,4 @@
-//! Loss scaling: the course of PyTorch's `GradScaler`, every way to split a model, tapes and emulated GPUs, and runs that go on.
+//! Loss scaling: the sequence of PyTorch's `GradScaler`, many plans, tapes and emulated GPUs, and resumed runs.
 
 use crate::common::{MIXED, Scratch, altiplano, emulator, planned, succeeds};
 use altiplano::ir::loss_scale::{LossScale, SCALE, SKIPPED_STEPS, UNCHANGED_STEPS};
@@ -16,9 +16,9 @@ use altiplano::{Error, ImportOptions};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Loss, scale of the next step, and skipped steps after each of 12 steps of the model below in PyTorch 2.15 on a CPU: weights and
-/// loss in f32, products in f16, `GradScaler(init_scale=2**19, growth_interval=3)`,
-/// `AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)`. Then the first weights of both matrices.
+/// Loss, scale of the next step, and skipped steps after each of 12 steps of the model below in PyTorch 2.15 on a CPU:
+/// weights and loss in f32, products in f16, `GradScaler(init_scale=2**19, growth_interval=3)`, `AdamW(lr=0.01,
+/// betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)`. Then the first weights of both matrices.
 const TORCH: [[f64; 3]; 12] = [
     [36.17292022705078, 262144.0, 1.0],
     [36.17292022705078, 131072.0, 2.0],
@@ -36,12 +36,12 @@ const TORCH: [[f64; 3]; 12] = [
 const TORCH_W1: [f64; 4] = [-0.22660422325134277, 0.2714709937572479, 0.7694360613822937, -0.4581308364868164];
 const TORCH_W2: [f64; 4] = [0.5378433465957642, -0.7693524360656738, -0.35060232877731323, 0.22651448845863342];
 
-/// Numbers of sixteenths that PyTorch was given too.
+/// Multiples of a sixteenth, which PyTorch was given too.
 fn values(n: u64, seed: u64) -> Vec<f64> {
     (0..n).map(|i| ((i * 37 + seed * 11) % 29) as f64 / 16.0 - 14.0 / 16.0).collect()
 }
 
-/// The weights and the batch of all steps.
+/// The weights, and the batch of all steps.
 fn given(plan: &Plan) -> (BTreeMap<String, HostTensor>, BTreeMap<String, HostTensor>) {
     let graph = &plan.graph;
     let tensor = |name: &str, shape: &[u64], seed| {
@@ -70,8 +70,8 @@ fn mixed(scratch: &Scratch, words: &str) -> Plan {
     plan
 }
 
-/// Loss, scale and skipped steps after each step, and the weights at the end. A step that was skipped must have left weights and
-/// the optimizer's state to the bit, and all others must not.
+/// Loss, scale and skipped steps after each step, and the final weights. A skipped step must leave weights and
+/// optimizer state unchanged bit by bit, and all others must change them.
 fn course(plan: &Plan, steps: usize) -> (Vec<[f64; 3]>, BTreeMap<String, Vec<f64>>) {
     let mut session = Session::new(&programs(plan).expect("programs"), &Options::default()).expect("a session");
     let (weights, batch) = given(plan);
@@ -122,8 +122,8 @@ fn steps_are_skipped_and_made_as_pytorch_does() {
     }
 }
 
-/// From a scale at which gradients overflow down to one at which they do not, and from a small one up. In between one device may
-/// overflow where several do not: a sum of more terms leaves the range of f16 first.
+/// From a scale at which gradients overflow down to one at which they do not, and from a small one up. In between, one
+/// device may overflow where several do not, since a sum of more terms leaves the range of f16 first.
 #[test]
 fn all_devices_skip_the_same_steps() {
     let scratch = Scratch::new();
@@ -159,7 +159,7 @@ fn all_devices_skip_the_same_steps() {
     }
 }
 
-/// Where the gradients of one device alone overflow, all skip: there is one sample that makes them.
+/// If the gradients of a single device overflow, because of one sample, all devices skip the step.
 #[test]
 fn one_device_that_overflows_stops_all() {
     let scratch = Scratch::new();
@@ -183,7 +183,7 @@ fn one_device_that_overflows_stops_all() {
     }
 }
 
-/// Without a scale, gradients that f16 has no number for become zero; with one they do not.
+/// Without scaling, gradients too small for f16 become zero; with it they do not.
 #[test]
 fn scaling_keeps_small_gradients() {
     let scratch = Scratch::new();
@@ -192,7 +192,7 @@ fn scaling_keeps_small_gradients() {
         let mut session = Session::new(&programs(&plan).expect("programs"), &Options::default()).expect("a session");
         let (weights, mut batch) = given(&plan);
         weights.iter().for_each(|(name, tensor)| session.load_parameter(name, tensor).expect("a parameter"));
-        // What the network says, but for very little.
+        // The network's own outputs, almost.
         for value in batch.values_mut() {
             *value =
                 HostTensor::from_f64(value.ty.clone(), &value.to_f64().iter().map(|x| x * 3e-5).collect::<Vec<_>>());
@@ -284,10 +284,10 @@ fn a_run_that_goes_on_does_so_with_its_scale() {
     assert!(whole.stdout.contains("skipped: gradients overflow, loss scale now 5000000"), "{}", whole.stdout);
     let parted = run("parted", "20", &scaled);
     assert_eq!(parted.code, Some(0), "{}", parted.stderr);
-    // With another one the state would not mean the same.
+    // With another loss scale, the state would have another meaning.
     let other = run("parted", "30", &["--cluster", "local:2", "--dp", "2", "--loss-scale", "128"]);
     assert_eq!(other.code, Some(2), "{}", other.stdout);
-    assert!(other.stderr.contains("say the same --loss-scale"), "{}", other.stderr);
+    assert!(other.stderr.contains("use the same --loss-scale"), "{}", other.stderr);
     assert_eq!(run("parted", "30", &scaled).code, Some(0));
     let [whole, parted] = ["whole", "parted"].map(|name| lines(&scratch.path(name).with_extension("jsonl")));
     assert_eq!(whole, parted);
@@ -314,7 +314,7 @@ fn what_cannot_be_scaled_is_said() {
     }
     let off = succeeds(&["run", &model, "--cluster", "local:1", "--steps", "2", "--loss-scale", "off", "--check-nan"]);
     assert!(off.contains("step    2"), "{off}");
-    // Late gradients are scaled by what is fixed.
+    // Late gradients require a fixed scale.
     let late = ["--cluster", "local:2", "--dp", "2", "--update", "stale", "--loss-scale", "64", "--steps", "3"];
     let late = succeeds(&[&["run", &model], late.as_slice()].concat());
     assert!(late.contains("step    3"), "{late}");
@@ -324,7 +324,7 @@ fn what_cannot_be_scaled_is_said() {
     assert!(scaled.contains("loss scale dynamic from 65536"), "{scaled}");
 }
 
-/// A plan file says by what the loss is scaled; what cannot be a scale is refused.
+/// A plan file states the loss scale; an invalid one is rejected.
 #[test]
 fn plans_say_what_scales_them() -> Result<(), Error> {
     let scratch = Scratch::new();

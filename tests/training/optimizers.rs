@@ -1,4 +1,5 @@
-//! Optimizers and clipping under every way to split: one device against many, where norms are sums over shards, replicas and stages.
+//! Optimizers and clipping under many plans: one device against several, where norms are sums over shards, replicas and
+//! stages.
 
 use crate::common::{Scratch, planned, succeeds};
 use altiplano::ir::optimizer::Optimizer;
@@ -10,7 +11,7 @@ use altiplano::{ImportOptions, planner::programs};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Embeddings are tied, so that under pipelines the first and the last stage hold one parameter.
+/// Embeddings are tied, so that in pipelines the first and the last stage share a parameter.
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 16, "n_positions": 8, "n_embd": 16, "n_layer": 4, "n_head": 2}"#;
 
@@ -26,7 +27,7 @@ const PLANS: [&str; 9] = [
     "local:4 dp2 pp2 virtual2 micro4",
 ];
 
-/// Losses, norms of gradients, and weights after three steps.
+/// Losses, gradient norms, and weights after three steps.
 struct Trained {
     losses: Vec<f64>,
     norms: Vec<f64>,
@@ -51,8 +52,8 @@ fn trained(plan: &Plan) -> Trained {
     Trained { losses, norms, weights: weights.keys().map(values).collect() }
 }
 
-/// An optimizer of this name that does not blow rounding up: a gradient that is 0 but for rounding is divided by its own size where
-/// nothing is added to that.
+/// An optimizer that does not amplify rounding. Without an epsilon, a gradient that is 0 except for rounding is divided
+/// by its own size.
 fn conditioned(name: &str) -> Optimizer {
     let mut optimizer = Optimizer::parse(name).expect("an optimizer");
     match &mut optimizer {
@@ -85,13 +86,13 @@ fn many_devices_update_as_one() {
     let file = scratch.file("gpt2.json", GPT2);
     for name in Optimizer::NAMES {
         let optimizer = conditioned(name);
-        // The gradient's norm is above that in every step; the tied embedding counts once.
+        // The gradient norm exceeds this in every step; the tied embedding counts once.
         let clip = Some(0.25);
         let one = trained(&plan(&file, "local:1", optimizer, clip));
         assert!(one.norms.iter().all(|norm| *norm > 0.25), "{name}: {:?}", one.norms);
         let free = trained(&plan(&file, "local:1", optimizer, None));
         assert_ne!(free.losses[1..], one.losses[1..], "{name} is not clipped");
-        // All that norms are summed over is in the plans that the optimizers share; each of them sees some.
+        // The shared plans cover all sums of norms; each optimizer runs some of them.
         let words =
             PLANS.iter().enumerate().filter(|(i, _)| ["lars", "lamb"].contains(&name) || i % 3 == name.len() % 3);
         for (_, words) in words {
@@ -141,7 +142,7 @@ fn parameters_of_several_element_types_train_together() {
     }
 }
 
-/// Gradients of each part of a batch, measured one by one, give what every plan measures of them on the way, whether parts are
+/// Gradients of each part of a batch, measured one by one, agree with the measurement of every plan, whether parts are
 /// microbatches or replicas.
 #[test]
 fn every_plan_measures_the_same_noise() {
@@ -154,20 +155,20 @@ fn every_plan_measures_the_same_noise() {
         let mut session = Session::new(&programs(&plan).expect("programs"), &Options::default()).expect("a session");
         let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
         weights.iter().for_each(|(name, tensor)| session.load_parameter(name, tensor).expect("a parameter"));
-        // Twice: what is summed up starts anew in each step.
+        // Twice, to test that sums start at zero in each step.
         let batch = batches.take().expect("a batch");
         [1, 2].iter().for_each(|&step| _ = session.step(&batch, &scalars(0.0, step)).expect("a step"));
         [MEASURED_SQUARES, GRADIENT_VARIANCE, GRADIENT_SQUARES]
             .map(|slot| session.state(ALL_PARAMETERS, slot).expect("a sum").to_f64()[0])
     };
-    // By hand: one gradient for each two of the eight samples.
+    // By hand: one gradient for every two of the eight samples.
     let plan_of_all = plan(&file, "local:1 micro4", sgd, None);
     let mut session = Session::new(&programs(&plan_of_all).expect("programs"), &Options::default()).expect("a session");
     let (weights, mut batches) = start(&plan_of_all, &Training::default()).expect("weights and batches");
     let batch = batches.take().expect("a batch");
     let mut parts: Vec<Vec<f64>> = Vec::new();
     for part in 0..4u64 {
-        // The same two samples four times over are a batch whose mean gradient is that of the part.
+        // The same two samples four times form a batch whose mean gradient is that of the part.
         let repeated = batch.iter().map(|(name, tensor)| {
             let (ids, width) = (tensor.to_f64(), tensor.ty.shape[1..].iter().product::<u64>() as usize);
             let rows = &ids[part as usize * 2 * width..(part as usize * 2 + 2) * width];
@@ -182,7 +183,7 @@ fn every_plan_measures_the_same_noise() {
     let mut mean = (0..parts[0].len()).map(|i| parts.iter().map(|part| part[i]).sum::<f64>() / 4.0);
     let of_all = square(&mut mean);
     let of_parts = parts.iter().map(|part| square(&mut part.iter().copied())).sum::<f64>() / 4.0;
-    // Of four parts of two samples: |G|^2 + S / 2 and |G|^2 + S / 8, and what is measured is S / 8.
+    // Four parts of two samples give |G|^2 + S / 2 and |G|^2 + S / 8; the measured variance is S / 8.
     let expected = [of_all, (of_parts - of_all) / (1.0 / 2.0 - 1.0 / 8.0) / 8.0, of_all];
     for words in [
         "local:1 micro4",
@@ -199,7 +200,8 @@ fn every_plan_measures_the_same_noise() {
     }
 }
 
-/// What clipping takes is in the prediction: reading gradients once more, an exchange, and the wait for the last stage.
+/// The prediction includes the cost of clipping: another read of the gradients, an exchange, and the wait for the last
+/// stage.
 #[test]
 fn clipping_is_priced() {
     let scratch = Scratch::new();

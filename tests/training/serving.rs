@@ -1,11 +1,11 @@
-//! Models that are run, not trained: planned for the time of one batch, or for how many follow each other.
+//! Models that are run without training, planned for the latency of a batch or the throughput of a stream of batches.
 
 use crate::common::{DEMO, Scratch, altiplano, planned, succeeds};
 use altiplano::ir::plan::{Goal, Plan};
 use altiplano::{ImportOptions, load_plan};
 use std::path::Path;
 
-/// Gives logits, so that a batch may go through in parts.
+/// Results are logits, so a batch may be split.
 const CONFIG: &str =
     r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 8, "n_head": 4}"#;
 
@@ -15,7 +15,7 @@ fn plan(words: &str, goal: Goal) -> Plan {
     planned(Path::new(&scratch.file("config.json", CONFIG)), &ImportOptions::default(), &words).expect("a plan")
 }
 
-/// Of batches that follow each other each takes what the busiest stage has to do; one alone is as if it were planned for that.
+/// In a stream, a batch takes the time of the busiest stage. A single batch takes as long as under a plan for latency.
 #[test]
 fn batches_that_follow_each_other_take_what_the_busiest_stage_does() {
     for (words, lanes) in
@@ -29,7 +29,7 @@ fn batches_that_follow_each_other_take_what_the_busiest_stage_does() {
         };
         let (step_s, latency_s) = (many.predicted.step_time_s, many.predicted.latency_s.expect("of a batch alone"));
         assert!(step_s >= busy(&many) * (1.0 - 1e-9), "{words}: {step_s} {}", busy(&many));
-        // What is sent passes beside what is computed.
+        // Communication overlaps with computation.
         assert!(step_s <= busy(&many) * 1.25, "{words}: {step_s} {}", busy(&many));
         assert!(step_s < latency_s && one.predicted.step_time_s <= latency_s * (1.0 + 1e-9), "{words}");
         let again = plan(words, Goal::Throughput);
@@ -37,13 +37,13 @@ fn batches_that_follow_each_other_take_what_the_busiest_stage_does() {
     }
 }
 
-/// Whoever asks for throughput gets no less of it than whoever asks for latency, and the other way round.
+/// A plan for throughput has at least the throughput of a plan for latency, and vice versa.
 #[test]
 fn each_goal_is_reached_best_by_who_asks_for_it() {
     for words in ["p3.16xlarge:1 batch64", "dgx-h100:2 batch512", "local:4 batch16"] {
         let (one, many) = (plan(words, Goal::Latency), plan(words, Goal::Throughput));
         let latency_s = many.predicted.latency_s.expect("of a batch alone");
-        // Plans within two percent of each other are chosen among by what they hold.
+        // Memory decides between plans within two percent of each other.
         assert!(one.predicted.step_time_s <= 1.02 * latency_s, "{words}");
         assert!(many.predicted.step_time_s <= 1.02 * one.predicted.step_time_s, "{words}");
     }

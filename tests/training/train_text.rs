@@ -1,4 +1,4 @@
-//! The example that learns text, for a few steps: it learns.
+//! Runs the example that learns text for a few steps and checks that it learns.
 
 #[allow(dead_code)]
 #[path = "../../examples/train_text.rs"]
@@ -11,7 +11,7 @@ fn text_is_learnt() {
     let mut said = Vec::new();
     let asked = Asked { steps: 60, workers: 2, seed: 3, characters: 8, measure_noise: false };
     let learnt = learn(&asked, &mut |line| said.push(line)).expect("it trains");
-    // With nothing learnt every one of 128 characters is as likely.
+    // An untrained model gives each of 128 characters the same probability.
     assert!((learnt.first_loss - 128f64.ln()).abs() < 0.2, "{}", learnt.first_loss);
     assert!(learnt.last_loss < learnt.unigram_entropy, "{} {}", learnt.last_loss, learnt.unigram_entropy);
     assert!((learnt.held_out_loss - learnt.last_loss).abs() < 0.8, "{said:?}");

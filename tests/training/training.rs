@@ -1,10 +1,10 @@
-//! Training as people do it: data files, schedules of the learning rate, metrics and files of options, through the command line.
+//! Training end to end: data files, learning-rate schedules, metrics and options files, from the command line.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::ir::optimizer::Optimizer;
 use std::path::Path;
 
-/// Lines of a file of metrics.
+/// The lines of a metrics file.
 fn metrics(file: &Path) -> Vec<serde_json::Value> {
     let text = std::fs::read_to_string(file).expect("metrics");
     text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
@@ -14,7 +14,8 @@ fn ids(count: u32) -> Vec<u8> {
     (0..count).flat_map(|i| ((i * i + 7 * i) as u16 % 512).to_le_bytes()).collect()
 }
 
-/// The same ids as raw numbers and as NumPy's give the same losses; another order of samples gives others, under any plan the same.
+/// The same ids as raw numbers and as NumPy arrays give the same losses. Shuffling changes them, but equally under any
+/// plan.
 #[test]
 fn files_of_ids_are_trained_on() {
     let scratch = Scratch::new();
@@ -44,7 +45,7 @@ fn files_of_ids_are_trained_on() {
         assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
         assert!(output.stderr.contains(expected), "{}", output.stderr);
     };
-    refused(&["--data", &bin], "--token-type u16|u32 has to say");
+    refused(&["--data", &bin], "by --token-type u16|u32");
     refused(&["--data", &scratch.file("few.u16", &bytes[..200])], "fewer than the 8 of one batch");
     refused(&["--data", &scratch.file("odd.u16", &bytes[..201])], "multiple of an element");
     refused(&["--data", &scratch.file("large.u16", bytes.iter().map(|_| 255).collect::<Vec<u8>>())], "holds 65535");
@@ -52,7 +53,7 @@ fn files_of_ids_are_trained_on() {
     refused(&["--data", &scratch.path("empty").display().to_string()], "no .safetensors file");
 }
 
-/// A file of options is as good as typing them, and what is typed wins.
+/// Options in a file act as if typed, and typed options take precedence.
 #[test]
 fn options_come_from_a_file() {
     let scratch = Scratch::new();
@@ -77,7 +78,7 @@ fn options_come_from_a_file() {
     let expected = [0.005, 0.01, 0.01 * 2.0 / 3.0, 0.01 / 3.0, 0.0];
     assert!(rates.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{rates:?}");
 
-    // An option may need one that is in the file.
+    // An option may require another one that is in the file.
     let folder = path("checkpoints");
     let with = scratch.file("with.toml", format!("steps = 1\ncheckpoint = '{folder}'\n"));
     succeeds(&["run", DEMO, "--config", &with]);
@@ -89,7 +90,7 @@ fn options_come_from_a_file() {
     }
 
     for (text, place) in [
-        ("steps = 5\nsteeps = 4\n", ":2:1: `run` has no option 'steeps'; near to it are 'steps'"),
+        ("steps = 5\nsteeps = 4\n", ":2:1: `run` has no option 'steeps'; similar names are 'steps'"),
         ("steps = 5\n\nlr = \"fast\"\n", ":3:6: invalid value 'fast' for '--lr <X>'"),
         ("steps = [5]\n", ":1:9: 'steps' takes a string or a number"),
         ("steps = 5\nresume = 3\n", ":2:10: 'resume' is true or false"),
@@ -107,14 +108,14 @@ fn options_come_from_a_file() {
     assert_eq!(output.code, Some(2), "{}", output.stderr);
 }
 
-/// Held-out data is looked at without a step being taken: every plan finds the same, training goes on as without, and on data that is
-/// trained on, the loss before a step is that of the step.
+/// Evaluation does not affect training, and every plan finds the same held-out loss. On training data, the loss before
+/// a step is that of the step.
 #[test]
 fn held_out_data_is_looked_at() {
     let scratch = Scratch::new();
     let path = |name: &str| scratch.path(name).display().to_string();
     let data = scratch.file("ids.u16", ids(3000));
-    // As many as one batch of 8 samples of 64 takes.
+    // Exactly one batch of 8 samples of 64 tokens.
     let one_batch = scratch.file("one.u16", &ids(513)[..]);
     let run = |name: &str, words: &[&str]| -> Vec<serde_json::Value> {
         let file = path(name);
@@ -141,11 +142,11 @@ fn held_out_data_is_looked_at() {
         let many = run("many.jsonl", &[&["--data", &data], words, &eval].concat());
         assert!(near(&of(&many, "eval_loss"), &of(&one, "eval_loss")), "{words:?}: {many:?}");
     }
-    // On the batch that is trained on, what is found after a step is the loss that the next one starts from.
+    // On the training batch, the loss after a step is the one from which the next step starts.
     let every = ["--data", &one_batch, "--eval-data", &one_batch, "--eval-every", "1", "--eval-steps", "3"];
     let known = run("known.jsonl", &[&every[..], &["--cluster", "local:2"]].concat());
     assert!(near(&of(&known, "eval_loss")[..4], &of(&known, "loss")[1..]), "{known:?}");
-    // Servers that no worker waits for have newer weights than workers: those that a checkpoint has.
+    // Asynchronous servers have newer weights than workers: those in a checkpoint.
     let (folder, weights) = (path("checkpoints"), path("weights.safetensors"));
     let asynchronous = ["--cluster", "local:6", "--parameter-servers", "2", "--asynchronous", "--checkpoint", &folder];
     let newest = run("newest.jsonl", &[&["--data", &data][..], &asynchronous, &eval].concat());
@@ -159,7 +160,7 @@ fn held_out_data_is_looked_at() {
     assert_eq!(altiplano(&["run", DEMO, "--eval-every", "3"]).code, Some(2));
 }
 
-/// The norm of gradients and their noise scale are in the lines of steps, and need a batch in parts.
+/// Metrics include gradient norms and the noise scale, which needs a batch of several parts.
 #[test]
 fn norms_and_noise_are_measured() {
     let scratch = Scratch::new();
@@ -178,7 +179,7 @@ fn norms_and_noise_are_measured() {
     let output = altiplano(&["run", DEMO, "--clip-norm", "0"]);
     assert_eq!(output.code, Some(2), "{}", output.stderr);
 
-    // A plan remembers what it was made to clip by.
+    // A plan stores its clipping norm.
     let plan = path("plan.json");
     succeeds(&["plan", DEMO, "--clip-norm", "0.5", "--optimizer", "lars", "-o", &plan]);
     assert!(succeeds(&["inspect", &plan]).contains("optimizer lars, gradients clipped at norm 0.5"));
@@ -187,8 +188,7 @@ fn norms_and_noise_are_measured() {
     assert!(verified.contains("the numbers agree"), "{verified}");
 }
 
-/// What a sweep recommends is a file of options that a run takes.
-/// Settings of an optimizer are options and keys of a file, and what an optimizer does not have is refused.
+/// Optimizer settings are options and keys of a file; settings that an optimizer lacks are rejected.
 #[test]
 fn settings_of_optimizers_are_options() {
     let scratch = Scratch::new();
@@ -217,7 +217,7 @@ fn settings_of_optimizers_are_options() {
                 .is_some_and(|mut o| { settings.iter().all(|(name, _)| o.setting(&name.replace('-', "_")).is_some()) })
         );
     }
-    // One step of SGD is told apart by its decay.
+    // One step of SGD shows the effect of its decay.
     let config =
         scratch.file("train.toml", "optimizer = \"sgd\"\nweight-decay = 0.5\nmomentum = 0.0\nsteps = 2\nlr = 0.5\n");
     let lines =

@@ -1,4 +1,4 @@
-//! Devices other than the CPU. Each is always compiled in and looks for its libraries when it is first asked for, so that one binary
+//! Devices other than the CPU. Each is always compiled in and looks for its libraries on first use, so that one binary
 //! serves machines with and without it.
 
 pub mod cuda;

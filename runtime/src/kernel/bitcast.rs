@@ -1,11 +1,11 @@
-//! Elements read as the bits of another type. Where that keeps their number, chains do it by the functions at the end.
+//! Bitcasts that change the number of elements. Chains do the others, with the functions at the end.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, integer_to_f64, with_class};
 use crate::kernel::rows::for_each_row;
 use altiplano_ir::dtype::DType;
 
-/// Elements handed to a thread at once.
+/// Elements that a thread processes at a time.
 pub const PART: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,7 +17,7 @@ pub struct Bitcast {
 impl Bitcast {
     pub fn run(&self, input: &Storage, output: &mut Storage, threads: usize) {
         let (from, to) = (self.from.width(), self.to.width());
-        // Elements of the result in one of the operand, and the reverse; one of them is 1.
+        // Number of result elements in an operand element, and the reverse; one of them is 1.
         let (parts, joined) = ((from / to).max(1) as usize, (to / from).max(1) as usize);
         with_class!(Class::of(self.from), F => with_class!(Class::of(self.to), T => {
             let input = input.slice::<F>();
@@ -34,12 +34,12 @@ impl Bitcast {
     }
 }
 
-/// Bits moved up by the width of an element; a whole word's are gone then.
+/// Shifts bits up by the width of an element; a shift by a whole word gives zero.
 fn shifted(bits: u64, width: u32) -> u64 {
     bits.checked_shl(width).unwrap_or(0)
 }
 
-/// The bits of a stored element, in the lowest bits. Numbers in double precision are stored in single.
+/// The bits of a stored element, in the lowest bits. Double-precision numbers are stored in single precision.
 #[inline(always)]
 pub fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
     match dtype {

@@ -1,5 +1,5 @@
-//! Fused chains: a run of elementwise ops carried out in one pass over memory, block by block, with reductions of
-//! whole rows at the end. Values used only within a chain never leave the cache.
+//! Fused chains: runs of elementwise ops executed in one pass over memory, block by block, with reductions of whole
+//! rows at the end. Intermediate values never leave the cache.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, round_float, with_class, wrap};
@@ -12,15 +12,15 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
 
-/// Elements of a register: 2 KiB of floats, so that a dozen registers fit in the first-level cache.
+/// Elements of a register: 2 KiB of floats, so that a dozen registers fit in the L1 cache.
 pub const BLOCK: usize = 512;
 
-/// Where a load reads.
+/// The source of a load.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Source {
     /// An input of the step.
     Input(usize),
-    /// The storage of an output, which is that of an input that dies here.
+    /// The storage of an output, taken over from an input that dies here.
     InPlace(usize),
 }
 
@@ -31,7 +31,8 @@ pub struct Load {
     pub class: Class,
     pub register: u16,
     pub offset: usize,
-    /// `(size, stride)` pairs, major first, that visit the elements in the chain's order; empty: one element for all.
+    /// `(size, stride)` pairs, major first, that visit the elements in the chain's order. If empty, all positions read
+    /// one element.
     pub runs: Vec<(usize, usize)>,
 }
 
@@ -57,7 +58,7 @@ pub struct RowReduction {
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Chain {
     pub elements: usize,
-    /// Length of the rows that are reduced; 1 where there is no reduction.
+    /// Length of the reduced rows; 1 if there is no reduction.
     pub row: usize,
     pub float_registers: usize,
     pub integer_registers: usize,
@@ -69,7 +70,7 @@ pub struct Chain {
     pub reductions: Vec<RowReduction>,
 }
 
-/// One thread's part: rows `first..first + rows`, and the bytes of each output for them.
+/// One thread's part: rows `first..first + rows`, and their bytes in each output.
 struct Part<'a> {
     first: usize,
     rows: usize,
@@ -88,7 +89,7 @@ impl Chain {
             self.run_part(inputs, Part { first: 0, rows, outputs: rest });
             return;
         }
-        // Whole blocks per part where rows are short.
+        // If rows are short, each part has whole blocks.
         let unit = if self.row >= BLOCK { 1 } else { BLOCK / self.row };
         let share = rows.div_ceil(threads).div_ceil(unit) * unit;
         let mut parts = Vec::new();
@@ -107,24 +108,24 @@ impl Chain {
         parts.into_par_iter().for_each(|part| self.run_part(inputs, part));
     }
 
-    /// Threads that a run is spread over, of `threads` that it may use.
+    /// Number of threads that a run uses, at most `threads`.
     fn parts(&self, threads: usize) -> usize {
         let rows = self.elements / self.row;
         let work = self.elements.saturating_mul(self.instructions.len() + self.loads.len() + 1);
         if threads == 1 || work < INSTRUCTIONS || rows < 2 { 1 } else { threads }
     }
 
-    /// Elements of a register.
+    /// Number of elements of a register.
     fn block(&self, rows: usize) -> usize {
         if self.row <= BLOCK { (BLOCK / self.row * self.row).min(rows * self.row) } else { BLOCK }
     }
 
-    /// What a run does.
+    /// The work of a run on at most `threads` threads.
     pub fn work(&self, threads: usize) -> Work {
         let parts = self.parts(threads);
         let mut work = Work::new(parts);
         let (n, rows) = (self.elements as f64, self.elements / self.row.max(1));
-        // Each thread has registers of its own.
+        // Each thread has its own registers.
         let registers = (self.float_registers + 2 * self.integer_registers) * self.block(rows) * parts;
         work.once("registers", DType::F32, 4.0 * registers as f64);
         for instruction in &self.instructions {
@@ -150,7 +151,7 @@ impl Chain {
             match stride {
                 0 => work.once("load_repeated", dtype, n),
                 1 => {
-                    // What is read again and again stays in the cache, at the price of a load of its size.
+                    // Elements that are read repeatedly stay in the cache, so they cost as much as loads of that size.
                     let distinct: usize = load.runs.iter().filter(|r| r.1 != 0).map(|r| r.0).product();
                     let times = n / distinct.max(1) as f64;
                     work.add(Term { times, ..Term::once("load", dtype, [(distinct * load.class.bytes()) as f64]) });
@@ -170,7 +171,7 @@ impl Chain {
     fn run_part(&self, inputs: &[&Storage], part: Part<'_>) {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the processor has the features that the function is compiled for.
+            // SAFETY: the processor has the features for which the function is compiled.
             unsafe { self.run_part_avx2(inputs, part) };
             return;
         }
@@ -201,7 +202,7 @@ impl Chain {
         let mut totals: Vec<Total> = self.reductions.iter().map(Total::new).collect();
         let mut at = 0;
         while at < total {
-            // Rows longer than a block are cut; a block never holds parts of two of those.
+            // Rows longer than a block are split; no block spans two of them.
             let in_row = at % self.row;
             let n = if self.row <= BLOCK { block.min(total - at) } else { block.min(self.row - in_row) };
             for load in &self.loads {

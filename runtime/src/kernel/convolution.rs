@@ -1,8 +1,8 @@
-//! Convolutions as matrix products: the elements that a few hundred results see are gathered into a matrix (im2col), which is
-//! multiplied by the kernel as a matrix of window positions and inputs by outputs.
+//! Convolutions as matrix products. The elements that a few hundred results read are gathered into a matrix (im2col).
+//! It is multiplied by the kernel, as a matrix of window positions and inputs by outputs.
 //!
-//! Where the operand is dilated, results fall into phases that see different window positions, and none of them meets the
-//! zeros in between: a transposed convolution costs what its terms cost.
+//! If the operand is dilated, results fall into phases that read different window positions, and none of them reads the
+//! zeros in between. So a transposed convolution costs no more than its non-zero terms.
 
 use super::dot::{Sides, product_term};
 use super::matrix::{Strides, multiply};
@@ -17,7 +17,7 @@ use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Rows of the gathered matrix, at most.
+/// Maximum number of rows of the gathered matrix.
 const ROWS: usize = GATHERED_ROWS as usize;
 
 /// A spatial dimension with its strides in lhs, rhs and result.
@@ -30,8 +30,8 @@ struct Spatial {
     result: usize,
 }
 
-/// Results of one dimension that see the same window positions: `first + j * distance`, reading the operand's position
-/// `at + j * step` at window position `k`, where that exists.
+/// Results of one dimension that read the same window positions: `first + j * distance`, reading the operand's position
+/// `at + j * step` at window position `k`, if that exists.
 #[derive(Clone, Debug, PartialEq)]
 struct DimPhase {
     first: usize,
@@ -42,11 +42,11 @@ struct DimPhase {
     positions: Vec<(usize, isize)>,
 }
 
-/// Results that see the same window positions along all dimensions.
+/// Results that read the same window positions along all dimensions.
 #[derive(Clone, Debug, PartialEq)]
 struct Phase {
     dims: Vec<DimPhase>,
-    /// Combinations of the dimensions' window positions, one after the other, and how many there are.
+    /// Combinations of the dimensions' window positions, concatenated, and their number.
     positions: Vec<(usize, isize)>,
     num_positions: usize,
 }
@@ -56,7 +56,7 @@ impl Phase {
         &self.positions[i * self.dims.len()..(i + 1) * self.dims.len()]
     }
 
-    /// Its results of an image.
+    /// Number of results of the phase in one image.
     fn count(&self) -> usize {
         self.dims.iter().map(|d| d.count).product()
     }
@@ -74,7 +74,7 @@ pub struct Conv {
     phases: Vec<Phase>,
     lhs: Side,
     rhs: Side,
-    /// Strides of images and outputs in the result, and of groups.
+    /// Strides of images, outputs and groups in the result.
     result_image: usize,
     result_output: usize,
     result_group: usize,
@@ -83,7 +83,7 @@ pub struct Conv {
     workspace: [usize; 3],
 }
 
-/// Where an operand's elements are.
+/// The layout of an operand.
 #[derive(Clone, Debug, PartialEq)]
 struct Side {
     offset: usize,
@@ -139,7 +139,7 @@ fn combined(dims: &[Vec<DimPhase>]) -> Vec<Phase> {
 }
 
 impl Conv {
-    /// `result` are the strides of the result's dimensions.
+    /// `result` holds the strides of the result's dimensions.
     pub fn new(op: &Convolution, class: Class, lhs: &View, rhs: &View, shape: &[usize], result: &[usize]) -> Conv {
         let groups = op.feature_groups.max(op.batch_groups) as usize;
         let images = shape[op.result.batch];
@@ -183,7 +183,7 @@ impl Conv {
         }
     }
 
-    /// Window positions that are gathered at once.
+    /// Number of window positions gathered at a time.
     fn block(&self) -> usize {
         Convolution::gathered_positions(self.inputs as u64) as usize
     }
@@ -192,7 +192,7 @@ impl Conv {
         self.inputs == 1 && self.outputs == 1 && self.groups > 1
     }
 
-    /// Bytes of the matrices, and of single-precision copies that other formats need.
+    /// Bytes of the matrices, and of the single-precision copies that other formats need.
     pub fn workspace_bytes(&self) -> u64 {
         let copies = match self.class {
             Class::F32 | Class::I32 | Class::I64 => 0,
@@ -201,8 +201,8 @@ impl Conv {
         4 * (self.workspace.iter().sum::<usize>() + copies) as u64
     }
 
-    /// What a run does, of which `threads` may be used: for each tile of results the operand gathered, products, and results
-    /// put in their places.
+    /// The work of a run on at most `threads` threads: for each tile of results the gather, the products, and the
+    /// writes of the results.
     pub fn work(&self, threads: usize) -> Work {
         let mut work = Work::new(1);
         let mut add = |term: Term, times: f64| work.add(Term { times, ..term });
@@ -349,13 +349,13 @@ impl Conv {
         image * self.result_image + spatial.map(|((j, p), s)| (p.first + j * p.distance) * s.result).sum::<usize>()
     }
 
-    /// Whether images lie closer together than inputs, so that they are gathered side by side.
+    /// Returns whether images are closer together in memory than inputs, so that they are gathered side by side.
     fn gathers_images(&self) -> bool {
         self.images > 1 && (self.inputs == 1 || self.lhs.major < self.lhs.input)
     }
 
-    /// Fills the matrix whose rows are `places` and whose columns are the window positions of `block` and the inputs;
-    /// rows run side by side where images do.
+    /// Fills the matrix whose rows are `places` and whose columns are the window positions of `block` and the inputs.
+    /// Rows are adjacent if images are.
     #[allow(clippy::too_many_arguments)]
     fn gather(
         &self,
@@ -368,7 +368,7 @@ impl Conv {
         threads: usize,
     ) -> Strides {
         let (n, terms) = (places.len(), block.len() * self.inputs);
-        // The operand's element of image 0 and input 0, if it is not padding.
+        // The operand's element of image 0 and input 0, unless it is padding.
         let source = |position: &[(usize, isize)], js: &[usize]| {
             let mut at = group * self.lhs.group;
             for (((_, first), &j), (p, s)) in position.iter().zip(js).zip(phase.dims.iter().zip(&self.spatial)) {
@@ -419,7 +419,7 @@ impl Conv {
         Strides { row: terms, column: 1 }
     }
 
-    /// Gathers what the first tile of results sees, as a run does with each of its tiles.
+    /// Gathers the operand of the first tile of results, as a run does for each tile.
     pub fn gather_tile(&self, lhs: &[f32], gathered: &mut [f32]) {
         let Some(phase) = self.phases.first() else { return };
         let mut places = Places::default();
@@ -427,7 +427,7 @@ impl Conv {
         self.gather(lhs, 0, phase, 0..phase.num_positions.min(self.block()), &places, gathered, 1);
     }
 
-    /// One input and one output in each group: groups run innermost.
+    /// Convolutions with one input and one output in each group; groups run innermost.
     fn depthwise(&self, lhs: &[f32], rhs: &[f32], result: &mut [f32]) {
         result.fill(0.0);
         self.for_each_position(|to, from, with| {
@@ -438,7 +438,8 @@ impl Conv {
         });
     }
 
-    /// Visits every term: positions in result, lhs and rhs. For formats in which products are rare and small.
+    /// Visits every term with its positions in result, lhs and rhs. For formats in which convolutions are rare and
+    /// small.
     fn for_each_term(&self, mut visit: impl FnMut(usize, usize, usize)) {
         self.for_each_position(|to, from, with| {
             for g in 0..self.groups {
@@ -455,8 +456,8 @@ impl Conv {
         });
     }
 
-    /// Visits every result and window position that meet an element: positions in result, lhs and rhs of the first group,
-    /// output and input.
+    /// Visits every pair of result and window position that reads an element, with positions in result, lhs and rhs for
+    /// the first group, output and input.
     fn for_each_position(&self, mut visit: impl FnMut(usize, usize, usize)) {
         let mut places = Places::default();
         for phase in &self.phases {
@@ -481,29 +482,29 @@ impl Conv {
     }
 }
 
-/// The parts that a whole is cut into, the last one being what is left: their sizes, and how many there are of each.
+/// Cuts a whole into equal parts and a remainder: their sizes, and the number of each.
 fn parts_of(whole: usize, part: usize) -> impl Iterator<Item = (usize, usize)> {
     let last = (whole % part, 1);
     [(part, whole / part), last].into_iter().filter(|&(size, count)| size > 0 && count > 0)
 }
 
-/// Some results of a phase: of each the image, and the position along each spatial dimension.
+/// Some results of a phase: for each its image, and its position along each spatial dimension.
 #[derive(Default)]
 struct Places {
-    /// Numbers of a place.
+    /// Length of an entry of `all`.
     each: usize,
     all: Vec<usize>,
 }
 
 impl Places {
-    /// Takes results by their numbers, images innermost (`by_image`) or outermost.
+    /// Sets the places of results by number, images innermost (`by_image`) or outermost.
     fn fill(&mut self, phase: &Phase, numbers: Range<usize>, images: usize, by_image: bool) {
         self.each = phase.dims.len() + 1;
         self.all.clear();
         if numbers.is_empty() {
             return;
         }
-        // Digits of a number, the last of which changes first.
+        // A number's mixed-radix digits; the last one changes fastest.
         let sizes: Vec<usize> = match by_image {
             true => phase.dims.iter().map(|d| d.count).chain([images]).collect(),
             false => [images].into_iter().chain(phase.dims.iter().map(|d| d.count)).collect(),

@@ -6,10 +6,10 @@ use altiplano_ir::work::Work;
 use bytemuck::Pod;
 use rayon::prelude::*;
 
-/// Side of the square tiles in which a transposing copy runs, so that both sides stay within cache lines.
+/// Side of the square tiles of a transposing copy, so that both sides stay within cache lines.
 const TILE: usize = 16;
 
-/// A copy of a rectangle: per dimension its size, the stride in the source and the stride in the target.
+/// A copy of a rectangle: per dimension its size, its stride in the source and its stride in the target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Copy {
     pub source_offset: usize,
@@ -44,7 +44,7 @@ impl Copy {
         }
     }
 
-    /// What a run does with elements of so many bytes, of which `threads` may be used.
+    /// The work of a run with elements of `bytes` bytes on at most `threads` threads.
     pub fn work(&self, bytes: usize, threads: usize) -> Work {
         let mut work = Work::new(self.parts(threads));
         let elements: usize = self.dims.iter().map(|d| d.0).product();
@@ -73,7 +73,8 @@ impl Copy {
         work
     }
 
-    /// Threads that a run is spread over: only where the major dimension covers disjoint runs of the target.
+    /// Number of threads that a run uses. It is more than one only if the major dimension covers disjoint runs of the
+    /// target.
     fn parts(&self, threads: usize) -> usize {
         let elements: usize = self.dims.iter().map(|d| d.0).product();
         let disjoint = |(&(size, _, t), rest): (&(usize, usize, usize), &[(usize, usize, usize)])| {
@@ -117,7 +118,7 @@ fn copy_dims<T: Pod>(dims: &[(usize, usize, usize)], source: &[T], target: &mut 
         }
         [(m, 1, t), (n, s, 1)] if *s > 1 => transpose(*m, *t, *n, *s, source, target),
         [(m, s, t), rest @ ..] => {
-            // A dimension with neighbours in the source goes next to the innermost one, for the tiles above.
+            // A dimension that is contiguous in the source goes next to the innermost one, for the tiles above.
             let inward = rest.len() > 1 && *s == 1 && rest[rest.len() - 1].1 > 1;
             if inward {
                 let mut dims = rest.to_vec();
@@ -133,8 +134,8 @@ fn copy_dims<T: Pod>(dims: &[(usize, usize, usize)], source: &[T], target: &mut 
 
 /// `target[i * t + j] = source[i + j * s]` for `i < m`, `j < n`.
 ///
-/// Tiles go through a small buffer, so that each line of either side is touched once: columns at a distance of a
-/// power of two would otherwise evict each other.
+/// Tiles go through a small buffer, so that each line of either side is touched once. Otherwise, columns at a distance
+/// of a power of two would evict each other.
 fn transpose<T: Pod>(m: usize, t: usize, n: usize, s: usize, source: &[T], target: &mut [T]) {
     let mut buffer = [T::zeroed(); TILE * TILE];
     for i0 in (0..m).step_by(TILE) {
@@ -142,7 +143,7 @@ fn transpose<T: Pod>(m: usize, t: usize, n: usize, s: usize, source: &[T], targe
         for j0 in (0..n).step_by(TILE) {
             let columns = TILE.min(n - j0);
             if rows == TILE && columns == TILE {
-                // The same loops with lengths that the compiler knows.
+                // The same loops with constant lengths, for the compiler.
                 for j in 0..TILE {
                     let from = i0 + (j0 + j) * s;
                     buffer[j * TILE..(j + 1) * TILE].copy_from_slice(&source[from..from + TILE]);

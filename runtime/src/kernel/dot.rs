@@ -1,5 +1,5 @@
-//! Matrix products of any dimension numbers, by strided `gemm` calls without copies: dimensions that strides can merge
-//! become one, and what cannot be merged into rows, columns or terms is looped over.
+//! Matrix products of any dimension numbers, by strided `gemm` calls without copies. Dimensions that strides can merge
+//! become one. The rest, which do not merge into rows, columns or terms, become loops.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
@@ -32,16 +32,16 @@ pub struct Dot {
     result_elements: usize,
     /// Independent products, major first.
     loops: Vec<Axis>,
-    /// Products whose results are added up.
+    /// Products whose results are summed.
     term_loops: Vec<Axis>,
     rows: Axis,
     columns: Axis,
     terms: Axis,
-    /// The product is added to what the output holds.
+    /// Adds the product to the existing output.
     pub accumulate: bool,
 }
 
-/// A pointer that threads share; each writes elsewhere.
+/// A pointer shared by threads, each of which writes different elements.
 struct Shared<T>(*mut T);
 // SAFETY: the only use is `Dot::multiply`, where each thread writes the elements of its own products.
 unsafe impl<T> Sync for Shared<T> {}
@@ -92,7 +92,7 @@ impl Dot {
         }
     }
 
-    /// Bytes of single-precision copies that products of other formats need.
+    /// Bytes of the single-precision copies that products of other formats need.
     pub fn workspace_bytes(&self) -> u64 {
         if self.class == Class::F32 || self.class.is_integer() {
             return 0;
@@ -100,7 +100,7 @@ impl Dot {
         4 * (self.lhs_end - self.lhs_offset + self.rhs_end - self.rhs_offset + self.result_elements) as u64
     }
 
-    /// Products that are spread over threads as wholes, rather than each in itself.
+    /// True if whole products are distributed over threads, instead of splitting each one.
     fn spreads_products(&self, threads: usize) -> bool {
         self.is_large(threads) && self.products() >= threads
     }
@@ -113,7 +113,7 @@ impl Dot {
         spreads(threads, self.products() * self.rows.size * self.columns.size * self.terms.size, PRODUCTS)
     }
 
-    /// What a run does, of which `threads` may be used.
+    /// The work of a run on at most `threads` threads.
     pub fn work(&self, threads: usize) -> Work {
         let whole = self.spreads_products(threads);
         let mut work = Work::new(if whole { threads } else { 1 });
@@ -238,7 +238,7 @@ impl Dot {
         }
     }
 
-    /// Integer products are rare and small (counts and masks): plain loops, wrapping.
+    /// Integer products are rare and small (counts and masks): plain wrapping loops.
     fn multiply_integers<T: Element>(&self, lhs: &Storage, rhs: &Storage, result: &mut Storage) {
         let (lhs, rhs) = (&lhs.slice::<T>()[self.lhs_offset..], &rhs.slice::<T>()[self.rhs_offset..]);
         let result = result.slice_mut::<T>();
@@ -256,21 +256,22 @@ impl Dot {
     }
 }
 
-/// Steps of a product's operands and result: along the inner dimension as written (terms, columns, columns), and the other.
+/// Strides of a product's operands and result: along the inner dimension of the row-major form (terms, columns,
+/// columns), and along the other.
 pub struct Sides {
     pub by_terms: (usize, usize),
     pub by_columns: (usize, usize),
     pub result: (usize, usize),
 }
 
-/// A product of `[rows, columns, terms]` as a term. Its family says of either operand whether it is written as the product is (`n`)
-/// or transposed (`t`), since packing the one differs from packing the other.
+/// A product of `[rows, columns, terms]` as a term. Its family says for either operand whether it is row major (`n`) or
+/// transposed (`t`), since their packing costs differ.
 pub fn product_term([rows, columns, terms]: [usize; 3], sides: Sides, threads: usize) -> Term {
-    // What is not neighbours along either dimension counts as transposed; a dimension of one says nothing.
+    // An operand that is contiguous along neither dimension counts as transposed. A dimension of size one says nothing.
     let written = |(inner, _): (usize, usize), size: usize| size == 1 || inner == 1;
     let (mut lhs, mut rhs) = (written(sides.by_terms, terms), written(sides.by_columns, columns));
     let mut size = [rows, columns, terms];
-    // A result that is written transposed is the product of the transposed operands.
+    // A transposed result is the product of the transposed operands.
     if sides.result.0 > 1 && sides.result.1 == 1 {
         (lhs, rhs) = (!rhs || terms == 1, !lhs || rows == 1);
         size.swap(0, 1);
@@ -300,7 +301,7 @@ fn for_each(axes: &[Axis], mut visit: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// Joins neighbouring dimensions that all three tensors step through alike.
+/// Merges adjacent dimensions that all three tensors stride through alike.
 fn merge(axes: impl IntoIterator<Item = Axis>) -> Vec<Axis> {
     let mut merged: Vec<Axis> = Vec::new();
     for a in axes {
@@ -319,7 +320,7 @@ fn merge(axes: impl IntoIterator<Item = Axis>) -> Vec<Axis> {
     merged
 }
 
-/// Takes the largest dimension and leaves the others to be looped over.
+/// Takes the largest dimension and turns the others into loops.
 fn widest(mut axes: Vec<Axis>, loops: &mut Vec<Axis>) -> Axis {
     match (0..axes.len()).max_by_key(|&i| (axes[i].size, i)) {
         Some(i) => {

@@ -1,5 +1,5 @@
-//! Table lookups and their transpose, with StableHLO's dimension numbers. Both walk over the index vectors and move one
-//! window per vector; the window's dimensions are merged, so that a row of an embedding is one copy.
+//! Table lookups and their transpose, with StableHLO's dimension numbers. Both iterate over the index vectors and move
+//! one window per vector. The window's dimensions are merged, so that a row of an embedding is one copy.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, with_width, wrap};
@@ -10,8 +10,8 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Combine, GatherDims, Reducer};
 use altiplano_ir::work::Work;
 
-/// What both kernels know of their dimensions. `table` is the gather's operand or the scatter's result, `rows` the
-/// gather's result or the scatter's updates.
+/// The dimensions that both kernels share. `table` is the gather's operand or the scatter's result, `rows` the gather's
+/// result or the scatter's updates.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lookup {
     table_elements: usize,
@@ -56,7 +56,7 @@ impl Lookup {
         }
     }
 
-    /// What a lookup of elements of so many bytes does: the copy of each slice, found by its index.
+    /// The work of a lookup: a copy of each slice, found by its index.
     pub fn gather_work(&self, class: Class) -> Work {
         let mut work = Work::new(1);
         let (count, width) = self.slices();
@@ -65,7 +65,7 @@ impl Lookup {
         work
     }
 
-    /// What adding or writing slices to a tensor does, beyond filling the tensor before.
+    /// The work of adding or writing slices to a tensor, after the tensor has been filled.
     pub fn scatter_work(&self, dtype: DType) -> Work {
         let mut work = Work::new(1);
         let (count, width) = self.slices();
@@ -74,12 +74,13 @@ impl Lookup {
         work
     }
 
-    /// Slices, and elements of each.
+    /// Number of slices, and elements of each.
     fn slices(&self) -> (usize, usize) {
         (self.batches.iter().map(|b| b.0).product(), self.window.iter().map(|w| w.0).product())
     }
 
-    /// Calls `visit(row offset, table offset or None where the slice does not lie inside)` for each index vector.
+    /// Calls `visit(row offset, table offset)` for each index vector. The table offset is `None` if the slice is out of
+    /// bounds.
     fn for_each<I: Element>(&self, indices: &[I], clamp: bool, mut visit: impl FnMut(usize, Option<usize>)) {
         let count: usize = self.batches.iter().map(|b| b.0).product();
         for b in 0..count {
@@ -101,7 +102,7 @@ impl Lookup {
         }
     }
 
-    /// `rows[..] = table[indices]`; where outside, the nearest slice inside (`clamp`) or zeros.
+    /// `rows[..] = table[indices]`. Out-of-bounds slices become the nearest slice inside (`clamp`) or zeros.
     pub fn gather(
         &self,
         class: Class,
@@ -137,7 +138,7 @@ impl Lookup {
         }))
     }
 
-    /// `table = 0; table[indices] += rows`, dropping slices that do not lie inside.
+    /// `table = 0; table[indices] += rows`, dropping out-of-bounds slices.
     pub fn scatter_add(
         &self,
         dtype: DType,

@@ -1,4 +1,4 @@
-//! Grouped products: the rows of each group are brought together, multiplied at once, and put where they came from.
+//! Grouped products: the rows of each group are packed, multiplied by the group's matrix, and scattered back.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
@@ -21,7 +21,7 @@ pub struct Grouped {
     terms: usize,
     columns: usize,
     transposed: bool,
-    /// The share of rows that are multiplied where groups are chosen evenly.
+    /// Share of the rows that are multiplied if groups are chosen evenly.
     share: f64,
 }
 
@@ -38,14 +38,14 @@ impl Grouped {
         Grouped { class, index, rows, groups, terms, columns, transposed: false, share: share(groups, op.of) }
     }
 
-    /// What a run of [`Self::dot`] does, of which `threads` may be used.
+    /// The work of [`Self::dot`] on at most `threads` threads.
     pub fn dot_work(&self, threads: usize) -> Work {
         let by_columns = if self.transposed { (self.terms, 1) } else { (1, self.columns) };
         let sides = Sides { by_terms: (1, self.terms), by_columns, result: (1, self.columns) };
         self.work([self.rows_of_group(), self.columns, self.terms], sides, threads)
     }
 
-    /// What a run of [`Self::outer`] does.
+    /// The work of [`Self::outer`] on at most `threads` threads.
     pub fn outer_work(&self, threads: usize) -> Work {
         let sides = Sides { by_terms: (self.terms, 1), by_columns: (1, self.columns), result: (1, self.columns) };
         self.work([self.terms, self.columns, self.rows_of_group()], sides, threads)
@@ -80,7 +80,7 @@ impl Grouped {
         rows
     }
 
-    /// `inputs` are rows, matrices and the group of each row; rows of no group become zeros.
+    /// `inputs` are rows, matrices and the group of each row. Rows without a group become zeros.
     pub fn dot(&self, inputs: &[&Storage], result: &mut Storage, threads: usize) -> Result<(), KernelError> {
         let (terms, columns, size) = (self.terms, self.columns, self.terms * self.columns);
         let arena = result.arena().clone();
@@ -118,7 +118,7 @@ impl Grouped {
         Ok(())
     }
 
-    /// `inputs` are rows, other rows and the group of each; groups without rows become zeros.
+    /// `inputs` are rows, other rows and the group of each. Groups without rows become zeros.
     pub fn outer(&self, inputs: &[&Storage], result: &mut Storage, threads: usize) -> Result<(), KernelError> {
         let (terms, columns, size) = (self.terms, self.columns, self.terms * self.columns);
         let arena = result.arena().clone();
@@ -149,12 +149,12 @@ impl Grouped {
     }
 }
 
-/// The share of `of` groups that `groups` are.
+/// The fraction of `of` groups that `groups` make up.
 fn share(groups: usize, of: Option<u64>) -> f64 {
     of.map_or(1.0, |of| (groups as f64 / of.max(1) as f64).min(1.0))
 }
 
-/// Rows of `width` elements one after the other.
+/// Packs the given rows of `width` elements one after the other, in single precision.
 fn pack<T: Element>(from: &[T], rows: &[usize], width: usize, to: &mut [f32]) {
     for (i, r) in rows.iter().enumerate() {
         widen(&from[r * width..(r + 1) * width], &mut to[i * width..(i + 1) * width]);

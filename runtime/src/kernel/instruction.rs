@@ -1,8 +1,8 @@
-//! Instructions of fused chains, and the loops that carry them out on blocks of elements.
+//! Instructions of fused chains, and the loops that execute them on blocks of elements.
 //!
-//! Floats and booleans (0 and 1) are computed in f32 registers, all integers in i64 registers and wrapped to their type
-//! after each op. A register is a block that stays in the first-level cache, so the cost of interpreting
-//! an instruction is spread over hundreds of elements.
+//! Floats and booleans (0 and 1) are computed in f32 registers. All integers are computed in i64 registers and wrapped
+//! to their type after each op. A register is a block that stays in the L1 cache, so the cost of interpreting an
+//! instruction is amortised over hundreds of elements.
 
 use crate::element::{Element, integer_from_f64, integer_to_f64, round_float, wrap};
 use crate::kernel::bitcast::{bits_of, element_of};
@@ -12,48 +12,48 @@ use altiplano_ir::float::reduce_precision;
 use altiplano_ir::op::{Binary, Direction, ReducePrecision, Reducer, ThreefryWord, Unary};
 use half::{bf16, f16};
 
-/// Operands of an instruction, at most.
+/// Maximum number of operands of an instruction.
 pub const MAX_OPERANDS: usize = 4;
 
-/// What an instruction computes. `F` reads and writes f32 registers, `I` i64 registers.
+/// The operation of an instruction. `F` reads and writes f32 registers, `I` i64 registers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Code {
     FUnary(Unary),
     FBinary(Binary),
     FCompare(Direction),
     FSelect,
-    /// Rounds to a type of fewer bits.
+    /// Rounds to a narrower type.
     FRound(DType),
-    /// Rounds to some digits of a type.
+    /// Reduces the precision to fewer digits.
     FReduce(ReducePrecision, DType),
     /// `x != 0`.
     FToBool,
     IUnary(Unary, DType),
     IBinary(Binary, DType),
-    /// Reads i64, writes f32.
+    /// Reads i64 registers, writes an f32 register.
     ICompare(Direction, DType),
-    /// A f32 predicate, i64 alternatives.
+    /// An f32 predicate, i64 alternatives.
     ISelect,
     IToBool,
     IToF(DType),
     FToI(DType),
     IWrap(DType),
-    /// The same bits as another type.
+    /// Reinterprets the bits as another type.
     FToFBits(DType, DType),
     FToIBits(DType, DType),
     IToFBits(DType, DType),
-    /// The key's two words and the counter's.
+    /// The two words of the key, then those of the counter.
     IThreefry(ThreefryWord),
 }
 
 impl Code {
-    /// Whether the result is in an i64 register.
+    /// Returns whether the result is in an i64 register.
     pub fn writes_integers(self) -> bool {
         let unary = matches!(self, Code::IUnary(..) | Code::FToI(_) | Code::IWrap(_) | Code::FToIBits(..));
         unary || matches!(self, Code::IBinary(..) | Code::ISelect | Code::IThreefry(_))
     }
 
-    /// Of the operands `a`, `b`, `c`, `d`, which are i64 registers.
+    /// For each of the operands `a`, `b`, `c`, `d`, whether it is an i64 register.
     pub fn reads_integers(self) -> [bool; MAX_OPERANDS] {
         match self {
             Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) | Code::IToFBits(..) => {
@@ -66,7 +66,7 @@ impl Code {
         }
     }
 
-    /// The instructions whose loops are alike, by the name under which a profile knows them, and the registers they work on.
+    /// The family of instructions with the same kind of loop, by its name in profiles, and the type of its registers.
     pub fn family(self) -> (&'static str, DType) {
         match self {
             Code::FUnary(op) => (op.name(), DType::F32),
@@ -99,7 +99,7 @@ impl Code {
     }
 }
 
-/// One instruction: registers are numbered separately for floats and integers.
+/// One instruction. Float and integer registers are numbered separately.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Instruction {
     pub code: Code,
@@ -130,7 +130,7 @@ macro_rules! map {
 }
 
 impl Registers {
-    /// Carries out one instruction on the first `n` elements.
+    /// Executes one instruction on the first `n` elements.
     #[inline(always)]
     pub fn execute<const FMA: bool>(&mut self, i: &Instruction, n: usize) {
         if i.code.writes_integers() {
@@ -265,11 +265,11 @@ fn unary<const FMA: bool>(op: Unary, target: &mut [f32], a: &[f32]) {
         Unary::Not => map!(target, a, x => if x == 0.0 { 1.0 } else { 0.0 }),
         Unary::IsFinite => map!(target, a, x => if x.is_finite() { 1.0 } else { 0.0 }),
         Unary::StopGradient => map!(target, a, x => x),
-        // Rare, or needed for tables of angles only: the library's functions in double precision.
+        // Rare, or only needed for tables of angles: the library's functions in double precision.
         Unary::Cbrt | Unary::Sine | Unary::Cosine | Unary::Tan => {
             map!(target, a, x => op.apply(x as f64, DType::F32) as f32)
         }
-        // Of integers only.
+        // Integer ops only.
         Unary::PopulationCount | Unary::CountLeadingZeros => {}
     }
 }
@@ -281,17 +281,17 @@ fn binary(op: Binary, target: &mut [f32], a: &[f32], b: &[f32]) {
         Binary::Subtract => map!(target, a, b, x, y => x - y),
         Binary::Multiply => map!(target, a, b, x, y => x * y),
         Binary::Divide => map!(target, a, b, x, y => x / y),
-        // A NaN on either side wins.
+        // A NaN on either side is propagated.
         Binary::Maximum => map!(target, a, b, x, y => if x > y || x.is_nan() { x } else { y }),
         Binary::Minimum => map!(target, a, b, x, y => if x < y || x.is_nan() { x } else { y }),
         Binary::Power => map!(target, a, b, x, y => x.powf(y)),
         Binary::Remainder => map!(target, a, b, x, y => x % y),
         Binary::Atan2 => map!(target, a, b, x, y => x.atan2(y)),
-        // On booleans, the only elements of f32 registers that have these ops.
+        // Only booleans among the elements of f32 registers have these ops.
         Binary::And => map!(target, a, b, x, y => x * y),
         Binary::Or => map!(target, a, b, x, y => x.max(y)),
         Binary::Xor => map!(target, a, b, x, y => (x - y).abs()),
-        // Of integers only.
+        // Integer ops only.
         Binary::ShiftLeft | Binary::ShiftRightLogical | Binary::ShiftRightArithmetic => {}
     }
 }
@@ -310,13 +310,13 @@ fn integer_unary(op: Unary, x: i64, dtype: DType) -> i64 {
     }
 }
 
-/// The bits of a stored integer that its type has.
+/// The bits of a stored integer that belong to its type.
 #[inline(always)]
 fn low_bits(x: i64, dtype: DType) -> u64 {
     x as u64 & (u64::MAX >> (64 - dtype.width()))
 }
 
-/// Integer ops as StableHLO's reference defines them, on stored integers of `dtype`.
+/// Integer ops on stored integers of `dtype`, as StableHLO's reference defines them.
 pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
     let unsigned = dtype == DType::U64;
     let below = if unsigned { (x as u64) < y as u64 } else { x < y };
@@ -356,7 +356,7 @@ pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
             }
         }
         Binary::ShiftRightArithmetic => {
-            // As the type sees it the highest bit is the sign, also where the type has none.
+            // An arithmetic shift treats the highest bit as the sign, even in unsigned types.
             let unused = 64 - dtype.width();
             wrap(x << unused >> unused >> low_bits(y, dtype).min(u64::from(dtype.width() - 1)), dtype)
         }
@@ -366,7 +366,7 @@ pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
     }
 }
 
-/// The op on f32 that combines two operands of a reducer; booleans are 0 and 1.
+/// The reducer on f32 that combines two operands; booleans are 0 and 1.
 pub fn float_reducer(reducer: Reducer, dtype: DType) -> Reducer {
     match reducer {
         Reducer::Sum | Reducer::Or if dtype == DType::Bool => Reducer::Max,
@@ -408,7 +408,7 @@ pub fn neutral(reducer: Reducer) -> f64 {
     }
 }
 
-/// Reduces a row of floats. Sums run in 16 lanes for at most 1024 elements before they go to f64, so that their error
+/// Reduces a row of floats. Sums run in 16 lanes for at most 1024 elements before they move to f64, so that their error
 /// does not grow with the row.
 #[inline(always)]
 pub fn reduce_row(reducer: Reducer, row: &[f32]) -> f64 {

@@ -1,21 +1,22 @@
-//! Matrix products of slices, with their bounds checked.
+//! Matrix products of slices, with checked bounds.
 
 use crate::team::{PRODUCTS, spreads};
 use gemm::Parallelism;
 
-/// Where a matrix lies in a slice: the first element is at 0.
+/// The layout of a matrix in a slice; its first element is at 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Strides {
     pub row: usize,
     pub column: usize,
 }
 
-/// Elements from the first to the last of a matrix.
+/// Distance from the first to past the last element of a matrix.
 fn extent(rows: usize, columns: usize, strides: Strides) -> usize {
     if rows == 0 || columns == 0 { 0 } else { (rows - 1) * strides.row + (columns - 1) * strides.column + 1 }
 }
 
-/// `result (+)= lhs * rhs`, of `rows x terms` and `terms x columns`. The rows and columns of the result must not overlap.
+/// `result (+)= lhs * rhs`, of `rows x terms` and `terms x columns`. The rows and columns of the result must not
+/// overlap.
 pub fn multiply(
     (rows, columns, terms): (usize, usize, usize),
     (lhs, l): (&[f32], Strides),
@@ -32,7 +33,7 @@ pub fn multiply(
     );
     let spread = spreads(threads, rows * columns * terms, PRODUCTS);
     let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
-    // SAFETY: the assertion says that all elements lie within the slices.
+    // SAFETY: the assertion above checks that all elements lie within the slices.
     unsafe {
         gemm::gemm(
             rows,

@@ -1,4 +1,4 @@
-//! The kernels: what steps of a compiled body do with stored tensors. Each file is one kind of work.
+//! Kernels: the computations of a compiled body's steps on stored tensors. Each file has one kind.
 
 pub mod bitcast;
 pub mod chain;

@@ -1,5 +1,5 @@
-//! Reductions over any dimensions of a strided view. Rows that lie together are reduced by chains (see
-//! [`super::chain`]); this kernel does the others, above all sums over leading dimensions (gradients of biases).
+//! Reductions over any dimensions of a strided view. Chains reduce contiguous rows (see [`super::chain`]). This kernel
+//! does the others, above all sums over leading dimensions (gradients of biases).
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, wrap};
@@ -12,10 +12,10 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::work::Work;
 use rayon::prelude::*;
 
-/// Result elements that are summed side by side.
+/// Result elements summed side by side.
 const TILE: usize = 512;
 
-/// Rows summed in f32 before they go to f64.
+/// Rows summed in f32 before they move to f64.
 const ROWS: usize = 16;
 
 /// A compiled reduction; the result is row major over the kept dimensions.
@@ -24,7 +24,7 @@ pub struct Reduction {
     dtype: DType,
     reducer: Reducer,
     offset: usize,
-    /// `(size, stride)` of the dimensions that stay and of those that go, major first.
+    /// `(size, stride)` of the kept and of the reduced dimensions, major first.
     kept: Vec<(usize, usize)>,
     reduced: Vec<(usize, usize)>,
 }
@@ -41,7 +41,7 @@ impl Reduction {
         Reduction { dtype, reducer, offset: view.offset, kept: runs(true), reduced: runs(false) }
     }
 
-    /// What a run does, of which `threads` may be used.
+    /// The work of a run on at most `threads` threads.
     pub fn work(&self, threads: usize) -> Work {
         let size = |runs: &[(usize, usize)]| runs.iter().map(|r| r.0).product::<usize>();
         let elements = size(&self.kept).saturating_mul(size(&self.reduced));
@@ -49,7 +49,7 @@ impl Reduction {
         let neighbours = self.kept.last().is_some_and(|k| k.1 == 1) && !self.reduced.is_empty();
         let family = if neighbours { "reduce_columns" } else { "reduce_strided" };
         work.once(family, Class::of(self.dtype).dtype(), elements as f64);
-        // Rows of few elements cost something each, as they do when they are copied.
+        // Short rows have a cost per row, as in copies.
         match self.reduced.as_slice() {
             [_, .., (inner, _)] if !neighbours && *inner < TILE => {
                 work.once("copy_run", DType::F32, elements as f64 / (*inner).max(1) as f64);
@@ -103,7 +103,7 @@ impl Reduction {
         });
     }
 
-    /// Reduces neighbouring columns, row by row.
+    /// Reduces adjacent columns, row by row.
     fn columns<T: Element>(&self, input: &[T], at: usize, tile: &mut [T]) {
         let terms: usize = self.reduced.iter().map(|r| r.0).product();
         let n = tile.len();
@@ -171,7 +171,7 @@ impl Reduction {
                     *b = input[first + (done + i) * stride].to_f32();
                 }
                 (filled, done) = (filled + n, done + n);
-                // Rows of few elements are reduced many at once.
+                // Short rows are collected and reduced together.
                 if filled == TILE {
                     total = combine(reducer, total, reduce_row(reducer, &block));
                     filled = 0;
@@ -182,7 +182,7 @@ impl Reduction {
     }
 }
 
-/// Where the `index`-th element (row major) of a strided nest lies.
+/// Position of the `index`-th element (row major) of a strided nest.
 fn position(runs: &[(usize, usize)], mut index: usize) -> usize {
     let mut position = 0;
     for &(size, stride) in runs.iter().rev() {
@@ -198,7 +198,7 @@ mod tests {
     use crate::arena::Arena;
     use altiplano_ir::graph::ValueId;
 
-    /// Groups of channels: rows of few neighbours, far from each other.
+    /// As in groups of channels: short rows, far from each other.
     #[test]
     fn short_rows_are_reduced_as_long_ones() {
         let arena = Arena::new(None);

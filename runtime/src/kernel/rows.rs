@@ -1,6 +1,5 @@
-//! Kernels over rows of a tensor whose last dimension is the one that counts: orders, running reductions, and
-//! reversal. Rows are independent and spread over threads; what one row needs while it is worked on is small and lives
-//! outside of the arena.
+//! Kernels along the last dimension of a tensor: sorting orders, scans, and reversal. Rows are independent and spread
+//! over threads. The temporary memory of a row is small and lies outside the arena.
 
 use crate::arena::Storage;
 use crate::element::{Class, Element, round_float, with_class, with_width, wrap};
@@ -12,7 +11,7 @@ use altiplano_ir::op::Reducer;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Threads over which rows of so many elements in all are spread, each of which is visited so many times.
+/// Number of threads for rows of `length`, with `elements` in all and `visits` of each element.
 pub fn parts(elements: usize, length: usize, visits: usize, threads: usize) -> usize {
     if spreads(threads, elements.saturating_mul(visits), VISITED) && elements > length { threads } else { 1 }
 }
@@ -35,16 +34,16 @@ pub fn for_each_row<T: Send>(
     }
 }
 
-/// The order of each row by some keys, the most significant first.
+/// The sorting order of each row by some keys, the most significant first.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowOrder {
     pub row: usize,
-    /// Element type of each key, and whether its greatest element comes first.
+    /// Element type of each key, and true if its greatest element comes first.
     pub keys: Vec<(DType, bool)>,
 }
 
 impl RowOrder {
-    /// Comparisons of an element, about: the logarithm of a row.
+    /// Approximate number of comparisons per element: the logarithm of a row.
     pub fn visits(&self) -> usize {
         self.row.max(2).ilog2() as usize
     }
@@ -60,7 +59,7 @@ impl RowOrder {
                 ranks
             };
             let ranks: Vec<Vec<u64>> = self.keys.iter().zip(keys).map(ranks).collect();
-            // Positions break ties, which is what makes the order stable.
+            // Positions break ties, which makes the order stable.
             if let [only] = ranks.as_slice() {
                 let mut pairs: Vec<(u64, i32)> = only.iter().copied().zip(0..).collect();
                 pairs.sort_unstable();
@@ -76,7 +75,7 @@ impl RowOrder {
     }
 }
 
-/// Numbers that are in order as the elements are: zeros of either sign are equal, and NaNs come last.
+/// Numbers in the same order as the elements: zeros of either sign are equal, and NaNs come last.
 fn ranks(key: &Storage, part: Range<usize>, dtype: DType) -> Vec<u64> {
     let float = |x: f32| match (x + 0.0).to_bits() {
         _ if x.is_nan() => u64::from(u32::MAX),
@@ -95,7 +94,7 @@ fn ranks(key: &Storage, part: Range<usize>, dtype: DType) -> Vec<u64> {
     })
 }
 
-/// Each element of a row combined with all before it, or all after it.
+/// A scan: combines each element of a row with all before it, or all after it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowScan {
     pub row: usize,
@@ -137,11 +136,11 @@ impl RowScan {
     }
 }
 
-/// A row-major tensor with some dimensions turned round.
+/// Reverses some dimensions of a row-major tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reversal {
-    /// Sizes, major first, and whether they are reversed; neighbours that agree are merged, since reversing two
-    /// dimensions that lie together is reversing them as one.
+    /// Sizes, major first, and whether each is reversed. Adjacent dimensions that agree are merged: reversing both is
+    /// reversing them as one.
     dims: Vec<(usize, bool)>,
 }
 
@@ -159,7 +158,7 @@ impl Reversal {
         Reversal { dims }
     }
 
-    /// Elements that stay side by side.
+    /// Number of elements that stay contiguous.
     pub fn row(&self) -> usize {
         self.dims.last().map_or(1, |d| d.0)
     }

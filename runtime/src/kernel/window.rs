@@ -1,5 +1,4 @@
-//! Pooling and the way back: loops over windows. Trailing dimensions that windows do not touch (channels last) run
-//! innermost.
+//! Pooling and its gradient: loops over windows. Trailing dimensions outside the windows (channels last) run innermost.
 
 use super::instruction::{combine, float_reducer, integer_binary};
 use crate::arena::Storage;
@@ -17,9 +16,9 @@ pub struct Pooling {
     window: Vec<WindowDim>,
     operand: Vec<usize>,
     result: Vec<usize>,
-    /// Elements of the trailing dimensions with windows of one.
+    /// Elements of the trailing dimensions, whose window size is one.
     inner: usize,
-    /// Leading dimensions with windows of one: parts that have nothing to do with each other.
+    /// Elements of the leading dimensions, whose window size is one: independent parts.
     parts: usize,
 }
 
@@ -38,7 +37,7 @@ impl Pooling {
         }
     }
 
-    /// What a run of either kind does, as elements of all windows.
+    /// The work of a run of either kind, as elements of all windows.
     pub fn work(&self, family: &'static str, threads: usize) -> Work {
         let mut work = Work::new(if self.is_spread(threads) { threads.min(self.parts) } else { 1 });
         let visited = (self.result.iter().product::<usize>() * self.parts * self.positions()) as f64;
@@ -47,19 +46,19 @@ impl Pooling {
         work
     }
 
-    /// Whether parts are spread over threads.
+    /// Returns whether parts are spread over threads.
     fn is_spread(&self, threads: usize) -> bool {
         self.parts > 1 && spreads(threads, self.parts * self.part(&self.result) * self.positions(), VISITED)
     }
 
-    /// Positions of a window.
+    /// Number of positions of a window.
     fn positions(&self) -> usize {
         self.window.iter().map(|w| w.size as usize).product()
     }
 
     /// Calls `visit(result position, operand positions of its window in order)`, both in units of inner runs.
     fn for_each(&self, mut visit: impl FnMut(usize, &[usize])) {
-        // Positions along each dimension, of each place of the window; padding leaves none.
+        // For each dimension and result, the operand positions of the window that are not padding.
         let along = |(d, w): (usize, &WindowDim)| -> Vec<Vec<usize>> {
             let n = self.operand[d] as u64;
             let of = |at: usize| (0..w.size).filter_map(|k| w.source(at as u64, k, n)).map(|x| x as usize).collect();
@@ -72,7 +71,7 @@ impl Pooling {
             unravel(r, &self.result, &mut at);
             sources.clear();
             sources.push(0);
-            // They extend those found so far.
+            // Combine them with those of the dimensions so far.
             for (d, along) in along.iter().enumerate() {
                 next.clear();
                 for s in &sources {
@@ -106,7 +105,7 @@ impl Pooling {
                 } else {
                     let n = self.inner;
                     let mut values = vec![neutral; n];
-                    // The reducer is known where the loop over neighbours is compiled.
+                    // A constant reducer lets the compiler specialise the inner loop.
                     macro_rules! pool {
                         ($reducer:expr) => {
                             self.for_each(|r, sources| {
@@ -135,7 +134,7 @@ impl Pooling {
         });
     }
 
-    /// `target = 0`, then each element of `updates` added where the extremum of its window of `operand` is.
+    /// `target = 0`; then adds each element of `updates` at the extremum of its window of `operand`.
     pub fn scatter(
         &self,
         select: Extremum,

@@ -1,8 +1,9 @@
-//! From a kernel of a body's graph to launches.
+//! Turns a kernel of a body's graph into launches.
 //!
-//! An element of a value is computed from elements of its operands, as far back as memory: by its op, or for a view by another index.
-//! Reductions of rows that a kernel keeps on the chip become phases of one launch, as long as all of them go over the same rows;
-//! where they do not, each is left in memory by a launch of its own. So every kernel has launches, and most have one.
+//! An element of a value is computed from elements of its operands, back to values in memory: by its op or, for a view,
+//! by another index. Row reductions that a kernel keeps on the chip become phases of one launch, if all of them reduce
+//! the same rows. Otherwise each is written to memory by its own launch. So every kernel has launches, and most have
+//! one.
 
 use super::scalar::{Scalar, Scalars, Var};
 use super::{Coordinate, Fold, Launch, Param, Phase, Source, Spread, Store};
@@ -17,23 +18,23 @@ use std::collections::{BTreeSet, HashMap};
 
 /// A kernel for which there is no loop program.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("no loops are made of '{op}' ({value})")]
+#[error("no loop program exists for '{op}' ({value})")]
 pub struct Unsupported {
     pub value: ValueId,
     pub op: &'static str,
 }
 
-/// Why an element cannot be computed here.
+/// Reasons why an element cannot be computed here.
 pub(super) enum Stop {
     Unsupported(Unsupported),
-    /// It takes a reduction that is neither in memory nor of this row.
+    /// It needs a reduction that is neither in memory nor of this row.
     Reduction(ValueId),
 }
 
-/// Iterations of a row from which on a block of threads takes it.
+/// Minimum row length for which a block of threads takes a row.
 pub(super) const BLOCK_ROW: u64 = 32;
 
-/// The launches of a kernel, in order; none where a library runs it or it sends something.
+/// The launches of a kernel, in order; none if a library runs it or if it communicates.
 pub fn launches(graph: &Graph, kernel: &Kernel) -> Result<Vec<Launch>, Unsupported> {
     let memory: BTreeSet<ValueId> = kernel.reads.iter().map(|r| r.0).collect();
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
@@ -54,16 +55,16 @@ fn is_grouped(op: &Op) -> bool {
     matches!(op, Op::GroupedDot(_) | Op::GroupedOuter(_))
 }
 
-/// Launches made so far, and what is in memory when the next one runs.
+/// The launches made so far, and the values in memory when the next one runs.
 pub(super) struct Made<'a> {
     pub graph: &'a Graph,
     pub memory: BTreeSet<ValueId>,
-    /// Whether a value depends on a leaf.
+    /// For each value, whether it depends on a leaf.
     pub varies: Vec<bool>,
     pub launches: Vec<Launch>,
 }
 
-/// Ops whose elements are those of operands elsewhere, or follow from where they are.
+/// Ops whose elements are copies of operand elements at other indices, or follow from their index alone.
 fn is_view(op: &Op) -> bool {
     match op {
         Op::Constant(_) | Op::Iota(_) | Op::AxisIndex(_) | Op::BroadcastInDim(_) | Op::Reshape(_) => true,
@@ -74,7 +75,7 @@ fn is_view(op: &Op) -> bool {
     }
 }
 
-/// Rows and elements of each that a reduction goes over, where the reduced dimensions are the last.
+/// The number of rows of a reduction and their length, if it reduces the last dimensions.
 fn rows_of(graph: &Graph, v: ValueId) -> Option<(u64, u64)> {
     let Op::Reduce(reduce) = &graph.node(v).op else { return None };
     let shape = graph.shape(graph.node(v).operands[0]);
@@ -102,11 +103,11 @@ impl<'a> Made<'a> {
             Some(&rows) if all_rows.len() == 1 => self.rows(kernel, rows, &of_rows, &mut others)?,
             _ => false,
         };
-        // Whatever is not there yet, in the order of the graph: reductions first, which the others may take.
+        // Missing values, in the order of the graph. Reductions come first, since the others may need them.
         for &v in reductions.iter().filter(|v| !together || !of_rows.contains(v)) {
             self.reduction(v)?;
         }
-        // Values of one size are written by one launch.
+        // Each launch writes values of one size.
         let mut sizes: Vec<u64> = others.iter().map(|&v| graph.ty(v).elements()).collect();
         sizes.sort_unstable();
         sizes.dedup();
@@ -117,8 +118,8 @@ impl<'a> Made<'a> {
         Ok(())
     }
 
-    /// One launch for reductions of equal rows and what is written along these. What it cannot write stays in `others`; false where
-    /// there is no such launch.
+    /// Makes one launch for reductions of equal rows and the values written along these rows. Values that it cannot
+    /// write stay in `others`. Returns false if there is no such launch.
     fn rows(
         &mut self,
         kernel: &Kernel,
@@ -154,12 +155,12 @@ impl<'a> Made<'a> {
             phases.push(Phase { length, folds, stores: Vec::new(), ..Phase::default() });
             pending = later;
         }
-        // What is written along the rows.
+        // Values written along the rows.
         let mut stores: Vec<(u64, Store)> = Vec::new();
         let mut left = Vec::new();
         for &v in others.iter() {
             let elements = graph.ty(v).elements();
-            // A step that goes beyond the row is no longer what the reductions' indices were simplified for.
+            // The reductions' indices were simplified for steps within the row, so a longer value needs another launch.
             if elements % rows != 0 || elements / rows > length {
                 left.push(v);
                 continue;
@@ -174,7 +175,7 @@ impl<'a> Made<'a> {
                 Err(Stop::Unsupported(why)) => return Err(why),
             }
         }
-        // Reductions that are written, and those that what is left may take.
+        // Reductions that must be written, and those that the remaining values may need.
         let wanted = |v: &&ValueId| {
             kernel.writes.contains(v)
                 || !left.is_empty()
@@ -202,7 +203,7 @@ impl<'a> Made<'a> {
         Ok(true)
     }
 
-    /// A launch that leaves one reduction in memory.
+    /// Makes a launch that writes one reduction to memory.
     pub fn reduction(&mut self, v: ValueId) -> Result<(), Unsupported> {
         let graph = self.graph;
         let ty = graph.ty(v);
@@ -234,7 +235,7 @@ impl<'a> Made<'a> {
         Ok(())
     }
 
-    /// A launch that writes values of one size element by element.
+    /// Makes a launch that writes values of one size element by element.
     pub fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
         let Some(&first) = values.first() else { return Ok(()) };
         let mut b = Builder::new(self, self.graph.ty(first).elements());
@@ -261,21 +262,21 @@ pub(super) fn unsupported(graph: &Graph, v: ValueId, stop: Stop) -> Unsupported 
 pub(super) struct Builder<'a> {
     graph: &'a Graph,
     memory: &'a BTreeSet<ValueId>,
-    /// Whether a value depends on a leaf.
+    /// For each value, whether it depends on a leaf.
     varies: &'a [bool],
     pub scalars: Scalars,
     rows: u64,
     pub row: Var,
     params: Vec<Param>,
     coordinates: Vec<Coordinate>,
-    /// Reductions of this row.
+    /// Slots of the reductions of this row.
     pub slots: HashMap<ValueId, u32>,
-    /// Products that are in a slot at an index of theirs.
+    /// Slots of products, each with its index.
     pub products: HashMap<ValueId, (Vec<Var>, u32)>,
-    /// Every reduction counts as one of this row: it is only asked where elements would come from.
+    /// True if every reduction counts as one of this row. This is used to find where elements would come from.
     pub every_reduction: bool,
     num_slots: u32,
-    /// What must be true for an element to be there.
+    /// The condition under which an element exists.
     guard: Option<Var>,
     known: HashMap<(ValueId, Vec<Var>, Option<Var>), Var>,
 }
@@ -326,7 +327,7 @@ impl<'a> Builder<'a> {
         (self.params.len() - 1) as u32
     }
 
-    /// The element of a value at a position, and where it goes.
+    /// The element of a value at a position, and the store that writes it.
     pub fn written(&mut self, v: ValueId, position: Var) -> Result<Store, Stop> {
         let ty = self.graph.ty(v);
         let index = self.scalars.unravel(position, &ty.shape);
@@ -335,7 +336,7 @@ impl<'a> Builder<'a> {
         Ok(Store { param, index: position, value, guard: None, combines: None })
     }
 
-    /// What a reduction takes of its operand for result `row` at iteration `step`.
+    /// The term that a reduction takes from its operand for result `row` at iteration `step`.
     pub fn reduced(&mut self, v: ValueId, row: Var, step: Var) -> Result<(Var, Reducer), Stop> {
         let graph = self.graph;
         let node = graph.node(v);
@@ -368,7 +369,7 @@ impl<'a> Builder<'a> {
                 let neutral = op.reducer.neutral(node.ty.dtype);
                 Ok((self.or_else(guard, value, neutral, node.ty.dtype), op.reducer))
             }
-            // Every element by itself, over all that come before it: more work than one after the other, but all at once.
+            // A scan computes every element independently from all before it: more work than in sequence, but parallel.
             Op::Cumulative(op) => {
                 let at = self.scalars.unravel(row, &node.ty.shape);
                 let (back, size) = (self.scalars.times(step, -1), shape[op.dim] as i64);
@@ -391,7 +392,7 @@ impl<'a> Builder<'a> {
         dtype.is_float().then(|| self.scalars.element(Scalar::Compare(Direction::Ne, dtype, a, a)))
     }
 
-    /// Whether `a` comes before `b` in ascending order, in which what is no number comes last.
+    /// Returns whether `a` precedes `b` in ascending order, with NaNs last.
     pub fn comes_first(&mut self, dtype: DType, a: Var, b: Var) -> Var {
         let less = self.scalars.element(Scalar::Compare(Direction::Lt, dtype, a, b));
         let (Some(no_a), Some(no_b)) = (self.is_nan(dtype, a), self.is_nan(dtype, b)) else { return less };
@@ -415,20 +416,20 @@ impl<'a> Builder<'a> {
         made
     }
 
-    /// `value` where the guard holds.
+    /// `value` if the guard holds, and `other` otherwise.
     pub fn or_else(&mut self, guard: Option<Var>, value: Var, other: f64, dtype: DType) -> Var {
         let Some(guard) = guard else { return value };
         let other = self.scalars.element(Scalar::Number(other.to_bits(), dtype));
         self.scalars.element(Scalar::Select(dtype, [guard, value, other]))
     }
 
-    /// The element of a value at an index: from memory, from a slot, or computed.
+    /// The element of a value at an index: loaded from memory, read from a slot, or computed.
     pub fn element(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
         let node = self.graph.node(v);
         let in_memory = self.memory.contains(&v) || node.op.is_leaf();
         match &node.op {
             _ if in_memory => Ok(self.load(Source::Value(v), &node.ty, index)),
-            // What depends on nothing is known beforehand.
+            // A value without leaves is known beforehand.
             op if !self.varies[v.index()] && !op.is_elementwise() && !is_view(op) => {
                 Ok(self.load(Source::Constant(v), &node.ty, index))
             }
@@ -456,7 +457,7 @@ impl<'a> Builder<'a> {
         self.scalars.element(Scalar::Load { param, index, guard: self.guard, dtype: ty.dtype })
     }
 
-    /// The element of a value at an index, by its op.
+    /// Computes the element of a value at an index by its op.
     fn computed(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
         let key = (v, index.to_vec(), self.guard);
         if let Some(&known) = self.known.get(&key) {
@@ -596,7 +597,7 @@ impl<'a> Builder<'a> {
                     let (dim, outer) = (usize::from(*dim), *outer as i64);
                     let parts = of(0).shape[dim] / node.ty.shape[dim].max(1);
                     let me = self.coordinate(axes, parts);
-                    // The dimension is `outer` blocks, each of as many parts as there are devices.
+                    // The dimension has `outer` blocks, each with one part per device.
                     let part = node.ty.shape[dim] as i64 / outer.max(1);
                     let (block, rest) =
                         (self.scalars.quotient(index[dim], part), self.scalars.remainder(index[dim], part));
@@ -619,7 +620,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// The position of this device along axes of which there are `parts` positions, or fewer.
+    /// This device's position along axes with at most `parts` positions.
     pub fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
         let wanted = Coordinate::Along(axes.to_vec());
         let known = self.coordinates.iter().position(|known| *known == wanted);
@@ -638,8 +639,8 @@ impl<'a> Builder<'a> {
         Ok(self.or_else(guard, value, 0.0, dtype))
     }
 
-    /// Where in a tensor of `shape` a lookup finds the element at `index` of what it gives, and where `exact` what must be true for it
-    /// to be there; else its slice is moved to lie inside.
+    /// Index in a table of `shape` of the element that a lookup returns at `index`. With `exact`, also the condition
+    /// under which it is in bounds; otherwise an out-of-bounds slice is clamped.
     pub fn looked_up(
         &mut self,
         dims: &GatherDims,

@@ -1,5 +1,5 @@
-//! Convolutions as loop programs: the gathering of what results see into matrices that a library multiplies, and for those that no
-//! product is worth it, the sums themselves.
+//! Convolutions as loop programs: the gathers that build matrices for a library, and direct sums for convolutions that
+//! do not pay as products.
 
 use super::{Coordinate, Fold, Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store, Var};
 use altiplano_ir::dtype::DType;
@@ -12,13 +12,13 @@ fn param(i: u32, dtype: DType, elements: u64, written: bool) -> Param {
     Param { source: Source::Value(ValueId(i)), dtype, elements, written }
 }
 
-/// One of several results and terms, by group.
+/// The indices of one result and one term, by group.
 #[derive(Clone, Debug)]
 struct At {
     group: Var,
     batch: Var,
     input: Var,
-    /// Of the result and of the window, for each spatial dimension.
+    /// For each spatial dimension, the index in the result and in the window.
     spatial: Vec<(Var, Var)>,
 }
 
@@ -28,7 +28,7 @@ impl At {
         At { group: zero, batch: zero, input: zero, spatial: vec![(zero, zero); op.window.len()] }
     }
 
-    /// Where the operand's element lies, and what must be true for it to be there.
+    /// The position of the operand's element, and the condition under which it exists.
     fn operand(
         &self,
         scalars: &mut Scalars,
@@ -57,8 +57,8 @@ impl At {
     }
 }
 
-/// The launch that reads a convolution's operand and writes a tile of what results see, for a tile that starts where its two
-/// coordinates say: at a result, and at a term.
+/// The launch that reads a convolution's operand and writes a tile of the gathered matrix. Its two coordinates give the
+/// start of the tile: a result and a term.
 pub fn gather(op: &Convolution, products: &Products, tile: &Tile, lhs: &TensorType) -> Launch {
     let (results, terms) = (tile.results.1 - tile.results.0, tile.terms.1 - tile.terms.0);
     let rows = products.groups * results * terms;
@@ -70,7 +70,7 @@ pub fn gather(op: &Convolution, products: &Products, tile: &Tile, lhs: &TensorTy
     let dims = [&products.before[..], &products.after[..]].concat();
     let sizes = |dims: &[(Along, u64)]| dims.iter().map(|d| d.1).collect::<Vec<u64>>();
     let (of_results, of_terms) = (sizes(&dims), sizes(&products.terms));
-    // A tile of all of them starts at the first.
+    // A tile that spans a whole dimension starts at zero.
     let mut coordinates = Vec::new();
     let mut started = |scalars: &mut Scalars, at: Var, part: u64, all: u64| match part == all {
         true => at,
@@ -110,7 +110,7 @@ pub fn gather(op: &Convolution, products: &Products, tile: &Tile, lhs: &TensorTy
     }
 }
 
-/// The launch that reads a convolution's operands and writes every result by itself, summed in single precision or better.
+/// The launch that computes every result of a convolution directly, with sums in single precision or better.
 pub fn direct(op: &Convolution, [lhs, rhs, result]: [&TensorType; 3]) -> Launch {
     let groups = op.feature_groups.max(op.batch_groups).max(1);
     let inputs = rhs.shape[op.rhs.input];
@@ -157,7 +157,7 @@ pub fn direct(op: &Convolution, [lhs, rhs, result]: [&TensorType; 3]) -> Launch 
         coordinates: Vec::new(),
         scalars,
         rows,
-        // Neighbouring results read what lies together.
+        // Adjacent results read adjacent elements.
         spread: if length < super::build::BLOCK_ROW { Spread::Thread } else { Spread::Columns },
         phases: vec![
             Phase { length, folds: vec![fold], stores: Vec::new(), ..Phase::default() },
@@ -166,7 +166,7 @@ pub fn direct(op: &Convolution, [lhs, rhs, result]: [&TensorType; 3]) -> Launch 
     }
 }
 
-/// The launch that rounds its first parameter into its second.
+/// The launch that converts its first parameter to the type of its second.
 pub fn rounded(from: DType, to: DType, elements: u64) -> Launch {
     let mut scalars = Scalars::default();
     let row = scalars.counter(Scalar::Row, elements);

@@ -1,42 +1,43 @@
-//! Loop programs as CUDA C++, which NVRTC compiles for the device at hand. Nothing is included, so that no toolkit is needed.
+//! Prints loop programs as CUDA C++, which NVRTC compiles for the installed device. The text includes no headers, so
+//! that no toolkit is needed.
 //!
-//! A thread, or a block of threads, takes rows as long as there are some, so that a launch is right for any number of blocks. Floats of
-//! 16 bits are read into single precision and rounded where they are written, or compared: what is computed again must equal what was
-//! written of it, as an element that is the maximum does. Equal programs have equal text and equal names.
+//! A thread, or a block of threads, takes rows in a loop, so that a launch is right for any number of blocks. Floats of
+//! 16 bits are computed in single precision and rounded where they are written or compared. A recomputed value must
+//! equal the written one, as for the element that is the maximum. Equal programs have equal text and equal names.
 
 use super::{Fold, Launch, Param, Phase, Scalar, Spread, Store, Var};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Direction, Reducer, ThreefryWord, Unary};
 use std::fmt::Write;
 
-/// A launch as text, and how many threads run it.
+/// The text of a launch, and the number of threads that run it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Text {
-    /// Of the function, by its content.
+    /// Name of the function, derived from its content.
     pub name: String,
     /// Compiled after [`PRELUDE`].
     pub source: String,
     pub threads: (u32, u32),
-    /// Blocks that have something to do, at most.
+    /// Maximum number of blocks with work.
     pub blocks: u64,
-    /// Of each block, beyond what the text declares itself.
+    /// Dynamic shared memory of each block.
     pub shared_bytes: u32,
 }
 
-/// A type that the text has no arithmetic for.
+/// A type for which the text has no arithmetic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("elements of type {0} are not computed with on CUDA devices")]
+#[error("CUDA devices do not compute with elements of type {0}")]
 pub struct NoArithmetic(pub DType);
 
-/// Threads of a block that takes rows one by one, or a row together.
+/// Threads of a block, whether each takes rows of its own or all share one.
 const THREADS: u32 = 256;
-/// Neighbouring rows of a block, and the threads of each.
+/// For [`Spread::Columns`]: adjacent rows of a block, and the threads of each.
 const COLUMNS: (u32, u32) = (32, 16);
 
-/// What every text needs.
+/// Definitions that every text needs.
 pub const PRELUDE: &str = concat!(include_str!("prelude.cuh"), include_str!("tiles.cuh"));
 
-/// The text of a launch.
+/// Prints a launch.
 pub fn text(launch: &Launch) -> Result<Text, NoArithmetic> {
     if matches!(launch.spread, Spread::Tiles(_)) {
         return super::tiles_text::text(launch);
@@ -53,7 +54,7 @@ pub fn text(launch: &Launch) -> Result<Text, NoArithmetic> {
     Ok(Text { name, source, threads, blocks, shared_bytes: 0 })
 }
 
-/// As many threads as the longest phase can use, in whole warps.
+/// Number of threads that the longest phase can use, in whole warps.
 fn block_threads(launch: &Launch) -> u32 {
     let longest = launch.phases.iter().map(|p| p.length).max().unwrap_or(1);
     let warps = longest.div_ceil(32).clamp(1, u64::from(THREADS) / 32);
@@ -74,7 +75,7 @@ pub(super) fn stored(dtype: DType) -> Result<&'static str, NoArithmetic> {
     })
 }
 
-/// The type of an element that is computed with.
+/// The type in which an element is computed.
 pub(super) fn computed(dtype: DType) -> Result<&'static str, NoArithmetic> {
     Ok(match dtype {
         DType::F64 => "double",
@@ -92,13 +93,13 @@ pub(super) fn computed(dtype: DType) -> Result<&'static str, NoArithmetic> {
     })
 }
 
-/// What an index that is `most` at most takes.
+/// The type of indices, wide enough for the largest one.
 fn index_type(launch: &Launch) -> &'static str {
     let longest = launch.phases.iter().map(|p| p.length).max().unwrap_or(1);
     let most = launch.params.iter().map(|p| p.elements).chain([launch.rows.saturating_mul(longest)]).max().unwrap_or(0);
-    // Products with strides that are divided again stay well below.
+    // Products with strides that are later divided stay well below the limit.
     if let Spread::Tiles(_) = launch.spread {
-        // No index counts rows and iterations at once, but for those of large values, which are at most these.
+        // No index combines rows and iterations, except those of large values, which are bounded by these sizes.
         let memory = launch.params.iter().map(|p| p.elements).max().unwrap_or(0);
         let fits = memory < 1 << 28 && launch.rows.saturating_mul(longest) < 1 << 31;
         return if fits { "int" } else { "long long" };
@@ -106,7 +107,7 @@ fn index_type(launch: &Launch) -> &'static str {
     if most < 1 << 28 { "int" } else { "long long" }
 }
 
-/// Prints the parts of a text.
+/// Prints the parts of a kernel.
 pub(super) struct Printer<'a> {
     pub launch: &'a Launch,
     pub out: &'a mut String,
@@ -117,13 +118,13 @@ impl Printer<'_> {
         let _ = writeln!(self.out, "{:1$}{2}", "", 2 * depth, text.as_ref());
     }
 
-    /// Parameters, and the type of indices.
+    /// Prints the parameters and the type of indices.
     pub fn signature(&mut self) -> Result<(), NoArithmetic> {
         let launch = self.launch;
         let mut params = Vec::new();
         for (i, p) in launch.params.iter().enumerate() {
             let constant = if p.written { "" } else { "const " };
-            // What is written may take the place of what is read, where both are of one size.
+            // A written parameter may alias a read one of the same size.
             let takes_place =
                 |q: &Param| q.written != p.written && (q.elements, q.dtype.bytes()) == (p.elements, p.dtype.bytes());
             let alone = if launch.params.iter().any(takes_place) { "" } else { " __restrict__" };
@@ -174,7 +175,7 @@ impl Printer<'_> {
         Ok(())
     }
 
-    /// A phase whose iterations go from `first` on by `stride`; what is done once is done where `once` holds.
+    /// Prints a phase whose iterations run from `first` by `stride`. Work done once runs only if `once` holds.
     fn phase(&mut self, phase: &Phase, first: &str, stride: &str, once: Option<&str>) -> Result<(), NoArithmetic> {
         for fold in &phase.folds {
             let neutral = number(fold.reducer.neutral(fold.dtype), fold.dtype)?;
@@ -241,7 +242,7 @@ impl Printer<'_> {
         let place = format!("p{param}[v{}]", index.0);
         let text = match combines {
             None => format!("{place} = {bits};"),
-            // What the device has an instruction for.
+            // The device has an atomic instruction for it.
             Some(Reducer::Sum) if adds_at_once(dtype) => format!("add_to(&{place}, {bits});"),
             Some(reducer) => format!("combine_with<{}>(&{place}, v{});", functor(reducer, dtype), value.0),
         };
@@ -270,7 +271,7 @@ impl Printer<'_> {
                 Scalar::Quotient(a, by) => format!("{} / {by}", v(a)),
                 Scalar::Remainder(a, by) => format!("{} % {by}", v(a)),
                 Scalar::Clamp(a, most) => format!("{0} < 0 ? 0 : {0} > {most} ? {most} : {0}", v(a)),
-                // An element that is no index of anything must not become one by being cut off.
+                // Truncation must not turn an out-of-range element into a valid index.
                 Scalar::AsIndex(a, dtype) => match dtype.bytes() {
                     8 => format!("as_index<I>({})", v(a)),
                     _ => format!("(I){}", v(a)),
@@ -354,7 +355,7 @@ impl Printer<'_> {
     }
 }
 
-/// A value that is computed in single precision, as one of its type.
+/// Rounds a value computed in single precision to its type.
 fn rounded(dtype: DType, value: &str) -> String {
     match dtype {
         DType::BF16 => format!("from_bf16(to_bf16({value}))"),
@@ -363,7 +364,7 @@ fn rounded(dtype: DType, value: &str) -> String {
     }
 }
 
-/// A literal, exact.
+/// An exact literal.
 pub(super) fn number(value: f64, dtype: DType) -> Result<String, NoArithmetic> {
     Ok(match dtype {
         DType::F64 => format!("__longlong_as_double({:#x}LL)", value.to_bits()),
@@ -372,7 +373,7 @@ pub(super) fn number(value: f64, dtype: DType) -> Result<String, NoArithmetic> {
         d => {
             let suffix = if d.is_unsigned_integer() { "ULL" } else { "LL" };
             let value = d.to_integer(value);
-            // The least number has no literal of its own.
+            // The smallest integer has no literal of its own.
             match value == i128::from(i64::MIN) {
                 true => format!("({})(-9223372036854775807LL - 1)", computed(d)?),
                 false => format!("({}){value}{suffix}", computed(d)?),
@@ -457,13 +458,13 @@ fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> Result<String, NoArithm
     })
 }
 
-/// Whether there is an addition to memory that others may add to.
+/// Returns whether the device has an atomic addition for a type.
 fn adds_at_once(dtype: DType) -> bool {
     let wide = matches!(dtype, DType::I32 | DType::U32 | DType::I64 | DType::U64);
     wide || matches!(dtype, DType::F64 | DType::F32)
 }
 
-/// The name of what combines two values of a reduction.
+/// The name of the functor that combines two values of a reduction.
 pub(super) fn functor(reducer: Reducer, dtype: DType) -> &'static str {
     let logical = dtype == DType::Bool;
     match reducer {

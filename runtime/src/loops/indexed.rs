@@ -1,4 +1,4 @@
-//! Launches of ops that look elements up, scatter, sort, scan or slide windows.
+//! Launches of lookups, scatters, sorts, scans and windows.
 
 use super::build::{BLOCK_ROW, Builder, Made, Stop, Unsupported, unsupported};
 use super::scalar::{Scalar, Var};
@@ -10,7 +10,7 @@ use altiplano_ir::op::{Binary, Combine, Extremum, GatherDims, Op, Reducer, Selec
 use altiplano_ir::types::TensorType;
 
 impl Made<'_> {
-    /// Leaves in memory which element of each window is selected: of equal ones the first.
+    /// Writes to memory which element of each window is selected: the first among equal ones.
     fn selected(&mut self, v: ValueId, op: &SelectAndScatter) -> Result<(), Unsupported> {
         let graph = self.graph;
         let (operand, source) = (graph.node(v).operands[0], graph.node(v).operands[1]);
@@ -51,7 +51,7 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// Adds up for every element what the windows give that have selected it.
+    /// Sums, for every element, the values of the windows that selected it.
     fn spread_back(&mut self, v: ValueId, op: &SelectAndScatter) -> Result<(), Unsupported> {
         let graph = self.graph;
         let (ty, source) = (graph.ty(v), graph.node(v).operands[1]);
@@ -63,7 +63,7 @@ impl Made<'_> {
         let (at, inner) = (b.scalars.unravel(b.row, &ty.shape), b.scalars.unravel(step, &sizes));
         let (mut index, mut guard) = (Vec::new(), None);
         for (d, window) in op.window.iter().enumerate() {
-            // The window in which the element is where `step` says begins so far before it.
+            // The window that has the element at its position `step` starts that far before it.
             let before = b.scalars.times(inner[d], -(window.window_dilation as i64));
             let low = b.scalars.index(window.pad_low);
             let start = b.scalars.add(at[d], before);
@@ -92,7 +92,7 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// Every element finds its place by counting those before it, which is more work than sorting but takes no rounds.
+    /// Every element finds its place by counting those before it. This is more work than sorting, but takes one launch.
     pub(super) fn sorted(&mut self, v: ValueId) -> Result<(), Unsupported> {
         let graph = self.graph;
         let (node, ty) = (graph.node(v), graph.ty(v));
@@ -104,7 +104,7 @@ impl Made<'_> {
         let step = b.scalars.counter(Scalar::Step, ty.shape[op.dim]);
         let mut other = at.clone();
         other[op.dim] = step;
-        // Of equal elements the earlier one comes first.
+        // Among equal elements the earlier one comes first.
         let (back, last) = (b.scalars.times(step, -1), b.scalars.index(-1));
         let distance = b.scalars.add(at[op.dim], back);
         let distance = b.scalars.add(distance, last);
@@ -144,8 +144,8 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// Elements of grouped products, each summed by itself over its terms, or over all rows of which those of other groups count
-    /// for nothing.
+    /// Computes each element of a grouped product by its own sum: over its terms, or over all rows, where rows of other
+    /// groups contribute zero.
     pub(super) fn grouped(&mut self, v: ValueId) -> Result<(), Unsupported> {
         let graph = self.graph;
         let (node, ty) = (graph.node(v), graph.ty(v));
@@ -180,7 +180,7 @@ impl Made<'_> {
                 of_right = [row.as_slice(), &[at[2]]].concat();
             }
         }
-        // Sums are in single precision at least.
+        // Sums are at least in single precision.
         let dtype = if ty.dtype.bytes() < DType::F32.bytes() { DType::F32 } else { ty.dtype };
         let convert = |b: &mut Builder, value, from: DType, to: DType| match from == to {
             true => value,
@@ -243,7 +243,7 @@ impl Made<'_> {
         }
     }
 
-    /// A launch that writes every element of a tensor by itself.
+    /// Makes a launch that writes every element of a tensor independently.
     fn filled(
         &mut self,
         v: ValueId,
@@ -261,7 +261,7 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// The number of the index vector, in row-major order, that an update belongs to.
+    /// The row-major number of the index vector to which an update belongs.
     fn vector(b: &mut Builder, dims: &GatherDims, at: &[Var], updates: &[u64]) -> Var {
         let over = dims.batch_dims(updates.len());
         let index: Vec<Var> = over.iter().map(|&d| at[d]).collect();
@@ -270,7 +270,7 @@ impl Made<'_> {
         b.scalars.element(Scalar::AsElement(number, DType::I32))
     }
 
-    /// Leaves in memory for every element which index vector is the last to write it.
+    /// Writes to memory, for every element, the index vector that writes it last.
     fn last_writers(&mut self, v: ValueId, dims: &GatherDims, operands: [ValueId; 2]) -> Result<(), Unsupported> {
         let graph = self.graph;
         let [indices, updates] = operands;
@@ -290,7 +290,8 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// Puts updates where they belong: combined with what is there, or where nothing combines them, those of the last writer alone.
+    /// Applies updates to their elements. A reducer combines them with the existing elements; without one, the last
+    /// writer wins.
     fn scattered(
         &mut self,
         v: ValueId,

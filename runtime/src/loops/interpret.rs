@@ -1,7 +1,7 @@
-//! What loop programs mean: every launch run element by element, one after the other, in double precision.
+//! Defines the meaning of loop programs: runs every launch element by element, in order, in double precision.
 //!
-//! This is the reference that a device's text of the same program is compared with, and what shows without a device that the program
-//! computes what its kernel's nodes do.
+//! It is the reference for a device's text of the same program. It also verifies, without a device, that a program
+//! computes the nodes of its kernel.
 
 use super::{Launch, Phase, Running, Scalar, Source, Strip, Var};
 use altiplano_ir::dtype::DType;
@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 /// Values in memory, row major.
 pub type Memory = BTreeMap<Source, Vec<f64>>;
 
-/// Runs a launch that is given these [`Launch::coordinates`].
+/// Runs a launch with these [`Launch::coordinates`].
 ///
 /// # Panics
-/// Where a parameter that is read is not in memory, or an index lies outside of it: errors of who made the launch.
+/// Panics if a parameter that is read is not in memory, or if an index is out of bounds. Both are errors in the launch.
 pub fn run(launch: &Launch, coordinates: &[u64], memory: &mut Memory) {
     for param in launch.params.iter().filter(|p| p.written) {
         memory.entry(param.source.clone()).or_insert_with(|| vec![f64::NAN; param.elements as usize]);
@@ -30,11 +30,11 @@ pub fn run(launch: &Launch, coordinates: &[u64], memory: &mut Memory) {
     }
 }
 
-/// What a row's phases have left.
+/// The results of a row's phases.
 #[derive(Default)]
 struct Slots {
     single: BTreeMap<u32, f64>,
-    /// Of an [`Outer`] the elements, which a later phase finds by its iteration.
+    /// The elements of each [`Outer`], indexed by the iteration of a later phase.
     wide: BTreeMap<u32, Vec<f64>>,
 }
 
@@ -63,7 +63,7 @@ fn run_phase(
             }
         };
         if !phase.inner.is_empty() {
-            // Where strips lie depends on no product.
+            // The positions of strips depend on no product.
             slots.single.extend(phase.inner.iter().map(|i| (i.slot, 0.0)));
             compute(slots, values, memory);
             for inner in &phase.inner {
@@ -82,7 +82,7 @@ fn run_phase(
                 let sums = phase.outer.iter().zip(&mut summed).filter(|(o, _)| o.slot == *slot);
                 sums.for_each(|(_, sum)| sum.iter_mut().for_each(|x| *x *= factor));
             }
-            // Below all that there is, nothing is subtracted.
+            // If the maximum is negative infinity, nothing is subtracted.
             slots.single.insert(*most, if after == f64::NEG_INFINITY { 0.0 } else { after });
             compute(slots, values, memory);
         }

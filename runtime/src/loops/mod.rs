@@ -1,9 +1,10 @@
-//! Loop programs: what a fused kernel computes, as scalar loops over rows, before it is text for a device.
+//! Loop programs: the computation of a fused kernel as scalar loops over rows, before it is printed for a device.
 //!
-//! A kernel of [`altiplano_ir::kernels`] becomes one or a few [`Launch`]es. Each goes over rows, which are independent; a row
-//! goes through phases, each a loop whose iterations may be spread over threads, and which leaves reductions for the phases after
-//! it. Views (reshapes, slices, transposes, broadcasts) are arithmetic on indices and move nothing. The same program is printed
-//! for a device ([`cuda`]) and run by a slow interpreter ([`interpret`]) that says what it means.
+//! A kernel of [`altiplano_ir::kernels`] becomes one or a few [`Launch`]es. Each iterates over independent rows. A row
+//! runs through phases, each a loop whose iterations may be spread over threads, and which passes reductions to later
+//! phases. Views (reshapes, slices, transposes, broadcasts) are index arithmetic and move no data.
+//!
+//! [`cuda`] prints a program for a device. [`interpret`] runs it slowly and defines its meaning.
 
 mod build;
 mod convolution;
@@ -24,19 +25,19 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Reducer;
 
-/// What a pointer of a launch points at.
+/// The data behind a pointer of a launch.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Source {
-    /// A value of the body's graph that is in memory: a leaf, or what this or another kernel writes.
+    /// A value of the body's graph in memory: a leaf, or a value written by this or another kernel.
     Value(ValueId),
     /// The elements of a value that depends on no leaf, known beforehand.
     Constant(ValueId),
-    /// For each window of a select-and-scatter the position in it that is selected; for each element of a scatter that replaces, the
-    /// last index vector that writes it, or -1.
+    /// For each window of a select-and-scatter, the selected position in it. For each element of a replacing scatter,
+    /// the last index vector that writes it, or -1.
     Selected(ValueId),
 }
 
-/// A pointer that a launch takes.
+/// A pointer parameter of a launch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Param {
     pub source: Source,
@@ -45,17 +46,18 @@ pub struct Param {
     pub written: bool,
 }
 
-/// How rows are spread over threads.
+/// The distribution of rows over threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Spread {
-    /// A thread takes a whole row.
+    /// One thread per row.
     Thread,
-    /// A block of threads takes a row together.
+    /// One block of threads per row.
     Block,
-    /// Neighbouring rows are neighbours in memory: a block takes some of them, and several threads share each.
+    /// Adjacent rows are adjacent in memory: a block takes some of them, and several threads share each.
     Columns,
-    /// A block takes a tile of rows and goes through phases by tiles of iterations, so that what products read of memory is read
-    /// once for many of them. So many rows, one after the other, read the same of it in the same iterations.
+    /// A block takes a tile of rows and runs each phase by tiles of iterations, so that the operands of products are
+    /// read once for many of them. The number is the count of consecutive rows that read the same data in the same
+    /// iterations.
     Tiles(u64),
 }
 
@@ -65,32 +67,32 @@ pub struct Fold {
     pub value: Var,
     pub reducer: Reducer,
     pub dtype: DType,
-    /// What later phases call it.
+    /// The slot by which later phases read it.
     pub slot: u32,
 }
 
-/// Leaves a value in memory.
+/// Writes a value to memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Store {
     pub param: u32,
     pub index: Var,
     pub value: Var,
-    /// Only where this is true.
+    /// Stores only if this is true.
     pub guard: Option<Var>,
-    /// Combined with what is there, by whoever comes first.
+    /// Combines with the existing element, in any order.
     pub combines: Option<Reducer>,
 }
 
-/// A number that a launch is given.
+/// An integer argument of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Coordinate {
     /// The position of the device along mesh axes.
     Along(Vec<AxisId>),
-    /// What the command says: where a tile starts.
+    /// The start of a tile, given by the command.
     Start,
 }
 
-/// Elements of a parameter that lie `stride` apart, the first of them where `base` says.
+/// Elements of a parameter at distance `stride`, the first at `base`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Strip {
     pub param: u32,
@@ -99,8 +101,8 @@ pub struct Strip {
     pub length: u64,
 }
 
-/// The sum of products of two strips of equal length, one that follows from the row alone and one that follows from the row's
-/// group ([`Spread::Tiles`]) and the iteration. Each iteration of the phase finds it in the slot.
+/// The sum of products of two strips of equal length. One follows from the row alone. The other follows from the row's
+/// group ([`Spread::Tiles`]) and the iteration. Each iteration of the phase reads the sum from the slot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Inner {
     pub of_row: Strip,
@@ -108,38 +110,41 @@ pub struct Inner {
     pub slot: u32,
 }
 
-/// The sum over iterations of a strip times a scalar. In later phases the slot holds at each iteration the element of that number.
+/// The sum over iterations of a strip times a scalar. In later phases, iteration `i` reads element `i` of the sum from
+/// the slot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outer {
     pub value: Var,
     pub of_step: Strip,
     pub slot: u32,
-    /// At the end of its phase it is divided by this slot, a fold of the same phase.
+    /// The slot of a fold of the same phase, by which the sum is divided at the end of the phase.
     pub divided: Option<u32>,
 }
 
-/// How a phase goes on with a maximum that is not complete (Milakov and Gimelshein 2018, Online normalizer calculation for softmax).
+/// Online normalisation: a phase that uses a running maximum (Milakov and Gimelshein 2018, Online normalizer
+/// calculation for softmax).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Running {
-    /// A fold of the phase, which its other folds and sums take as it is so far. They take all other folds of the phase for 1.
+    /// The slot of the maximum, a fold of the phase. The phase's other folds and sums use its running value, and treat
+    /// all other folds of the phase as 1.
     pub most: u32,
-    /// Folds and sums that are multiplied by `exp(before - after)` where the maximum rises.
+    /// Folds and sums that are multiplied by `exp(before - after)` when the maximum rises.
     pub scaled: Vec<u32>,
 }
 
-/// A loop over `length` iterations, which are independent but for folds.
+/// A loop over `length` iterations, which are independent except for folds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Phase {
     pub length: u64,
     pub folds: Vec<Fold>,
     pub stores: Vec<Store>,
-    /// With [`Spread::Tiles`] only, as is all that follows.
+    /// This field and those after it require [`Spread::Tiles`].
     pub inner: Vec<Inner>,
     pub outer: Vec<Outer>,
     pub running: Option<Running>,
 }
 
-/// A loop over rows, all of which may run at once.
+/// A loop over rows, all of which may run in parallel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
     pub params: Vec<Param>,

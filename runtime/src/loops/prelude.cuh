@@ -1,4 +1,4 @@
-// What the text of every loop program needs. Nothing is included.
+// Definitions for the text of every loop program. There are no includes.
 typedef struct { unsigned short bits; } bf16;
 typedef struct { unsigned short bits; } f16;
 
@@ -11,7 +11,7 @@ template <typename To, typename From> __device__ __forceinline__ To same_bits(Fr
 
 __device__ __forceinline__ float from_bf16(bf16 x) { return __uint_as_float((unsigned int)x.bits << 16); }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 __device__ __forceinline__ bf16 to_bf16(float x) {
   bf16 result;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -47,7 +47,7 @@ struct BitOr { template <typename T> static __device__ __forceinline__ T of(T a,
 struct LogicalAnd { static __device__ __forceinline__ bool of(bool a, bool b) { return a && b; } };
 struct LogicalOr { static __device__ __forceinline__ bool of(bool a, bool b) { return a || b; } };
 
-// Bits of any type pass between the threads of a warp 32 at a time.
+// The threads of a warp exchange values of any type 32 bits at a time.
 template <typename T> __device__ __forceinline__ T from_lane(T value, int distance) {
   if constexpr (sizeof(T) == 8) {
     unsigned long long bits = same_bits<unsigned long long>(value);
@@ -61,7 +61,7 @@ template <typename T> __device__ __forceinline__ T from_lane(T value, int distan
   }
 }
 
-// A value reduced over all threads of a block, given to all of them. Always in the same order.
+// Reduces a value over all threads of a block and returns the result to all of them, always in the same order.
 template <typename T, typename F> __device__ T over_block(T value, double* shared) {
   for (int distance = 16; distance > 0; distance /= 2) value = F::of(value, from_lane(value, distance));
   const int warps = blockDim.x / 32;
@@ -76,7 +76,7 @@ template <typename T, typename F> __device__ T over_block(T value, double* share
   return value;
 }
 
-// A value reduced over the threads of a column, given to all of them.
+// Reduces a value over the threads of a column and returns the result to all of them.
 template <typename T, typename F> __device__ T over_column(T value, double* shared) {
   T* partial = (T*)shared;
   __syncthreads();
@@ -87,7 +87,7 @@ template <typename T, typename F> __device__ T over_column(T value, double* shar
   return value;
 }
 
-// What is no index of anything stays none in fewer bits.
+// Saturates, so that truncation does not turn an out-of-range element into a valid index.
 template <typename I> __device__ __forceinline__ I as_index(long long value) {
   const long long most = sizeof(I) == 4 ? 0x3fffffffLL : 0x3fffffffffffffffLL;
   return (I)(value < -most ? -most : value > most ? most : value);
@@ -99,7 +99,7 @@ template <typename I> __device__ __forceinline__ I as_index(unsigned long long v
 
 template <typename To, typename From> __device__ __forceinline__ To to_integer(From value) { return (To)(long long)value; }
 
-// Integers wrap; a zero divisor gives -1, and leaves the dividend.
+// Integers wrap; division by zero gives -1, with the dividend as its remainder.
 template <typename T> __device__ __forceinline__ T quotient(T a, T b) {
   if (b == 0) return (T)-1;
   if ((T)-1 < (T)0 && b == (T)-1) return (T)(0 - (unsigned long long)a);
@@ -148,7 +148,7 @@ template <typename T> __device__ __forceinline__ int leading_zeros(T a) {
   return __clzll((long long)(unsigned long long)(typename Bits<T>::type)a) - (64 - 8 * (int)sizeof(T));
 }
 
-// The nearest number of so many bits of exponent and mantissa.
+// Rounds to the nearest number with the given bits of exponent and mantissa.
 __device__ __forceinline__ float with_precision(float x, int exponent_bits, int mantissa_bits) {
   if (x != x) return x;
   unsigned int bits = __float_as_uint(x);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void add_to(long long* place, long long value) {
   atomicAdd((unsigned long long*)place, (unsigned long long)value);
 }
 
-// What an element in memory is computed with.
+// The type in which an element in memory is computed.
 template <typename T> struct In {
   typedef T computed;
   static __device__ __forceinline__ T loaded(T x) { return x; }
@@ -220,7 +220,8 @@ template <> struct Unsigned<2> { typedef unsigned short type; };
 template <> struct Unsigned<4> { typedef unsigned int type; };
 template <> struct Unsigned<8> { typedef unsigned long long type; };
 
-// An element that others combine with theirs at the same time. Fewer than 32 bits are exchanged within the 32 that hold them.
+// Atomically combines a value with an element in memory. Elements below 32 bits are exchanged within an aligned word of
+// 32.
 template <typename F, typename T> __device__ void combine_with(T* place, typename In<T>::computed value) {
   typedef typename Unsigned<sizeof(T)>::type Part;
   typedef typename Unsigned<(sizeof(T) < 4 ? 4 : sizeof(T))>::type Word;

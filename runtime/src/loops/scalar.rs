@@ -1,33 +1,34 @@
-//! Scalars of a loop program: each computed once from others, equal ones only once, and indices simplified as they are made.
+//! Scalars of a loop program. Each is computed once from others, equal ones are shared, and indices are simplified as
+//! they are made.
 //!
-//! Indices are integers that are never negative unless something may be cut off before the first element. What is known of the least
-//! and the greatest value of each is what lets `(8 * i + j) / 8` be `i`: with that, the view that a chain of reshapes and slices makes
-//! of a tensor is as short as if it had been written by hand.
+//! Indices are non-negative integers, unless elements before the first may be cut off. Each has a known lower and upper
+//! bound, which lets `(8 * i + j) / 8` simplify to `i`. So a chain of reshapes and slices becomes as short as a view
+//! written by hand.
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Direction, ThreefryWord, Unary, WindowDim};
 use std::collections::HashMap;
 
-/// A scalar by its number.
+/// A scalar, by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Var(pub u32);
 
-/// How a scalar is computed. Floats of 16 bits and less are computed with in single precision, and rounded where they are stored,
-/// converted or compared.
+/// The computation of a scalar. Floats of at most 16 bits are computed in single precision, and rounded where they are
+/// stored, converted or compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Scalar {
     /// The row, and the iteration of a phase.
     Row,
     Step,
-    /// What a fold of an earlier phase has left.
+    /// The result of a fold of an earlier phase.
     Slot(u32, DType),
-    /// The device's position along some axes.
+    /// The device's position along some axes, or the start of a tile.
     Coordinate(u32),
-    /// An index.
+    /// A constant index.
     Index(i64),
-    /// A number by the bits of an `f64`.
+    /// A constant element, by the bits of an `f64`.
     Number(u64, DType),
-    /// An element of a parameter; zero where the guard is false.
+    /// An element of a parameter; zero if the guard is false.
     Load {
         param: u32,
         index: Var,
@@ -36,14 +37,14 @@ pub enum Scalar {
     },
     Add(Var, Var),
     Times(Var, i64),
-    /// Of indices that are not negative.
+    /// Quotients and remainders of indices that are not negative.
     Quotient(Var, i64),
     Remainder(Var, i64),
-    /// Whether an index lies in `0..n`.
+    /// True if an index is in `0..n`.
     Within(Var, i64),
-    /// An index brought into `0..=most`.
+    /// An index clamped to `0..=most`.
     Clamp(Var, i64),
-    /// An index as an element, and an element as an index.
+    /// Converts an index to an element, and an element to an index.
     AsElement(Var, DType),
     AsIndex(Var, DType),
     And(Var, Var),
@@ -88,7 +89,7 @@ impl Scalar {
         }
     }
 
-    /// Whether it is an index, rather than an element or a truth value.
+    /// Returns whether it is an index, as opposed to an element or a boolean.
     pub fn is_index(&self) -> bool {
         matches!(
             self,
@@ -106,12 +107,12 @@ impl Scalar {
     }
 }
 
-/// All scalars of a launch, operands before what is made of them.
+/// All scalars of a launch, each after its operands.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scalars {
     pub all: Vec<Scalar>,
     known: HashMap<Scalar, Var>,
-    /// Least and greatest value of each index.
+    /// Lower and upper bound of each index.
     bounds: Vec<(i64, i64)>,
 }
 
@@ -120,7 +121,7 @@ impl Scalars {
         &self.all[var.0 as usize]
     }
 
-    /// Everything that these are made of and themselves, operands first.
+    /// The given scalars and all that they depend on, operands first.
     pub fn with_operands(&self, vars: impl IntoIterator<Item = Var>) -> Vec<Var> {
         let mut needed = vec![false; self.all.len()];
         vars.into_iter().for_each(|v| needed[v.0 as usize] = true);
@@ -136,7 +137,7 @@ impl Scalars {
         self.bounds[var.0 as usize]
     }
 
-    /// The scalar, or the one that is known to be the same. `bounds` matter for indices alone.
+    /// Adds a scalar, or finds an equal one. Only indices have `bounds`.
     fn push(&mut self, scalar: Scalar, bounds: (i64, i64)) -> Var {
         if let Some(&known) = self.known.get(&scalar) {
             return known;
@@ -148,13 +149,13 @@ impl Scalars {
         var
     }
 
-    /// A scalar that is no index made of others.
+    /// Adds a scalar that is no index.
     pub fn element(&mut self, scalar: Scalar) -> Var {
         debug_assert!(!scalar.is_index(), "{scalar:?} has bounds");
         self.push(scalar, (i64::MIN, i64::MAX))
     }
 
-    /// One of `count` values from zero on: a row, a step, a coordinate.
+    /// Adds a counter from zero below `count`: a row, a step, a coordinate.
     pub fn counter(&mut self, scalar: Scalar, count: u64) -> Var {
         match count {
             0 | 1 => self.index(0),
@@ -173,9 +174,9 @@ impl Scalars {
         }
     }
 
-    /// An element read as an index; nothing is known of it.
+    /// An element converted to an index, without known bounds.
     pub fn from_element(&mut self, value: Var, dtype: DType) -> Var {
-        // Half of the range, so that sums do not overflow.
+        // A quarter of the range, so that sums do not overflow.
         self.push(Scalar::AsIndex(value, dtype), (i64::MIN / 4, i64::MAX / 4))
     }
 
@@ -187,13 +188,14 @@ impl Scalars {
         self.push(Scalar::Clamp(a, most), (low.clamp(0, most), high.clamp(0, most)))
     }
 
-    /// Whether `0 <= a < n`: `None` where it is always so.
+    /// The condition `0 <= a < n`, or `None` if it always holds.
     pub fn within(&mut self, a: Var, n: i64) -> Option<Var> {
         let (low, high) = self.bounds(a);
         (low < 0 || high >= n).then(|| self.element(Scalar::Within(a, n)))
     }
 
-    /// The element at `position` of a dimension whose `size` elements lie `dilation` apart, and what must be true for one to be there.
+    /// The index at `position` of a dimension whose `size` elements are `dilation` apart, and the condition under which
+    /// an element is there.
     pub fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
         let dilation = dilation.max(1) as i64;
         let extent = (size as i64 - 1) * dilation + 1;
@@ -202,14 +204,14 @@ impl Scalars {
             return (position, guard);
         }
         let between = self.remainder(position, dilation);
-        // No offset from an element: 0 is the only remainder below 1.
+        // The position is that of an element if the remainder is 0, the only one below 1.
         let exactly = self.within(between, 1);
         let guard = self.and(guard, exactly);
         (self.quotient(position, dilation), guard)
     }
 
-    /// Where in a dimension of `size` elements a window reads at its position `inner`, for result `outer`, and what must be true for
-    /// an element to be there.
+    /// The index that a window reads in a dimension of `size` elements, at its position `inner` for result `outer`.
+    /// Also the condition under which an element is there.
     pub fn window(&mut self, window: &WindowDim, outer: Var, inner: Var, size: u64) -> (Var, Option<Var>) {
         let inner = match window.reversed {
             true => {
@@ -313,7 +315,7 @@ impl Scalars {
         self.push(Scalar::Add(a, b), (al.saturating_add(bl), ah.saturating_add(bh)))
     }
 
-    /// A term as something and how often.
+    /// Splits a term into a scalar and its factor.
     fn factored(&self, term: Var) -> (Var, i64) {
         match self.get(term) {
             Scalar::Times(inner, by) => (*inner, *by),
@@ -328,7 +330,7 @@ impl Scalars {
         let (mut divided, mut rest) = (Vec::new(), Vec::new());
         for term in terms {
             let (inner, by) = match self.as_index(term) {
-                // A constant gives what of it can be divided.
+                // The divisible part of a constant.
                 Some(value) => {
                     divided.push(self.index(value.div_euclid(divisor)));
                     rest.push(self.index(value.rem_euclid(divisor)));
@@ -344,7 +346,7 @@ impl Scalars {
         (divided, rest)
     }
 
-    /// A sum as `k` times one index and another one in `0..k`, for some `k` that divides `divisor`.
+    /// Writes a sum as `k` times one index plus another in `0..k`, for some `k` that divides `divisor`.
     fn in_blocks(&mut self, a: Var, divisor: i64) -> Option<(Var, i64, Var)> {
         let mut terms = Vec::new();
         self.terms(a, &mut terms);
@@ -423,7 +425,7 @@ impl Scalars {
         self.push(Scalar::Remainder(a, divisor), (0, divisor - 1))
     }
 
-    /// The position of an element in a tensor of this shape, row major.
+    /// The row-major position of an element in a tensor of this shape.
     pub fn position(&mut self, index: &[Var], shape: &[u64]) -> Var {
         let mut terms = Vec::new();
         let mut stride = 1i64;
@@ -439,14 +441,14 @@ impl Scalars {
         sum
     }
 
-    /// The index of the element at a position of a tensor of this shape.
+    /// The index of the element at a row-major position of a tensor of this shape.
     pub fn unravel(&mut self, position: Var, shape: &[u64]) -> Vec<Var> {
         let mut index = vec![position; shape.len()];
         let mut stride = 1i64;
         for (d, &size) in shape.iter().enumerate().rev() {
             let size = size.max(1) as i64;
             let at = self.quotient(position, stride);
-            // The position is inside, so that of the first dimension nothing is left over.
+            // The position is in bounds, so the first dimension needs no remainder.
             index[d] = if shape[..d].iter().all(|&s| s == 1) { at } else { self.remainder(at, size) };
             if size == 1 {
                 index[d] = self.index(0);

@@ -1,10 +1,12 @@
-// What the text of loop programs over tiles needs: a block of four warps takes 64 rows, 16 each, and goes through tiles of iterations.
-// Between the threads of a warp a tile of values lies as the results of tensor cores do (PTX ISA, mma.m16n8k16): of each 8 columns a
-// thread has four elements, in the rows lane / 4 and 8 below it, at the columns 2 * (lane % 4) and 1 after it.
+// Definitions for the text of loop programs over tiles. A block of four warps takes 64 rows, 16 each, and iterates over
+// tiles. A tile of values is distributed over a warp's threads like the results of tensor cores (PTX ISA,
+// mma.m16n8k16). For every 8 columns, a thread has four elements: in the rows lane / 4 and 8 below it, at the columns 2
+// * (lane % 4) and 1 after it.
 
 __device__ __forceinline__ unsigned int shared_address(const void* p) { return (unsigned int)__cvta_generic_to_shared(p); }
 
-// Four, or two, matrices of 8 by 8 elements of 16 bits; lanes 0-7 say where the rows of the first are, the next eight those of the second.
+// Loads four, or two, matrices of 8 by 8 elements of 16 bits. Lanes 0-7 give the addresses of the first one's rows, the
+// next eight lanes those of the second.
 __device__ __forceinline__ void matrices_4(unsigned int (&m)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)) : "memory");
 }
@@ -30,8 +32,8 @@ template <typename T> __device__ __forceinline__ unsigned int packed(float low, 
 
 struct alignas(16) Words { unsigned int word[4]; };
 
-// Strips of LENGTH elements into rows of LEAD elements of shared memory, the first PADDED of which are then defined: beyond the strips'
-// length, and in rows from `rows` on, there are zeros. `base` says where a row's strip begins.
+// Loads strips of LENGTH elements into rows of LEAD elements of shared memory, and defines the first PADDED of each.
+// Elements beyond a strip's length, and rows from `rows` on, are zero. `base` returns the start of a row's strip.
 template <typename T, int ROWS, int LENGTH, int PADDED, int LEAD, typename Base>
 __device__ __forceinline__ void load_strips(T* to, const T* from, int rows, long long stride, Base base) {
   constexpr int WIDE = 16 / sizeof(T);
@@ -90,7 +92,8 @@ template <int DEPTH, int N, int LEAD> struct Inner<float, DEPTH, N, LEAD> {
   }
 };
 
-// c += w b, with w of 16 rows by 8 N columns as values lie between threads, and b of 8 N rows by 8 WIDTH columns.
+// c += w b, with w of 16 rows by 8 N columns, distributed over the threads as above, and b of 8 N rows by 8 WIDTH
+// columns.
 template <typename T, int N, int WIDTH, int LEAD> struct Outer {
   static __device__ __forceinline__ void add(float (&c)[WIDTH][4], const float (&w)[N][4], const T* b, int lane, float*) {
 #pragma unroll
@@ -106,7 +109,8 @@ template <typename T, int N, int WIDTH, int LEAD> struct Outer {
     }
   }
 };
-// In single precision every thread needs all of its rows' values, by way of 16 rows of shared memory that are the warp's own.
+// In single precision every thread needs all values of its rows, through 16 rows of shared memory that belong to the
+// warp.
 template <int N, int WIDTH, int LEAD> struct Outer<float, N, WIDTH, LEAD> {
   static __device__ __forceinline__ void add(float (&c)[WIDTH][4], const float (&w)[N][4], const float* b, int lane, float* own) {
     const int group = lane / 4, pair = lane % 4 * 2, lead = 8 * N + 4;
@@ -127,7 +131,7 @@ template <int N, int WIDTH, int LEAD> struct Outer<float, N, WIDTH, LEAD> {
   }
 };
 
-// A value of a row reduced over the four threads that have its elements.
+// Reduces a row's value over the four threads that have its elements.
 template <typename F> __device__ __forceinline__ float over_row(float value) {
   value = F::of(value, from_lane(value, 1));
   return F::of(value, from_lane(value, 2));

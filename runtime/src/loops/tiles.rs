@@ -1,11 +1,14 @@
-//! Kernels around products that stay on the chip, as attention is: scores are made of rows of memory tile by tile, and what comes of them
-//! is summed before the next tile.
+//! Kernels around products that stay on the chip, such as attention. Scores are computed tile by tile from rows in
+//! memory, and each tile is summed before the next.
 //!
-//! Of a kernel in which some products grow and others take what is made of these element by element, a launch goes over the rows of
-//! the large values and one over their columns, each as far as something is summed along the other. Nothing is known of softmax: a
-//! reduction that takes another one waits for a phase of its own, unless the other is a maximum by which everything is only scaled.
-//! Then both go on together with the maximum so far (Milakov and Gimelshein 2018), which is how attention is one pass over the keys
-//! (Dao et al. 2022, FlashAttention), and its backward pass one for the gradient's mean and one for each side's gradients.
+//! In such a kernel, inner products make large values, and outer products consume elementwise functions of them. One
+//! launch iterates over the rows of the large values and one over their columns, each if something is summed along the
+//! other dimension.
+//!
+//! The code knows nothing of softmax. A reduction that depends on another waits for a phase of its own, unless that
+//! other is a maximum that only scales it. Then both share a phase with a running maximum (Milakov and Gimelshein
+//! 2018). So attention is one pass over the keys (Dao et al. 2022, FlashAttention). Its backward pass is one pass for
+//! the gradient's mean and one for each side's gradients.
 
 use super::build::{Builder, Made, Stop};
 use super::scalar::{Scalar, Scalars, Var};
@@ -20,56 +23,57 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::view::View;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The longest strip: what leaves room for the sums of a tile in registers.
+/// Maximum strip length that leaves room for the sums of a tile in registers.
 const LONGEST: u64 = 256;
 
-/// Dimensions of the large values: pairs of matrices, rows and columns of each.
+/// Dimensions of the large values: batch dimensions, rows and columns.
 struct Large {
     batch: Vec<u64>,
     rows: Vec<u64>,
     columns: Vec<u64>,
 }
 
-/// A product that sums what is made of large values along their rows or columns.
+/// A product that sums functions of large values along their rows or columns.
 #[derive(Clone, Copy)]
 struct Summed<'a> {
     product: ValueId,
     dot: &'a DotGeneral,
-    /// Which operand is large.
+    /// The index of the large operand.
     large: usize,
 }
 
-/// Where the elements of an operand lie.
+/// The layout of an operand.
 struct Laid {
     view: View,
     source: Source,
-    /// What of the source is this device's, on top of the view.
+    /// The parts of the source that belong to this device, on top of the view.
     parts: Vec<Parted>,
 }
 
-/// One of `count` parts, the one at a device's position along axes; each begins `apart` elements after the one before.
+/// One of `count` parts, chosen by a device's position along axes; consecutive parts start `apart` elements apart.
 struct Parted {
     axes: Vec<AxisId>,
     count: u64,
     apart: u64,
 }
 
-/// Dimensions of an operand that are of its matrices' pairs, and of one matrix those that are kept, each in ascending order.
+/// The dimensions of an operand that are neither batch nor contracted, in ascending order.
 fn kept(rank: usize, batch: &[usize], contract: &[usize]) -> Vec<usize> {
     (0..rank).filter(|d| !batch.contains(d) && !contract.contains(d)).collect()
 }
 
-/// What a launch over tiles iterates over, as the scalars of large values' indices.
+/// The iteration space of a launch over tiles, as scalars of the large values' indices.
 struct Walk {
     batch: Vec<Var>,
-    /// Of the rows' dimensions, whichever side of the large values that is, and of the iterations'.
+    /// Indices of the dimensions that rows iterate over, which may be either side of the large values, and of those
+    /// that iterations do.
     rows: Vec<Var>,
     steps: Vec<Var>,
     step: Var,
     length: u64,
 }
 
-/// What a launch has still to sum, and the slots of all that it sums.
+/// The pending reductions and sums of a launch, and the slots of all of them.
 struct Open<'a> {
     reductions: Vec<ValueId>,
     sums: Vec<Summed<'a>>,
@@ -77,7 +81,7 @@ struct Open<'a> {
 }
 
 impl Made<'_> {
-    /// The launches of a kernel of products that stay on the chip.
+    /// Makes the launches of a kernel whose products stay on the chip.
     pub(super) fn tiled(&mut self, kernel: &Kernel) -> Result<(), Unsupported> {
         let graph = self.graph;
         let refused = |v: ValueId| Unsupported { value: v, op: graph.node(v).op.name() };
@@ -120,7 +124,7 @@ impl Made<'_> {
         }
         let reductions: Vec<ValueId> =
             kernel.nodes.iter().copied().filter(|v| matches!(graph.node(*v).op, Op::Reduce(_))).collect();
-        // Along rows first, since what comes of reductions is read along columns.
+        // Rows first, since sums along columns read the reductions.
         let (mut of_rows, mut of_columns) = (Vec::new(), Vec::new());
         for &summed in &outer {
             match self.is_along_rows(&large, &inner, summed) {
@@ -134,10 +138,10 @@ impl Made<'_> {
         let tile = |of: &[Summed<'_>]| of.iter().map(|s| self.width(*s)).sum::<u64>();
         let (of_rows, of_columns) = match [&of_rows, &of_columns].map(|of| tile(of) > LONGEST) {
             [false, false] => (vec![of_rows], vec![of_columns]),
-            // Their sums would not stay in registers.
+            // Together, their sums would not fit in registers.
             _ => (of_rows.chunks(1).map(Vec::from).collect(), of_columns.chunks(1).map(Vec::from).collect()),
         };
-        // Reductions are of rows, and made with the first of their sums.
+        // Reductions are along rows, and are computed with the first of the row sums.
         let (first, rest) = of_rows.split_first().map_or((&[][..], &[][..]), |(first, rest)| (&first[..], rest));
         if !(first.is_empty() && reductions.is_empty() && others.is_empty()) {
             self.along(&large, &inner, false, &reductions, first, &others)?;
@@ -156,7 +160,7 @@ impl Made<'_> {
         kept(shape.len(), batch, contract).into_iter().map(|d| shape[d]).product()
     }
 
-    /// Where the elements of an operand lie, if strides say that.
+    /// The layout of an operand, if strides describe it.
     fn strided(&self, v: ValueId) -> Option<Laid> {
         let node = self.graph.node(v);
         let whole = |source: Source| {
@@ -173,7 +177,7 @@ impl Made<'_> {
         let mut laid = self.strided(operand)?;
         match &node.op {
             Op::Collective(op) => {
-                // Of several blocks a device has a part of each, which no stride and start describe.
+                // With several blocks, a device has a part of each, which no single view describes.
                 let Collective::LocalSlice { axes, dim, outer: 1 } = &op.collective else { return None };
                 let (dim, shape) = (usize::from(*dim), &node.ty.shape);
                 let count = self.graph.shape(operand)[dim] / shape[dim].max(1);
@@ -189,7 +193,7 @@ impl Made<'_> {
         Some(laid)
     }
 
-    /// Whether a product sums along the rows of large values, or else along their columns; none where it is neither.
+    /// `true` if a product sums along the rows of large values, `false` if along their columns, `None` if neither.
     fn is_along_rows(&self, large: &Large, inner: &[ValueId], summed: Summed<'_>) -> Option<bool> {
         [true, false].into_iter().find(|&rows| {
             let own = if rows { &large.rows } else { &large.columns };
@@ -228,7 +232,8 @@ impl Made<'_> {
         index.into_iter().collect()
     }
 
-    /// Gives the builder the slots of inner products at the walk's index. Their strips are made when it is known which are needed.
+    /// Gives the builder the slots of inner products at the walk's index. Their strips are made once it is known which
+    /// are needed.
     fn slots_of(&self, b: &mut Builder<'_>, large: &Large, inner: &[ValueId], turned: bool, walk: &Walk) {
         let (rows, columns) = if turned { (&walk.steps, &walk.rows) } else { (&walk.rows, &walk.steps) };
         debug_assert_eq!((rows.len(), columns.len()), (large.rows.len(), large.columns.len()));
@@ -239,7 +244,7 @@ impl Made<'_> {
         }
     }
 
-    /// A strip of an operand: each of its dimensions is at an index, but for those that the strip runs along.
+    /// A strip of an operand. Each of its dimensions is at a given index, except those along which the strip runs.
     fn strip(
         &self,
         b: &mut Builder<'_>,
@@ -295,7 +300,7 @@ impl Made<'_> {
         Ok([strips[0], strips[1]])
     }
 
-    /// One launch over the rows of large values, or where it is turned, over their columns.
+    /// Makes one launch over the rows of large values or, if `turned`, over their columns.
     fn along(
         &mut self,
         large: &Large,
@@ -318,7 +323,7 @@ impl Made<'_> {
         let mut open = Open { reductions: reductions.to_vec(), sums: outer.to_vec(), slots };
         while !open.reductions.is_empty() || !open.sums.is_empty() {
             let mut phase = Phase { length: walk.length, ..Phase::default() };
-            // What takes nothing that is not complete; then, if there is one maximum among it, what goes on with that.
+            // First the sums of complete values. Then, if there is one maximum among them, those that it only scales.
             let complete = self.summed(&mut b, &walk, &mut open, &mut phase, None)?;
             let floats = |f: &&Fold| f.reducer == Reducer::Max && f.dtype.is_float();
             let most = phase.folds.iter().find(floats).map(|f| f.slot).filter(|_| complete.len() == 1);
@@ -346,7 +351,7 @@ impl Made<'_> {
             }
             phases.push(phase);
         }
-        // What is left in memory: reductions, what follows from them, and sums.
+        // The results written to memory: reductions, values that follow from them, and sums.
         let mut stores = Vec::new();
         for &v in reductions {
             let dtype = graph.ty(v).dtype;
@@ -373,8 +378,8 @@ impl Made<'_> {
         Ok(())
     }
 
-    /// Adds to a phase what can be summed now, and takes it from what is pending. With a running maximum, that is what the maximum and
-    /// one of the phase's sums only scale.
+    /// Moves pending reductions and sums into a phase if they can be computed now. With a running maximum, these are
+    /// the ones that only the maximum and one of the phase's sums scale.
     fn summed(
         &self,
         b: &mut Builder<'_>,
@@ -468,7 +473,7 @@ impl Made<'_> {
         let lhs = (&dot.lhs_batch, &dot.lhs_contract);
         let rhs = (&dot.rhs_batch, &dot.rhs_contract);
         let (mine, its) = if summed.large == 0 { (lhs, rhs) } else { (rhs, lhs) };
-        // The large operand's dimensions are at the walk's scalars in ascending order.
+        // The large operand's dimensions are at the walk's scalars, in ascending order.
         let at = |dims: &[usize], vars: &[Var], d: usize| vars[dims.iter().filter(|&&o| o < d).count()];
         let batch = mine.0.iter().zip(its.0).map(|(&d, &o)| (o, at(mine.0, &walk.batch, d)));
         let contract = mine.1.iter().zip(its.1).map(|(&d, &o)| (o, at(mine.1, &walk.steps, d)));
@@ -476,7 +481,7 @@ impl Made<'_> {
         self.strip(b, other, &batch.chain(contract).collect(), &along)
     }
 
-    /// The phase that leaves a sum in memory.
+    /// The phase that writes a sum to memory.
     fn stored(&self, b: &mut Builder<'_>, summed: Summed<'_>, walk: &Walk, slot: u32) -> Phase {
         let (dot, ty) = (summed.dot, self.graph.ty(summed.product));
         let [lhs, rhs] = [0, 1].map(|i| self.graph.shape(self.graph.node(summed.product).operands[i]));
@@ -503,7 +508,7 @@ impl Made<'_> {
     }
 }
 
-/// The scalars of large values' indices, where each row of theirs is a row of the launch, or where it is turned, each column.
+/// The indices of large values, with one row of the launch for each of their rows or, if `turned`, for each column.
 fn walk(b: &mut Builder<'_>, large: &Large, turned: bool) -> Walk {
     let (own, other) = if turned { (&large.columns, &large.rows) } else { (&large.rows, &large.columns) };
     let row = b.row;
@@ -514,24 +519,24 @@ fn walk(b: &mut Builder<'_>, large: &Large, turned: bool) -> Walk {
     Walk { batch, rows, steps: b.scalars.unravel(step, other), step, length }
 }
 
-/// How a scalar depends on a slot `s`.
+/// The dependence of a scalar on a slot `s`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     None,
-    /// It is something else, and so many times `s`.
+    /// The scalar is a value independent of `s`, plus this multiple of `s`.
     Moved(i32),
-    /// It is something else, times `exp(s)` for a maximum and times `s` for a sum, to this power.
+    /// The scalar is a value independent of `s`, times a power of `exp(s)` for a maximum, or of `s` for a sum.
     Scaled(i32),
 }
 
-/// What a slot holds: a maximum, which is subtracted, or a sum, which is divided by.
+/// The content of a slot: a maximum, which is subtracted, or a sum, by which values are divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Slot {
     Most,
     Sum,
 }
 
-/// How a scalar depends on a slot; none where it is in no such way.
+/// The dependence of a scalar on a slot, if it has one of these forms.
 fn depends(scalars: &Scalars, var: Var, slot: u32, holds: Slot) -> Option<Part> {
     let mut known: BTreeMap<Var, Option<Part>> = BTreeMap::new();
     for v in scalars.with_operands([var]) {

@@ -1,10 +1,13 @@
-//! Loop programs over tiles as CUDA C++: 64 rows a block, 16 a warp, and products by tensor cores where elements have 16 bits.
+//! Prints loop programs over tiles as CUDA C++, with 64 rows per block and 16 per warp. Tensor cores compute the
+//! products of 16-bit elements.
 //!
-//! What a thread holds is bounded by construction. Sums of a phase take one register for every two elements of their strips, and
-//! values of a tile of `c` iterations `c / 2` for each product and for each sum; `c` is the greatest of 64, 32 and 16 for which all of
-//! that is at most 160 of the 255 registers that a thread has, which leaves the rest for addresses and what is computed. Shared memory
-//! holds the strips of all rows and of one tile of iterations, at most what a block of an A100 may ask for (CUDA C++ Programming
-//! Guide, compute capability 8.0: 163 KB).
+//! The registers of a thread are bounded by construction. Sums of a phase take one register for every two elements of
+//! their strips. Values of a tile of `c` iterations take `c / 2` for each product and for each sum. `c` is the greatest
+//! of 64, 32 and 16 for which all of this is at most 160 of a thread's 255 registers. The rest is for addresses and
+//! intermediate values.
+//!
+//! Shared memory holds the strips of all rows and of one tile of iterations. It is at most the limit of a block on an
+//! A100 (CUDA C++ Programming Guide, compute capability 8.0: 163 KB).
 
 use super::cuda::{NoArithmetic, Printer, Text, combined, computed, fingerprint, functor, number, stored};
 use super::scalar::{Scalar, Var};
@@ -13,20 +16,20 @@ use super::{Fold, Inner, Launch, Phase, Reducer, Running, Spread, Strip};
 use altiplano_ir::dtype::DType;
 use std::collections::BTreeMap;
 
-/// Rows of a tile, and the threads that take them.
+/// Rows of a tile, and the threads that process them.
 const ROWS: u64 = 64;
 const THREADS: u32 = 128;
-/// Registers of a thread for values that stay, and bytes of shared memory of a block.
+/// Limit on a thread's registers for values that stay, and on a block's bytes of shared memory.
 const REGISTERS: u64 = 160;
 const SHARED_BYTES: u64 = 163 << 10;
 
-/// How a launch is cut into tiles.
+/// The division of a launch into tiles.
 struct Cut {
     dtype: DType,
-    /// Rows that share what their iterations read.
+    /// Number of consecutive rows whose iterations read the same data.
     group: u64,
     tiles: u64,
-    /// Iterations of a tile, for each phase.
+    /// Iterations per tile, for each phase.
     steps: Vec<u64>,
     /// Distinct strips of rows, and of iterations of each phase.
     of_rows: Vec<Strip>,
@@ -34,12 +37,12 @@ struct Cut {
     shared_bytes: u64,
 }
 
-/// Elements of a strip in shared memory: whole matrices of tensor cores.
+/// Elements of a strip in shared memory, padded to whole tensor-core matrices.
 fn padded(length: u64) -> u64 {
     length.max(1).next_multiple_of(16)
 }
 
-/// Elements between neighbouring strips there: rows of a matrix that are loaded at once fall into different banks.
+/// Stride between strips in shared memory. Rows of a matrix that are loaded together fall into different banks.
 fn lead(strip: &Strip, dtype: DType) -> u64 {
     padded(strip.length) + 16 / dtype.bytes()
 }
@@ -78,7 +81,7 @@ fn cut(launch: &Launch) -> Option<Cut> {
         return None;
     }
     let bytes = |strips: &[Strip], rows: u64| strips.iter().map(|s| rows * lead(s, dtype) * dtype.bytes()).sum::<u64>();
-    // The widest phase, with what its sums pass between threads.
+    // The largest phase, including the space in which its sums pass between threads.
     let of_phase = |(strips, &c): (&Vec<Strip>, &u64)| {
         bytes(strips, c) + if dtype == DType::F32 { ROWS * (c + 4) * dtype.bytes() } else { 0 }
     };
@@ -89,12 +92,12 @@ fn cut(launch: &Launch) -> Option<Cut> {
     (cut.shared_bytes <= SHARED_BYTES).then_some(cut)
 }
 
-/// Whether there is a text for the launch: its types are those of tensor cores or single precision, and its tiles have room.
+/// Returns whether the launch has a text: its types are 16-bit floats or single precision, and its tiles fit.
 pub(super) fn fits(launch: &Launch) -> bool {
     cut(launch).is_some()
 }
 
-/// The text of a launch over tiles.
+/// Prints a launch over tiles.
 pub(super) fn text(launch: &Launch) -> Result<Text, NoArithmetic> {
     let Some(cut) = cut(launch) else {
         return Err(NoArithmetic(launch.params.first().map_or(DType::F64, |p| p.dtype)));
@@ -114,7 +117,7 @@ struct Tiled<'a, 'b> {
     launch: &'a Launch,
 }
 
-/// Where the text of a scalar finds a slot.
+/// The variable that holds each slot.
 type Bound = BTreeMap<u32, String>;
 
 impl Tiled<'_, '_> {
@@ -141,7 +144,7 @@ impl Tiled<'_, '_> {
         self.line(2, format!("const I first = tile % {per} * {ROWS}, start = tile / {per} * {group};"));
         self.line(2, format!("const int rows = (int)({group} - first < {ROWS} ? {group} - first : {ROWS});"));
         self.line(2, "const int at[2] = {warp * 16 + group, warp * 16 + group + 8};");
-        // Beyond the last row a thread does as the last does, and leaves nothing.
+        // Beyond the last row, a thread repeats the last row and writes nothing.
         self.line(2, "const I row_of[2] = {start + first + (at[0] < rows ? at[0] : rows - 1), start + first + (at[1] < rows ? at[1] : rows - 1)};");
         self.line(2, "__syncthreads();");
         for (i, strip) in cut.of_rows.iter().enumerate() {
@@ -184,7 +187,7 @@ impl Tiled<'_, '_> {
         Ok(())
     }
 
-    /// The elements of a tile that a thread has, one after the other: what is said of each, after scalars that it takes.
+    /// Prints code for each element of a tile that a thread holds, after the scalars that it needs.
     fn each(
         &mut self,
         phase: &Phase,
@@ -203,7 +206,7 @@ impl Tiled<'_, '_> {
         self.line(4, format!("const bool inside = next < {};", phase.length));
         self.line(4, format!("const I step = inside ? next : {last}; (void)step; (void)row;"));
         match hides {
-            // They are all that is needed, since what a mask hides is not.
+            // These are all that is needed, since masked elements are not computed.
             Some(_) => vars.iter().try_for_each(|v| self.scalar(*v, bound, hides))?,
             None => self.scalars(vars, bound)?,
         }
@@ -219,7 +222,7 @@ impl Tiled<'_, '_> {
         all.into_iter().try_for_each(|var| self.scalar(var, bound, None))
     }
 
-    /// A scalar; a choice by what hides is the other one.
+    /// Prints a scalar. A select by `hides` takes its other branch.
     fn scalar(&mut self, var: Var, bound: &Bound, hides: Option<Var>) -> Result<(), NoArithmetic> {
         match self.launch.scalars.get(var) {
             Scalar::Slot(slot, _) if bound.contains_key(slot) => {
@@ -234,7 +237,7 @@ impl Tiled<'_, '_> {
         }
     }
 
-    /// A phase that goes through tiles of iterations.
+    /// Prints a phase that runs through tiles of iterations.
     fn sums(&mut self, phase: &Phase, steps: u64, strips: &[Strip], mut offset: u64) -> Result<(), NoArithmetic> {
         let (cut, element, tiles) = (self.cut, stored(self.cut.dtype)?, steps / 8);
         for fold in &phase.folds {
@@ -314,7 +317,7 @@ impl Tiled<'_, '_> {
         Ok(())
     }
 
-    /// Goes to the next tile where nothing of this one is seen.
+    /// Prints the check that skips a fully masked tile.
     fn passed_by(&mut self, phase: &Phase, steps: u64, bound: &Bound) -> Result<(), NoArithmetic> {
         let launch = self.launch;
         let Some(Unseen { seen, exponential }) = unseen(&launch.scalars, phase) else { return Ok(()) };
@@ -330,7 +333,7 @@ impl Tiled<'_, '_> {
         let mut bound = bound.clone();
         let mut lines = vec![format!("adds = adds || inside && v{} != 0;", exponential.0)];
         if let Some(Running { most, .. }) = &phase.running {
-            // A maximum of nothing is not above what is hidden.
+            // If the maximum is still negative infinity, it is not above the masked values.
             bound.insert(*most, format!("s{most}[e / 2]"));
             lines.push(format!("adds = adds || s{most}[e / 2] == __int_as_float(0xff800000);"));
         }
@@ -349,13 +352,13 @@ impl Tiled<'_, '_> {
         );
     }
 
-    /// Slots of phases before this one, of a row.
+    /// The slots of earlier phases, for a row.
     fn rows_bound(&self, phase: &Phase) -> Bound {
         let before = self.launch.phases.iter().take_while(|p| !std::ptr::eq(*p, phase));
         before.flat_map(|p| &p.folds).map(|f| (f.slot, format!("s{}[e / 2]", f.slot))).collect()
     }
 
-    /// Raises the maximum to that of this tile too, and scales what was summed with the one before.
+    /// Raises the maximum to that of this tile as well, and rescales the earlier sums.
     fn running(
         &mut self,
         phase: &Phase,
@@ -370,7 +373,7 @@ impl Tiled<'_, '_> {
         let lines = [format!("if (inside) s{most}[e / 2] = {next};")];
         self.each(phase, steps, &[fold.value], bound, &lines, None)?;
         self.over_row(3, most, fold.reducer, fold.dtype);
-        // Below all that there is, nothing is subtracted, and nothing was summed.
+        // If the maximum is negative infinity, nothing is subtracted, and nothing was summed.
         let lowest = "__int_as_float(0xff800000)";
         let used = |h: usize| format!("s{most}[{h}] == {lowest} ? 0.0f : s{most}[{h}]");
         self.line(3, format!("const float used{most}[2] = {{{}, {}}};", used(0), used(1)));
@@ -391,7 +394,7 @@ impl Tiled<'_, '_> {
         Ok(())
     }
 
-    /// A phase that leaves slots in memory: of rows, or the elements of a sum.
+    /// Prints a phase that writes slots to memory: those of rows, or the elements of a sum.
     fn stores(&mut self, phase: &Phase) -> Result<(), NoArithmetic> {
         let mut bound = self.rows_bound(phase);
         let sums = self.launch.phases.iter().flat_map(|p| &p.outer);

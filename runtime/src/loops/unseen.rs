@@ -1,23 +1,23 @@
-//! Tiles of which nothing is seen: what a mask hides that follows from where a value is, as that of causal attention does.
+//! Skips fully masked tiles, if the mask follows from indices, as in causal attention.
 //!
-//! Whether a comparison of indices can hold anywhere in a tile follows from the least and the greatest of each, which the text computes
-//! before it loads the tile. Where it cannot, every value of the tile is what hidden ones are; and if the exponential that all sums
-//! scale with is zero for these, which is tried and not assumed, the tile adds nothing and is passed by.
+//! Bounds of indices decide whether a comparison can hold anywhere in a tile. The text computes them before it loads
+//! the tile. If it cannot hold, every value of the tile is masked. If the exponential that scales all sums is then
+//! zero, which the text tests, the tile adds nothing and is skipped.
 
 use super::scalar::{Scalar, Scalars, Var};
 use super::{Phase, Reducer, Running};
 use altiplano_ir::op::{Binary, Direction, Unary};
 use std::collections::BTreeSet;
 
-/// What decides whether a tile is passed by.
+/// The condition that decides whether a tile is skipped.
 pub(super) struct Unseen {
-    /// Where it can hold in a tile, the tile is not passed by.
+    /// A tile is not skipped if this can hold in it.
     pub seen: Var,
-    /// What all sums of the phase scale with, without what is only there where `seen` holds.
+    /// The factor of all sums of the phase. Masked elements are computed without the branch for which `seen` holds.
     pub exponential: Var,
 }
 
-/// How the tiles of a phase can be passed by, if there is a way.
+/// The condition for skipping tiles of a phase, if there is one.
 pub(super) fn unseen(scalars: &Scalars, phase: &Phase) -> Option<Unseen> {
     let most = phase.running.as_ref().map(|Running { most, .. }| *most);
     let folds = phase.folds.iter().filter(|f| Some(f.slot) != most);
@@ -41,7 +41,7 @@ pub(super) fn unseen(scalars: &Scalars, phase: &Phase) -> Option<Unseen> {
     })
 }
 
-/// What a scalar is made of where a mask hides, operands first.
+/// The scalars that a scalar depends on where a mask hides, operands first.
 pub(super) fn hidden(scalars: &Scalars, var: Var, seen: Var) -> Vec<Var> {
     let mut needed = BTreeSet::new();
     let mut open = vec![var];
@@ -57,7 +57,7 @@ pub(super) fn hidden(scalars: &Scalars, var: Var, seen: Var) -> Vec<Var> {
     needed.into_iter().collect()
 }
 
-/// Whether a scalar is zero wherever another one is, and all others are finite.
+/// Returns whether a scalar is zero wherever `zero` is, if all other scalars are finite.
 fn vanishes(scalars: &Scalars, var: Var, zero: Var) -> bool {
     let also = |v: &Var| vanishes(scalars, *v, zero);
     var == zero
@@ -73,8 +73,9 @@ fn vanishes(scalars: &Scalars, var: Var, zero: Var) -> bool {
         }
 }
 
-/// True if the least and the greatest value of a scalar in a tile follow from where the tile is, or whether it can be true there. Of two
-/// conditions that must both hold one is enough, such as that of a causal mask beside one of padding.
+/// True if the bounds of a scalar in a tile follow from the tile's position. For a condition, true if the position
+/// decides whether it can hold. Of two conditions that must both hold one suffices, such as a causal mask beside one of
+/// padding.
 fn is_bounded(scalars: &Scalars, var: Var) -> bool {
     let scalar = scalars.get(var);
     let both = both_must_hold(scalar);
@@ -85,7 +86,7 @@ fn is_bounded(scalars: &Scalars, var: Var) -> bool {
         }
 }
 
-/// The conditions of which a scalar says that both hold.
+/// The two conditions, if a scalar says that both hold.
 fn both_must_hold(scalar: &Scalar) -> Option<[Var; 2]> {
     match scalar {
         Scalar::And(a, b) => Some([*a, *b]),
@@ -94,7 +95,7 @@ fn both_must_hold(scalar: &Scalar) -> Option<[Var; 2]> {
     }
 }
 
-/// True if bounds of a scalar follow from those of what it is made of.
+/// True if bounds of a scalar follow from those of its operands.
 fn has_bounds(scalar: &Scalar) -> bool {
     match scalar {
         Scalar::Row | Scalar::Step | Scalar::Index(_) | Scalar::Add(..) | Scalar::Times(..) => true,
@@ -107,8 +108,8 @@ fn has_bounds(scalar: &Scalar) -> bool {
     }
 }
 
-/// Lines that compute bounds of a scalar and of what it is made of: `lK` and `hK` of scalar K, or `hK` whether it can be true. Rows
-/// are from `l_row` to `h_row`, iterations from `l_step` to `h_step`.
+/// Prints lines that compute bounds of a scalar and its operands: `lK` and `hK` of scalar K, or `hK` for whether it can
+/// be true. Rows are from `l_row` to `h_row`, iterations from `l_step` to `h_step`.
 pub(super) fn bounds(scalars: &Scalars, var: Var) -> Vec<String> {
     let mut lines = Vec::new();
     for v in scalars.with_operands([var]).into_iter().filter(|v| is_bounded(scalars, *v)) {
@@ -152,7 +153,7 @@ pub(super) fn bounds(scalars: &Scalars, var: Var) -> Vec<String> {
                 Direction::Eq => format!("{} <= {} && {} >= {}", low(a), high(b), high(a), low(b)),
                 Direction::Ne => "true".to_string(),
             }),
-            // All others have no bounds, and were not asked for.
+            // The others have no bounds and are never requested.
             _ => can("true".to_string()),
         });
     }

@@ -1,4 +1,4 @@
-//! Chains: what an instruction, a load, a store and a row's reduction add to a pass over memory.
+//! Measures chains: the time that an instruction, a load, a store and a row's reduction add to a pass over memory.
 
 use super::{Harness, Ring, Run};
 use crate::arena::{Arena, Storage};
@@ -8,7 +8,7 @@ use crate::kernel::instruction::{Code, Instruction};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Binary, Direction, ReducePrecision, Reducer, ThreefryWord, Unary};
 
-/// Times that an instruction, load or store is repeated, so that its time stands out.
+/// Repetitions of an instruction, load or store, so that its time stands out.
 const REPEATS: usize = 4;
 const CLASSES: [Class; 6] = [Class::F32, Class::F16, Class::BF16, Class::I32, Class::I64, Class::Bool];
 
@@ -25,13 +25,13 @@ fn empty(elements: usize, row: usize) -> Chain {
     }
 }
 
-/// A run of a chain on operands of its own.
+/// A run of a chain on its own operands.
 fn run(chain: &Chain, input_elements: usize) -> Run {
     let chain = chain.clone();
     let arena = Arena::new(None);
     let filled = |class: Class, elements: usize| -> Option<Storage> {
         let mut storage = arena.allocate(class, elements).ok()?;
-        // The same byte everywhere is an ordinary number in every format.
+        // A constant byte is an ordinary number in every format.
         storage.slice_mut::<u8>().fill(1);
         Some(storage)
     };
@@ -104,7 +104,7 @@ pub fn measure(harness: &mut Harness) {
         };
         let seconds = added(harness, &stores, &|_| 0);
         harness.add("store", dtype, &bytes, seconds);
-        // Rows of 8 elements, apart from each other.
+        // Rows of 8 elements with gaps between them.
         let rows =
             added(harness, &|c| c.loads = loads(class, vec![(c.elements.div_ceil(8), 9), (8, 1)]), &|n| 2 * n + 9);
         let runs: Vec<f64> = axis.iter().map(|n| (n / 8.0).ceil()).collect();
@@ -126,7 +126,7 @@ pub fn measure(harness: &mut Harness) {
         };
         let (long, short) = (reduce(harness, 64), reduce(harness, 4));
         let n = &axis[1..];
-        // Two lengths of rows tell what an element takes from what a row takes.
+        // Two lengths of rows separate the cost of an element from that of a row.
         let rows: Vec<f64> = n.iter().map(|n| n / 4.0 - n / 64.0).collect();
         let each_row: Vec<f64> =
             short.iter().zip(&long).zip(&rows).map(|((s, l), r)| ((s - l) / r).max(1e-10)).collect();
@@ -139,7 +139,7 @@ pub fn measure(harness: &mut Harness) {
         seconds.insert(0, each_row[0]);
         harness.add("row", class.dtype(), &rows, seconds);
     }
-    // Few registers of one element, and many of whole blocks.
+    // From a few registers of one element to many of whole blocks.
     let registers = [(1usize, 2usize), (1, 8), (64, 8), (512, 8), (512, 32), (512, 128)];
     let time = |&(elements, r): &(usize, usize)| {
         let chain = Chain { elements, row: 1, float_registers: r, ..Chain::default() };

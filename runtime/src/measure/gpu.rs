@@ -1,8 +1,8 @@
-//! Measures what the kernels of tapes take on GPUs: matrix products, attention, passes over memory, lookups and collectives.
+//! Measures the kernels of tapes on GPUs: matrix products, attention, passes over memory, lookups and collectives.
 //!
-//! Each is the body of a program that a session runs as it runs a plan's, so that what is measured is what runs: kernels compiled
-//! alike, calls of the same libraries, launched in the same way. A step runs the body often; what a run takes is the difference to a
-//! step that runs it once, in which everything that a step takes besides is gone.
+//! Each is the body of a program that a session runs like a plan's. So the measured kernels are compiled alike, call
+//! the same libraries and are launched the same way. A step runs the body many times. The time of a run is the
+//! difference to a step that runs it once, which cancels the overhead of a step.
 
 use super::{Harness, Measurements, floats};
 use crate::devices::cuda::{CudaOptions, CudaSession, Survey};
@@ -18,31 +18,31 @@ use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use std::collections::BTreeMap;
 
-/// Times of matrix products by `[rows, columns, terms]`, and of many at once by `[products, rows, columns, terms]`.
+/// Times of matrix products by `[rows, columns, terms]`, and of batches by `[products, rows, columns, terms]`.
 pub const MATMUL: &str = "gpu_matmul";
 pub const BATCHED: &str = "gpu_matmul_batched";
-/// Of fused attention by floating-point operations.
+/// Times of fused attention by floating-point operations.
 pub const ATTENTION: &str = "gpu_attention";
-/// Of passes over memory, and of lookups, by the bytes that are read and written.
+/// Times of passes over memory and of lookups, by the bytes read and written.
 pub const PASS: &str = "gpu_pass";
 pub const INDEXED: &str = "gpu_indexed";
 
-/// Seconds that the runs of a step should take together, for the clock and what disturbs it to be small beside.
+/// Target for the seconds of all runs of a step, so that clock resolution and disturbances are negligible.
 const WORTH_S: f64 = 5e-3;
-/// Runs in a step, at most.
+/// Maximum number of runs in a step.
 const MOST_RUNS: u32 = 400;
 
-/// What is measured: a graph whose leaves are its operands, on the devices of a mesh.
+/// A measured kernel: a graph whose leaves are its operands, on the devices of a mesh.
 struct Subject {
     graph: Graph,
     mesh: Mesh,
     fused_attention: bool,
 }
 
-/// Measures all GPUs of this machine that programs can run on, of which one stands for all and collectives take several.
+/// Measures the usable GPUs of this machine. One stands for all; collectives use several.
 ///
 /// # Errors
-/// What keeps sessions from being set up, as a missing library, and what stops them.
+/// Fails if sessions cannot be set up, for example for lack of a library, or if they stop.
 pub fn measure_gpus(
     options: &CudaOptions,
     quick: bool,
@@ -64,7 +64,7 @@ pub fn measure_gpus(
     tell("lookups", 3, 5);
     gauge.lookups()?;
     tell("collectives", 4, 5);
-    // NCCL takes a GPU for each member.
+    // NCCL needs a GPU for each member.
     let counts = (1..=gpus.ilog2()).map(|power| 1 << power).chain([gpus]);
     let mut counts: Vec<u32> = counts.filter(|&n| n > 1).collect();
     counts.dedup();
@@ -95,7 +95,7 @@ impl Gauge<'_> {
         }
     }
 
-    /// Seconds of a step with so many runs.
+    /// Seconds of a step with `runs` runs.
     fn step_s(&mut self, subject: &Subject, runs: u32) -> Result<f64, RuntimeError> {
         let (warm, samples) = if self.harness.quick { (1, 3) } else { (2, 7) };
         let mut session = CudaSession::new(&subject.programs(runs), self.options)?;
@@ -168,7 +168,7 @@ impl Gauge<'_> {
         ] {
             let mut seconds = Vec::new();
             for &bytes in sizes {
-                // What is larger of operand and result has as many bytes, of elements that all devices have as many of.
+                // The larger of operand and result has `bytes` bytes, with equally many elements on all devices.
                 let elements = (bytes as u64 / 4).next_multiple_of(u64::from(devices)) / grows;
                 let mut graph = Graph::new(kind.name());
                 let x = leaf(&mut graph, "x", TensorType::new(DType::F32, [elements]));
@@ -255,9 +255,10 @@ fn lookup(rows: usize, width: usize) -> Subject {
     alone(graph)
 }
 
-/// Ordinary numbers, no two neighbours alike: products of zeros take less power than others, and so less time. Of integers, numbers
-/// below the first dimension's size in an order that jumps. `zero` is a scalar that is read, without which all would be constants,
-/// which the host makes.
+/// Fills a tensor with ordinary numbers, no two adjacent ones alike: products of zeros take less power than others, and
+/// so less time. Integers are below the first dimension's size, in scattered order.
+///
+/// Adding `zero`, a scalar that is read, keeps the tensor from being a constant, which the host would compute.
 fn filled(graph: &mut Graph, ty: &TensorType, zero: ValueId) -> ValueId {
     let dtype = if ty.dtype.is_float() { DType::F32 } else { ty.dtype };
     let zero = graph.convert(zero, dtype);
@@ -278,8 +279,8 @@ fn filled(graph: &mut Graph, ty: &TensorType, zero: ValueId) -> ValueId {
 }
 
 impl Subject {
-    /// A step that makes the operands and runs the graph so many times. All tensors are each device's own, and are state, which
-    /// stays where it is.
+    /// A step that makes the operands and runs the graph `runs` times. All tensors belong to one device each and are
+    /// state, which stays in place.
     fn programs(&self, runs: u32) -> Programs {
         let mut buffers: Vec<Buffer> = Vec::new();
         let mut buffer = |ty: &TensorType| {

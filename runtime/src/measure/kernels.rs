@@ -1,4 +1,5 @@
-//! Kernels that are no chains: matrix products, copies, reductions, lookups, windows and what convolutions gather.
+//! Measures kernels other than chains: matrix products, copies, reductions, lookups, windows and the gathers of
+//! convolutions.
 
 use super::{Harness, RING_BYTES, Ring, Run, floats};
 use crate::arena::{Arena, Storage};
@@ -21,15 +22,15 @@ use altiplano_ir::op::{Convolution, DotGeneral, Extremum, GatherDims, ImageDims,
 use altiplano_ir::storage::Output;
 use rayon::prelude::*;
 
-/// Bytes that a core's own caches have.
+/// Size of a core's private caches.
 const NEAR_BYTES: usize = 256 << 10;
 
-/// A run of a kernel whose inputs and output have these elements.
+/// A run of a kernel with inputs and an output of these sizes.
 fn run(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), threads: usize) -> Run {
     run_on(RING_BYTES, kernel, inputs, output, threads)
 }
 
-/// The same on small operands that are near, as they are when an earlier kernel has just made them.
+/// The same on small operands in the cache, as if an earlier kernel had just made them.
 fn run_near(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), threads: usize) -> Run {
     let bytes = |(class, elements): &(Class, usize)| class.bytes() * elements;
     let all_bytes = inputs.iter().chain([&output]).map(bytes).sum::<usize>();
@@ -37,7 +38,7 @@ fn run_near(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), t
     run_on(ring_bytes, kernel, inputs, output, threads)
 }
 
-/// A run on copies that have so many bytes together.
+/// A run on copies of `ring_bytes` bytes in total.
 fn run_on(
     ring_bytes: usize,
     kernel: Kernel,
@@ -62,10 +63,10 @@ fn run_on(
     let mut random = 1_u32;
     let mut filled = |&(class, elements): &(Class, usize)| -> Option<Storage> {
         let mut storage = arena.allocate(class, elements).ok()?;
-        // Ordinary numbers as floats, small ones as integers.
+        // Bytes that are ordinary numbers as floats, small ones as integers.
         let is_float = !class.is_integer();
         storage.slice_mut::<u8>().fill(if is_float { 1 } else { 0 });
-        // What is in order already is sorted in no time.
+        // Sorting sorted data would take no time.
         if sorts && class == Class::F32 {
             for x in storage.slice_mut::<f32>() {
                 random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -83,18 +84,18 @@ fn run_on(
     Box::new(move || {
         let (inputs, outputs) = ring.next();
         let inputs: Vec<&Storage> = inputs.iter().collect();
-        // Operands are as the kernel wants them, so that nothing can fail but memory, which was had before.
+        // The operands fit the kernel, so only an allocation can fail, and that succeeded before.
         let _ = run_kernel(&step, &inputs, outputs, (&mesh, &[]), threads);
     })
 }
 
-/// A run of a step that leaves one tensor.
+/// A run of a step that makes one tensor.
 pub fn of_step(step: &Step, inputs: &[(Class, usize)]) -> Run {
     let output = step.outputs.first().map_or((Class::F32, 0), |o| (o.class(), o.elements));
     run_near(step.kernel.clone(), inputs, output, 1)
 }
 
-/// Short runs of several kernels, as a step has them one after the other.
+/// Short runs of several kernels in sequence, as in a step.
 pub fn of_a_step() -> Vec<Run> {
     let side = 24;
     let view = |i| View::whole(ValueId(i), vec![side, side]);
@@ -110,7 +111,7 @@ pub fn of_a_step() -> Vec<Run> {
     ]
 }
 
-/// Matrix products of all layouts of the operands, each shared by `threads`.
+/// Measures matrix products of all layouts of the operands, each on `threads` threads.
 pub fn products(harness: &mut Harness, threads: usize) {
     let axis: &[usize] = if harness.quick { &[8, 64, 256] } else { &[1, 8, 32, 128, 512, 2048] };
     let load = harness.load;
@@ -148,7 +149,7 @@ pub fn measure(harness: &mut Harness, cores: usize) {
     convolutions(harness);
     rows(harness);
     if harness.load == 1 && cores > 1 {
-        // Each thread works for a while: what the last of them takes longer than that is what setting them to work takes.
+        // Each thread works for a while. The extra time of the slowest is the cost of waking them.
         let work = || (0..1u32 << 15).map(std::hint::black_box).sum::<u32>();
         let alone = || -> Run {
             Box::new(move || {
@@ -316,7 +317,7 @@ fn windows(harness: &mut Harness) {
     harness.add("select_and_scatter", DType::F32, &all, scattered);
 }
 
-/// A convolution by a window of three in both directions, over images with their features last.
+/// A convolution with a window of three in both directions, over images with their features last.
 fn convolution(images: usize, side: usize, features: usize, groups: usize) -> (Conv, [usize; 3]) {
     let dims = ImageDims { batch: 0, feature: 3, spatial: vec![1, 2] };
     let window = WindowDim { size: 3, pad_low: 1, pad_high: 1, ..WindowDim::one() };
@@ -336,7 +337,7 @@ fn convolution(images: usize, side: usize, features: usize, groups: usize) -> (C
 }
 
 fn convolutions(harness: &mut Harness) {
-    // One tile, of which runs of few features take the most.
+    // One tile. With few features, runs dominate.
     const FEATURES: usize = 4;
     let gathers = |harness: &mut Harness, features: usize| {
         harness.time_among_others(&|| {
@@ -347,7 +348,7 @@ fn convolutions(harness: &mut Harness) {
     };
     let (few, many) = (gathers(harness, FEATURES), gathers(harness, 16 * FEATURES));
     let runs = 256.0 * 9.0;
-    // The copied elements of the larger tile are sixteen times as many, in as many runs.
+    // The larger tile copies sixteen times as many elements in as many runs.
     let each = (few - (many - few) / 15.0).max(few / 8.0);
     harness.add("gather_run", DType::F32, &[1.0, runs, 16.0 * runs], vec![each / runs, each, 16.0 * each]);
     let depthwise = |harness: &mut Harness, groups: usize| {

@@ -1,12 +1,15 @@
-//! Measures what the inner loops of this runtime take on this machine: the families of terms that [`crate::work`] says bodies are
-//! made of, each over a grid of sizes.
+//! Measures the inner loops of this runtime on this machine: the families of terms of [`crate::work`], each over a grid
+//! of sizes.
 //!
-//! Every point is warmed up and run several times in batches. Time in which a thread was ready and another program had its core is
-//! taken off where the system tells it; of what remains the median counts, and samples far above it are counted as outliers. Operands are
-//! taken in turn from several copies, so that those of a middling size are not always in the nearest cache, as they are not in a step.
-//! Short products and convolutions are timed one by one with other kernels between them, as in a step, since a core that has just run the
-//! same one has learned its branches and has its code at hand.
-//! What a family adds to a larger loop (an instruction to a chain) is a difference of two.
+//! Every point is warmed up and run several times in batches. Time in which another program had the core of a ready
+//! thread is subtracted, if the system reports it. The median of the remaining times counts, and samples far above it
+//! are counted as outliers.
+//!
+//! Operands rotate among several copies, so that those of medium size are not always in the L1 cache, as they are not
+//! in a step. Short products and convolutions are timed one by one between other kernels, as in a step. A core that has
+//! just run the same kernel has trained branch predictors and a warm instruction cache.
+//!
+//! The cost that a family adds to a larger loop (an instruction to a chain) is a difference of two measurements.
 
 mod chains;
 pub mod gpu;
@@ -21,12 +24,12 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// What is measured.
+/// Options of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
-    /// Cores of the machine, which devices share.
+    /// Cores of the machine, shared by its devices.
     pub cores: usize,
-    /// Fewer and smaller sizes: seconds instead of a minute, and less to go by.
+    /// Measure fewer and smaller sizes: seconds instead of a minute, with less precision.
     pub quick: bool,
 }
 
@@ -35,18 +38,18 @@ pub struct Options {
 pub struct Measured {
     pub family: &'static str,
     pub dtype: DType,
-    /// Threads that share each run, and threads of all runs that were made at once.
+    /// Threads of each run, and threads of all concurrent runs.
     pub threads: usize,
     pub load: usize,
     pub axes: Vec<Vec<f64>>,
     pub seconds: Vec<f64>,
 }
 
-/// All that was measured.
+/// All measurements.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Measurements {
     pub measured: Vec<Measured>,
-    /// Threads beyond the cores, and by how much each is slower than with as many threads as cores.
+    /// For numbers of threads beyond the cores, the slowdown of each thread relative to one per core.
     pub slower_shared: Vec<(u32, f64)>,
     pub samples: u64,
     /// Samples of more than twice the median of their point, and the largest, in medians.
@@ -54,29 +57,29 @@ pub struct Measurements {
     pub largest: f64,
 }
 
-/// Something that is run again and again.
+/// A measured function, run repeatedly.
 type Run = Box<dyn FnMut()>;
 
-/// Runs that take less are timed with others between them.
+/// Runs shorter than this are timed between others.
 const SHORT_S: f64 = 2e-5;
 
-/// Such runs in a sample, at most.
+/// Maximum number of such runs in a sample.
 const BETWEEN: u32 = 51;
 
-/// Least time of what is taken for a difference of two measurements: noise may make it negative.
+/// Lower limit on a difference of two measurements, which noise may make negative.
 const LEAST_S: f64 = 1e-10;
 
-/// Measures with one thread, with as many as there are cores, and with more; `tell` hears what is being measured, and how far it
-/// is.
+/// Measures with one thread, with one per core, and with more. `tell` receives the current measurement and the
+/// progress.
 ///
 /// # Errors
-/// The system gives no threads for devices.
+/// Fails if the system cannot start threads for devices.
 pub fn measure(
     options: &Options,
     tell: &mut (dyn FnMut(&str, usize, usize) + Send),
 ) -> Result<Measurements, RuntimeError> {
     let cores = options.cores.max(1);
-    // As a device has it that has all cores.
+    // The pool of a device that has all cores.
     team::with(cores, "measuring", || measure_here(options.quick, cores, tell))
 }
 
@@ -121,9 +124,9 @@ pub(crate) struct Harness {
     /// Threads that run each point at once.
     pub load: usize,
     pub found: Measurements,
-    /// What is run between short runs.
+    /// Kernels that run between short runs.
     others: Vec<Run>,
-    /// Seconds that reading the clock takes.
+    /// Seconds for a reading of the clock.
     clock_s: f64,
 }
 
@@ -143,12 +146,12 @@ impl Harness {
         self.found.measured.push(Measured { family, dtype, threads, load, axes, seconds });
     }
 
-    /// The sizes of a series, fewer where it is to be quick.
+    /// The sizes of a series; fewer in quick mode.
     fn sizes(&self, all: &[usize]) -> Vec<usize> {
         if self.quick { all.iter().copied().filter(|&n| n <= 1 << 16).take(3).collect() } else { all.to_vec() }
     }
 
-    /// Seconds of a run that `make` prepares, each thread its own.
+    /// Seconds of a run that `make` prepares, separately for each thread.
     fn time(&mut self, make: &(dyn Fn() -> Run + Sync)) -> f64 {
         self.timed(make, false)
     }
@@ -179,7 +182,7 @@ impl Harness {
             let once = Watch::start();
             run();
             let once_s = once.seconds();
-            // Long runs are samples by themselves, and few are enough.
+            // Each long run is a sample, and few suffice.
             let batch = (batch_s / once_s.max(1e-9)).clamp(1.0, 1e5) as u32;
             let samples = if once_s > 0.05 {
                 2
@@ -214,7 +217,7 @@ impl Harness {
         self.median(taken)
     }
 
-    /// The median of a point's samples, of which the outliers are counted.
+    /// The median of a point's samples; also counts outliers.
     pub fn median(&mut self, mut taken: Vec<f64>) -> f64 {
         taken.sort_by(f64::total_cmp);
         let median = taken[(taken.len() - 1) / 2];
@@ -227,7 +230,7 @@ impl Harness {
     }
 }
 
-/// The clock, less the time for which this thread was kept from its core.
+/// Wall-clock time, less the time in which this thread was ready but not running.
 struct Watch {
     start: Instant,
     kept_s: f64,
@@ -247,7 +250,7 @@ impl Watch {
     }
 }
 
-/// Seconds for which this thread has run, and was ready but did not run, where Linux tells them.
+/// Seconds that this thread has run, and seconds that it was ready but not running, if Linux reports them.
 fn of_this_thread() -> Option<(f64, f64)> {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     let mut fields = text.split_whitespace().map(|f| f.parse::<u64>().ok());
@@ -258,22 +261,22 @@ fn floats(axis: &[usize], each: f64) -> Vec<f64> {
     axis.iter().map(|&n| n as f64 * each).collect()
 }
 
-/// Copies of something that are taken in turn.
+/// Copies of a value, used in rotation.
 struct Ring<T> {
     all: Vec<T>,
     next: usize,
 }
 
-/// Bytes that a ring's copies have together, about: more than a core's own caches, less than those that all share.
+/// Approximate size of all copies in a ring: more than a core's private caches, less than the shared one.
 const RING_BYTES: usize = 8 << 20;
 
 impl<T> Ring<T> {
-    /// Copies that `make` makes, of so many bytes each.
+    /// Makes a ring of copies of `bytes` bytes each.
     fn new(bytes: usize, make: impl Fn() -> T) -> Ring<T> {
         Ring::of(RING_BYTES, bytes, make)
     }
 
-    /// Copies that have so many bytes together, about.
+    /// Makes a ring of about `all_bytes` bytes in total.
     fn of(all_bytes: usize, bytes: usize, make: impl FnMut() -> T) -> Ring<T> {
         let count = (all_bytes / bytes.max(1)).clamp(1, 32);
         Ring { all: std::iter::repeat_with(make).take(count).collect(), next: 0 }

@@ -1,4 +1,4 @@
-//! What devices do together: collectives, and sharing cores that are too few for all.
+//! Measures joint work of devices: collectives, and sharing too few cores.
 
 use super::{Harness, Watch, of_this_thread};
 use crate::arena::{Arena, Storage};
@@ -12,7 +12,8 @@ use altiplano_ir::reshard::Collective;
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
-/// Collectives of a tensor `[devices, width]` on each device, with the bytes by which each is priced, in bytes of the tensor.
+/// The collectives of a tensor `[devices, width]` on each device. The factor gives the bytes by which each is priced,
+/// relative to the tensor.
 pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 6] {
     let (axes, reducer) = (vec![AxisId(0)], Reducer::Sum);
     [
@@ -44,7 +45,7 @@ pub fn measure(harness: &mut Harness, cores: usize) {
     harness.load = 1;
 }
 
-/// Seconds of a collective that so many devices run together.
+/// Seconds of a collective among `devices` devices.
 fn together(harness: &mut Harness, collective: &Collective, devices: usize, width: usize) -> f64 {
     let shape = [devices, width];
     let ready = Barrier::new(devices);
@@ -83,16 +84,16 @@ fn together(harness: &mut Harness, collective: &Collective, devices: usize, widt
             run(mailbox, Some(&mut taken));
         }
     });
-    // The first warmed up. Of the rest the fastest counts: when another program has the core of one device, all others wait, which
-    // their clocks do not tell from waiting for each other.
+    // The first run warms up. The fastest of the others counts. If another program has the core of one device, all
+    // others wait, which their clocks cannot tell from waiting for each other.
     let taken = taken.split_off(1.min(taken.len()));
     let least = taken.iter().copied().fold(f64::INFINITY, f64::min);
     harness.median(taken);
     least
 }
 
-/// How much slower threads are where there are more of them than cores: they take turns, and each finds less in the caches. All of
-/// them do the same for a while; what counts is for how long they ran, so that other programs do not.
+/// The slowdown of threads that outnumber the cores: they take turns, and each finds less in the caches. All run the
+/// same loop for a while. Only running time counts, so that other programs do not matter.
 pub fn slower_shared(harness: &Harness, cores: usize) -> Vec<(u32, f64)> {
     let rounds = if harness.quick { 20 } else { 400 };
     let at = |threads: usize| {
@@ -110,7 +111,7 @@ pub fn slower_shared(harness: &Harness, cores: usize) -> Vec<(u32, f64)> {
     slower
 }
 
-/// Mean seconds for which threads run that each add up a megabyte so many times, all at once.
+/// Mean running time of concurrent threads that each sum a megabyte `rounds` times.
 fn all_at_once(threads: usize, rounds: usize) -> f64 {
     let ready = Barrier::new(threads);
     let one = || {
@@ -122,7 +123,7 @@ fn all_at_once(threads: usize, rounds: usize) -> f64 {
         }
         match (before, of_this_thread()) {
             (Some(before), Some(after)) if after.0 > before.0 => after.0 - before.0,
-            // Without such a clock threads that take turns are seen to take longer by what they wait.
+            // Without such a clock, use wall-clock time, which includes the waits of threads that take turns.
             _ => start.elapsed().as_secs_f64() / threads as f64,
         }
     };

@@ -1,6 +1,8 @@
-//! What a device takes beside its kernels: for each call of one (`dispatch`), for each tensor that a body finds or leaves (`buffer`), and for
-//! each step (`step`). Sessions run bodies of few and of many short kernels and tensors; what the kernels themselves take is measured as
-//! all others are, and taken off.
+//! Measures a device's overhead beside its kernels: per kernel call (`dispatch`), per tensor that a body reads or
+//! writes (`buffer`), and per step (`step`).
+//!
+//! Sessions run bodies of few and of many short kernels and tensors. The time of the kernels themselves is measured
+//! like all others and subtracted.
 
 use super::kernels::of_step;
 use super::{Harness, LEAST_S};
@@ -17,18 +19,18 @@ use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Instant;
 
-/// Bodies that are timed, by how often their kernels are repeated.
+/// Repetitions of the kernels in the timed bodies.
 const ROUNDS: [usize; 2] = [16, 128];
 
-/// Tensors of bodies that are timed, each of which is found and makes one that is left.
+/// Tensors of the timed bodies: each is read and makes one that is written.
 const TENSORS: [usize; 2] = [16, 128];
 
-/// Sizes that take turns: a round is as the one so many before.
+/// Sizes used in rotation.
 const SIDES: [u64; 8] = [8, 20, 12, 32, 16, 24, 10, 28];
 
-/// Measures all of it with these numbers of devices, the fewest first.
+/// Measures all overheads with these numbers of devices, the fewest first.
 pub fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeError> {
-    // More devices at once take no less.
+    // More concurrent devices never take less.
     let (mut dispatch_s, mut buffer_s) = (LEAST_S, LEAST_S);
     for &load in loads {
         harness.load = load;
@@ -37,14 +39,14 @@ pub fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeErro
         let all = of_kernels.into_iter().chain(of_tensors);
         let mut bodies =
             all.map(|(graph, repeats)| Timed::new(&graph, repeats, load)).collect::<Result<Vec<_>, _>>()?;
-        // Of both times the least counts: one is taken off the other, and a machine that others use is slower at times.
+        // The minimum of both times counts. One is subtracted from the other, and a shared machine is slower at times.
         for _ in 0..if harness.quick { 1 } else { 5 } {
             bodies.iter_mut().try_for_each(|body| body.time(harness))?;
         }
         let beside_s: Vec<f64> = bodies.iter().map(|body| body.step_s - body.kernels_s).collect();
         let each_s = |i: usize| (beside_s[i + 1] - beside_s[i]) / (bodies[i + 1].count - bodies[i].count);
         dispatch_s = dispatch_s.max(each_s(0));
-        // One that is found and one that is left.
+        // One tensor is read and one written.
         buffer_s = buffer_s.max((each_s(2) - dispatch_s) / 2.0);
         let step_s = beside_s[0] - dispatch_s * bodies[0].count - buffer_s * bodies[0].tensors as f64;
         for (family, seconds) in [("dispatch", dispatch_s), ("buffer", buffer_s), ("step", step_s)] {
@@ -55,15 +57,15 @@ pub fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeErro
     Ok(())
 }
 
-/// A body in a session, and the least that its kernels and a step of it took.
+/// A body in a session, and the minimum times of its kernels and of a step.
 struct Timed {
     session: Session,
     steps: Vec<Step>,
     /// Elements of all values.
     elements: HashMap<ValueId, usize>,
-    /// Tensors that the body finds and leaves.
+    /// Number of tensors that the body reads and writes.
     tensors: usize,
-    /// Kernels, and of each of `steps` how many there are.
+    /// Number of kernels, and repetitions of each of `steps`.
     count: f64,
     repeats: f64,
     kernels_s: f64,
@@ -71,7 +73,7 @@ struct Timed {
 }
 
 impl Timed {
-    /// Of the graph's kernels the last are as the first so many times.
+    /// The graph's kernels consist of `repeats` equal sequences.
     fn new(graph: &Graph, repeats: usize, devices: usize) -> Result<Timed, RuntimeError> {
         let programs = programs(graph, devices as u32);
         let body = compile(&programs.programs[0].bodies[0]);
@@ -79,7 +81,7 @@ impl Timed {
             body.leaves.iter().map(|l| (l.value, l.bytes as usize / 4)).collect();
         elements.extend(body.steps.iter().flat_map(|step| &step.outputs).map(|o| (o.value, o.elements)));
         let (count, tensors) = (body.steps.len(), body.leaves.len() + body.writes.len());
-        // What is alike is timed once.
+        // Time one of the equal sequences.
         let steps = body.steps.into_iter().take(count / repeats).collect();
         let session = Session::new(&programs, &Options { record: true, ..Options::default() })?;
         let (count, repeats) = (count as f64, repeats as f64);
@@ -98,7 +100,7 @@ impl Timed {
         Ok(())
     }
 
-    /// Mean seconds of a step, each of which is given to the devices while they are at the one before.
+    /// Mean seconds of a step; each step is issued while the devices run the previous one.
     fn seconds_of_step(&mut self, harness: &mut Harness) -> Result<f64, RuntimeError> {
         let (samples, steps) = if harness.quick { (3, 16) } else { (7, 64) };
         let none = BTreeMap::new();
@@ -113,12 +115,12 @@ impl Timed {
             taken.push(start.elapsed().as_secs_f64() / f64::from(steps));
         }
         self.session.end_step()?;
-        // The first warmed up.
+        // The first sample warms up.
         Ok(harness.median(taken.split_off(1)))
     }
 }
 
-/// Sums of the columns of so many tensors.
+/// Column sums of `tensors` tensors.
 fn sums(tensors: usize) -> Graph {
     let mut g = Graph::new("sums");
     for i in 0..tensors {
@@ -130,7 +132,7 @@ fn sums(tensors: usize) -> Graph {
     g
 }
 
-/// Products, chains and reductions of small tensors, each of which needs the one before.
+/// Products, chains and reductions of small tensors, each dependent on the one before.
 fn kernels(rounds: usize) -> Graph {
     const ROWS: u64 = 16;
     let mut g = Graph::new("kernels");

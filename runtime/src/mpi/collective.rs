@@ -1,5 +1,5 @@
-//! Collectives of devices that are processes, where sums need not be added up in the order of the group: MPI's own where it has one
-//! for the type, and otherwise pieces that are sent to whoever needs them, so that no member gets more than its part.
+//! Collectives of devices that are processes, if sums need not follow the order of the group. MPI's own collective is
+//! used if it has one for the type. Otherwise members send each other pieces, so that none receives more than its part.
 
 use crate::arena::Storage;
 use crate::collective::{Blocks, Exchange, Member, exchange, expect_bytes, fill_neutral, own, reduce, words_of};
@@ -12,14 +12,14 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::reshard::Collective;
 use std::sync::Arc;
 
-/// What became of a collective.
+/// The outcome of trying to run a collective by MPI.
 pub enum Ran {
     Done(Storage),
-    /// It is run as threads run it; here is its operand.
+    /// The collective must run as among threads; here is its operand.
     NotHere(Arc<Storage>),
 }
 
-/// Bytes in blocks of eight, which all formats are aligned to.
+/// Bytes in words of eight, to which all formats are aligned.
 struct Bytes {
     words: Vec<u64>,
     bytes: usize,
@@ -145,7 +145,7 @@ impl Member<'_> {
         Ok(Ran::NotHere(operand))
     }
 
-    /// Of parts for all members, the reduction of those for this one, in the order of the group.
+    /// Reduces the parts for this member, in the order of the group.
     fn reduce_part(
         &mut self,
         parts: &Bytes,
@@ -166,7 +166,7 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// The edges of neighbouring blocks; each member sends what others lack of its block.
+    /// Halo exchange: each member sends the edges of its block that others need.
     fn halo(
         &mut self,
         (dim, low, high): (usize, usize, usize),
@@ -180,7 +180,7 @@ impl Member<'_> {
         let inner: usize = shape[dim + 1..].iter().product();
         let outer: usize = shape[..dim].iter().product();
         let length = low + block + high;
-        // What member `to` needs of the block of `from`: from where in that, to where in its result, and how much.
+        // The part of `from`'s block that `to` needs: its start in the block, its start in the result, and its length.
         let part = |to: usize, from: usize| {
             let begin = (to * block) as isize - low as isize;
             let first = begin.max((from * block) as isize);

@@ -1,5 +1,6 @@
-//! Measures what ranks take to send to each other, as they do it when they run a plan: collectives and messages within a node and
-//! between nodes, over sizes. The first rank keeps the time of groups that it is in; all others take part, or sleep until they do.
+//! Measures the communication between ranks, done as in a plan: collectives and messages within a node and between
+//! nodes, over sizes. The first rank times the groups to which it belongs. The other ranks take part, or sleep until
+//! they do.
 
 use crate::arena::Arena;
 use crate::collective::Member;
@@ -18,31 +19,31 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What was measured of the links between ranks.
+/// Measurements of the links between ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Links {
     pub nodes: usize,
     pub ranks_on_node: usize,
-    /// On the first rank; none on the others.
+    /// Present on the first rank only.
     pub found: Option<Measurements>,
 }
 
-/// Devices of a node, by number in its order, of so many nodes from the first on.
+/// For each of the first nodes, the devices of a group by number in the node's order.
 type Group = Vec<usize>;
 
 struct Linked {
     world: World,
     all: Arc<Communicator>,
     mailbox: Mailbox,
-    /// The ranks of each node, in order, of as many as the smallest has.
+    /// The ranks of each node, in order; each list is cut to the size of the smallest node.
     nodes: Vec<Vec<usize>>,
     harness: Harness,
 }
 
-/// Seconds for which a point is measured, about.
+/// Approximate seconds per measured point.
 const POINT_S: f64 = 0.2;
 
-/// Measures all links; all ranks must take part. `tell` hears what is being measured and how far it is.
+/// Measures all links; all ranks must take part. `tell` receives the current measurement and the progress.
 pub fn measure_links(
     world: World,
     all: Arc<Communicator>,
@@ -67,7 +68,7 @@ pub fn measure_links(
     Ok((Links { nodes: nodes.len(), ranks_on_node: least, found }, world))
 }
 
-/// 2, 4, 8 and so on, and `most` itself.
+/// The doublings 2, 4, 8, ... below `most`, then `most` itself.
 fn doublings(first: usize, most: usize) -> Vec<usize> {
     let mut all: Vec<usize> = std::iter::successors(Some(first), |n| Some(2 * n)).take_while(|&n| n < most).collect();
     all.extend((most >= first).then_some(most));
@@ -82,7 +83,8 @@ impl Linked {
             false => &[16, 1 << 10, 1 << 14, 1 << 17, 1 << 20],
         };
         let inside = doublings(2, on_node);
-        // By devices of a group: by how many nodes it is on, and how many of each it has. All devices of a node are in a group.
+        // By number of devices: the numbers of nodes of a group, and of its devices on each. Every device of a node is
+        // in a group.
         let mut between: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
         for nodes in doublings(2, num_nodes) {
             for of_each in doublings(1, on_node).into_iter().filter(|&m| on_node.is_multiple_of(m)) {
@@ -135,7 +137,7 @@ impl Linked {
         Ok(())
     }
 
-    /// Keeps what the first rank measured.
+    /// Records a measurement of the first rank.
     fn add(&mut self, family: &'static str, devices: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
         self.harness.load = devices;
         self.harness.grid(family, DType::F32, devices, axes, seconds);
@@ -167,7 +169,7 @@ impl Linked {
         Ok(seconds)
     }
 
-    /// Seconds in which so many bytes get from one rank to another: half of there and back.
+    /// Seconds for a message of `bytes` bytes between two ranks: half of a round trip.
     fn message(&mut self, from: usize, to: usize, bytes: usize) -> Result<f64, KernelError> {
         let me = self.mailbox.rank;
         let words = vec![0u64; bytes / 8];
@@ -185,9 +187,10 @@ impl Linked {
         Ok(self.timed(me == from || me == to, once)? / 2.0)
     }
 
-    /// Seconds of something that some ranks do together, as the first of all has them; the others wait without taking a core. The
-    /// fastest of several counts: when another program has the core of one rank, all others wait, which their clocks do not tell from
-    /// waiting for each other.
+    /// Seconds of a joint operation of some ranks, as measured by the first. The others wait without using a core.
+    ///
+    /// The fastest of several runs counts. If another program has the core of one rank, all others wait, which their
+    /// clocks cannot tell from waiting for each other.
     fn timed(
         &mut self,
         takes_part: bool,
@@ -202,11 +205,11 @@ impl Linked {
             }
             Ok(start.elapsed().as_secs_f64() / times as f64)
         };
-        // The first run makes the group and its connections.
+        // The first run creates the group and its connections.
         run(&mut self.mailbox, 1)?;
         let first_s = run(&mut self.mailbox, 2)?;
         all.barrier_asleep()?;
-        // All do as many as the slowest of the first suggests.
+        // All repeat as often as the slowest of the first runs suggests.
         let told = all.tell(&[first_s.to_bits()])?;
         let slowest_s = told.iter().filter_map(|words| words.first()).map(|&w| f64::from_bits(w)).fold(1e-7, f64::max);
         let (point_s, most) = if self.harness.quick { (POINT_S / 10.0, 3) } else { (POINT_S, 15) };
@@ -228,7 +231,7 @@ impl Linked {
     }
 }
 
-/// The sizes by which a collective of so wide tensors is priced.
+/// The sizes by which a collective of tensors of these widths is priced.
 fn bytes_of(widths: &[usize], devices: usize, priced: f64) -> Vec<f64> {
     widths.iter().map(|&width| 4.0 * (width * devices) as f64 * priced).collect()
 }

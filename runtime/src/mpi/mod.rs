@@ -1,7 +1,8 @@
-//! Runs a plan with one MPI rank per device: the same [`crate::device::Device`] as of threads, with messages and collectives over MPI.
+//! Runs a plan with one MPI rank per device: the same [`crate::device::Device`] as for threads, with messages and
+//! collectives over MPI.
 //!
-//! Every rank holds the plan and compiles its own program; what the ranks must agree on is told over MPI, and what becomes of a rank
-//! that is lost is the watch's ([`crate::ranks`]). MPI is found when the crate is built, so all of this is behind the feature `mpi`.
+//! Every rank holds the plan and compiles its own program. Ranks agree over MPI, and the watch ([`crate::ranks`])
+//! handles lost ranks. MPI is located when the crate is built, so all of this is behind the feature `mpi`.
 
 pub mod collective;
 pub mod measure;

@@ -1,5 +1,5 @@
-//! A session of one rank: its device, run on the thread that calls, and what is done with all other ranks: adding up what a step
-//! gave, and putting tensors together on the first rank.
+//! A session of one rank. It runs the rank's device on the calling thread. With the other ranks, it combines the
+//! results of steps and assembles tensors on the first rank.
 
 use crate::arena::Arena;
 use crate::check::{check, checked_inputs, step_loss};
@@ -27,12 +27,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How a rank runs.
+/// Options of a rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RankOptions {
-    /// Add up in the order of groups, as threads do, so that results are the same to the bit.
+    /// Sum in the order of groups, as threads do, for bitwise equal results.
     pub in_order: bool,
-    /// Cores that the ranks of this machine share; all of them where absent.
+    /// Cores shared by the ranks of this machine; all of them if absent.
     pub cores: Option<usize>,
     pub memory_limit_bytes: Option<u64>,
     pub check_nan: bool,
@@ -44,18 +44,18 @@ pub struct Started {
     universe: Universe,
 }
 
-/// What carries the words of all ranks, in the launcher's order. MPI ends with it.
+/// The carrier of words among all ranks, in the launcher's order. Dropping it finalises MPI.
 struct Universal {
     all: Arc<Communicator>,
     _universe: Universe,
 }
 
-/// This rank's part of programs in execution.
+/// This rank's part of running programs.
 pub struct RankSession {
     world: World,
     /// All ranks, in the order of the plan's programs.
     all: Arc<Communicator>,
-    /// The place among them of the rank that speaks for all, which is the launcher's first.
+    /// Position among them of the rank that leads, the launcher's first.
     lead: usize,
     roster: Roster,
     /// The program that this rank runs.
@@ -63,23 +63,24 @@ pub struct RankSession {
     device: Device,
     arena: Arc<Arena>,
     spans: Vec<Span>,
-    /// Steps that have not ended: when they were begun, and what this rank tells of them.
+    /// Steps in progress: their start times, and this rank's reports.
     begun: VecDeque<(Instant, Vec<u64>)>,
     last_end: Option<Instant>,
 }
 
-/// Programs that run on the ranks of a session between its steps, and train nothing: the session's model run forward, with the weights
-/// that its devices hold.
+/// Programs for evaluation that run on the ranks of a session between its steps: the session's model run forward, with
+/// the weights on its devices.
 pub struct RankEvaluation {
     roster: Roster,
     /// The program that this rank runs.
     own: usize,
     device: Device,
-    /// Weights of the session's device, and where this one reads them; all others come from other ranks.
+    /// Pairs of buffers: weights of the session's device, and the buffers that read them here. Other ranks send all
+    /// other weights.
     weights: Vec<(BufferId, BufferId)>,
 }
 
-/// From here on messages between devices that evaluate are numbered, which those of a step that is not over are not taken for.
+/// First number of the messages of an evaluation. It keeps them apart from those of a step in progress.
 const MESSAGES_OF_EVALUATION: u32 = 1 << 31;
 
 impl Started {
@@ -94,7 +95,7 @@ impl Started {
         Ok(Started { all, universe })
     }
 
-    /// As the launcher numbers it.
+    /// Rank in the launcher's numbering.
     pub fn rank(&self) -> usize {
         self.all.rank
     }
@@ -103,7 +104,7 @@ impl Started {
         self.all.size
     }
 
-    /// Starts to watch all ranks, before any has read what it is to do. What devices exchange goes over the communicator.
+    /// Starts to watch all ranks before any has read its inputs. Devices communicate over the returned communicator.
     pub fn watched(self, lost_after: Duration, ends: Ends) -> Result<(World, Arc<Communicator>), RuntimeError> {
         let Started { all, universe } = self;
         let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
@@ -152,7 +153,7 @@ impl Carrier for Universal {
     }
 }
 
-/// The first rank of the machine of each rank.
+/// For each rank, the first rank of its machine.
 fn nodes(all: &Communicator) -> Result<Vec<usize>, KernelError> {
     let first = all.node()?.tell(&[all.rank as u64])?[0][0];
     Ok(all.tell(&[first])?.iter().map(|words| words[0] as usize).collect())
@@ -174,14 +175,14 @@ fn placed(
 }
 
 impl RankEvaluation {
-    /// As [`RankSession::mark_rows`], of what is evaluated.
+    /// As [`RankSession::mark_rows`], for the evaluated programs.
     pub fn mark_rows(&self, input: &str, dim: usize, read: &mut [bool]) {
         mark_rows(&self.roster.plans[self.own].program, self.device.position, input, dim, read);
     }
 }
 
 impl RankSession {
-    /// Checks the programs, compiles this rank's, and makes its device, with zeros in all parameters and state.
+    /// Checks the programs, compiles this rank's, and creates its device. All parameters and state are zero.
     pub fn new(
         world: World,
         all: &Communicator,
@@ -218,14 +219,14 @@ impl RankSession {
         &self.world
     }
 
-    /// Ends the session, with MPI.
+    /// Ends the session and finalises MPI.
     pub fn finish(self) -> Result<(), RuntimeError> {
         let RankSession { world, all, device, .. } = self;
         drop((device, all));
         world.finish()
     }
 
-    /// Whether this rank holds a part of a parameter.
+    /// Returns whether this rank holds a part of a parameter.
     pub fn holds(&self, name: &str) -> bool {
         self.roster.parameter(name).is_ok_and(|holders| holders.iter().any(|&(p, _)| p == self.own))
     }
@@ -253,7 +254,7 @@ impl RankSession {
         Ok(())
     }
 
-    /// A parameter, put together on the first rank; none on the others, all of which must ask for it.
+    /// Assembles a parameter on the first rank; returns `None` on the others. All ranks must call it.
     pub fn parameter(&mut self, name: &str) -> Result<Option<HostTensor>, RuntimeError> {
         let holders = self.roster.parameter(name)?;
         self.gather(holders[0])
@@ -279,7 +280,7 @@ impl RankSession {
         if me != lead {
             if let Some(part) = mine {
                 mailbox.send(lead, Tag::Channel, Payload::Words(words_of(part.as_bytes())));
-                // One tensor at a time, however far behind the first rank is.
+                // Send one tensor at a time, even if the first rank is far behind.
                 mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
             }
             return Ok(None);
@@ -306,13 +307,14 @@ impl RankSession {
         Ok(Some(whole.out_of(description)))
     }
 
-    /// Whether a step begins before the one before it has ended, so that [`RankSession::begin_step`] is to be called ahead.
+    /// Returns whether a step begins before the previous one has ended. If so, call [`RankSession::begin_step`] ahead
+    /// of [`RankSession::end_step`].
     pub fn overlaps(&self) -> bool {
         self.roster.plans.iter().any(|plan| plan.program.runs_ahead())
     }
 
-    /// Runs this rank's part of one step on a global batch, without waiting for the others to come to its end. All ranks hear of
-    /// `said`, which is 0 for nothing.
+    /// Runs this rank's part of one step on a global batch, without waiting for the other ranks. `said` is a value for
+    /// all ranks; 0 means nothing.
     pub fn begin_step(
         &mut self,
         inputs: &BTreeMap<String, HostTensor>,
@@ -341,8 +343,8 @@ impl RankSession {
         Ok(())
     }
 
-    /// What all ranks gave in the first step that was begun and not ended, and the largest of what they said of it. The loss is the
-    /// same on all ranks.
+    /// Waits for the oldest step in progress. Returns its report over all ranks and the largest `said` of any rank. The
+    /// loss is the same on all ranks.
     pub fn end_step(&mut self) -> Result<(StepReport, u64), RuntimeError> {
         let (start, words) = self.begun.pop_front().ok_or(RuntimeError::NoStep)?;
         let all = if self.overlaps() {
@@ -359,7 +361,7 @@ impl RankSession {
             (0..self.roster.num_ranks()).map(&mut heard).collect::<Result<Vec<_>, _>>()?
         } else {
             let all = self.all.tell(&words).map_err(RuntimeError::Carrier)?;
-            // All others have come to the end of the step too, so that all messages of it were taken.
+            // All ranks have completed the step, so all of its messages were received.
             self.device.mailbox.ranks().map_or(Ok(()), |wire| wire.flush()).map_err(RuntimeError::Carrier)?;
             all
         };
@@ -373,8 +375,8 @@ impl RankSession {
         Ok((report, said))
     }
 
-    /// Prepares programs that run this session's model forward on the same ranks: each device has the weights that it holds here, in
-    /// the same layout, but for those that it receives.
+    /// Prepares programs that run this session's model forward on the same ranks. Each device uses its weights here, in
+    /// the same layout, except for those that it receives.
     pub fn evaluation(&self, programs: &Programs) -> Result<RankEvaluation, RuntimeError> {
         check(programs)?;
         let trained = self.roster.plans[self.own].clone();
@@ -397,7 +399,7 @@ impl RankSession {
             weights.push((BufferId(held.ok_or_else(unknown)? as u32), id));
         }
         let Device { id, position, threads, .. } = self.device;
-        // Its messages go through the session's mailbox, while it runs.
+        // A placeholder: while the device runs, it uses the session's mailbox.
         let mailbox = Mailbox::network(1, false).pop().ok_or(RuntimeError::Stopped)?;
         let place = |error| {
             let activity = "preparing to evaluate".to_string();
@@ -409,8 +411,8 @@ impl RankSession {
         Ok(RankEvaluation { roster, own: self.own, device, weights })
     }
 
-    /// The first result of the model for each microbatch of a global batch, which must be a scalar, as a loss is: the same on all
-    /// ranks, which must all ask, at the same point between steps.
+    /// Returns the first result of the model for each microbatch of a global batch. It must be a scalar, such as a
+    /// loss. All ranks get the same values, and must call this at the same point between steps.
     pub fn evaluate(
         &mut self,
         evaluation: &mut RankEvaluation,
@@ -426,7 +428,7 @@ impl RankSession {
         std::mem::swap(&mut self.device.mailbox, &mut device.mailbox);
         let reply = device.answer_here(command);
         std::mem::swap(&mut self.device.mailbox, &mut device.mailbox);
-        // What is lent would be copied by the next update.
+        // Drop the shared weights; otherwise the next update would have to copy them.
         device.give_back();
         let mut words: Vec<u64> = Vec::new();
         if let Reply::Stepped { results, .. } = reply? {
@@ -445,8 +447,8 @@ impl RankSession {
         Ok(told.collect::<BTreeMap<u64, f64>>().into_values().collect())
     }
 
-    /// Runs what is left of the last step, so that all gradients have changed the weights; all ranks must ask, and none may have a
-    /// step that was begun and not ended.
+    /// Runs the remaining calls of the last step, so that all gradients reach the weights. All ranks must call it, and
+    /// none may have a step in progress.
     pub fn flush(&mut self) -> Result<(), RuntimeError> {
         if self.overlaps() {
             self.device.answer_here(Command::Flush)?;
@@ -456,7 +458,7 @@ impl RankSession {
         Ok(())
     }
 
-    /// The most bytes that each device has held so far, by its id; all ranks must ask.
+    /// Peak bytes held by each device so far, by its id; all ranks must call it.
     pub fn peak_bytes(&self) -> Result<Vec<u64>, RuntimeError> {
         let mine = [u64::from(self.device.id), self.arena.peak_bytes()];
         let all = self.all.tell(&mine).map_err(RuntimeError::Carrier)?;
@@ -469,7 +471,7 @@ impl RankSession {
         Ok(peaks)
     }
 
-    /// What the first device of each program did in the last step; all ranks must ask.
+    /// The timelines of the first device of each program in the last step; all ranks must call it.
     pub fn recordings(&self) -> Result<Vec<Recording>, RuntimeError> {
         let spans: &[Span] = if self.device.position == 0 { &self.spans } else { &[] };
         let words: Vec<u64> = spans.iter().flat_map(span_words).collect();
@@ -490,9 +492,9 @@ fn host_name() -> String {
     mpi::environment::processor_name().unwrap_or_else(|_| "an unnamed host".to_string())
 }
 
-/// Marks the nodes of collectives that went on behind others.
+/// Flag on nodes that marks asynchronous collectives.
 const BEHIND: u64 = 1 << 32;
-/// Words of a span.
+/// Number of words of a span.
 const SPAN: usize = 6;
 
 fn span_words(span: &Span) -> [u64; SPAN] {

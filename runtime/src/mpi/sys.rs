@@ -1,5 +1,5 @@
-//! The edge to MPI: a communicator, and what is done on it, with sizes and types checked. All calls come from the thread that
-//! initialised MPI. Errors are returned; what a rank that is lost does to a call is for the watch to notice.
+//! Bindings to MPI: a communicator and its operations, with checked sizes and types. All calls come from the thread
+//! that initialised MPI. Errors are returned; the watch handles calls that a lost rank blocks.
 
 use crate::error::KernelError;
 use crate::ranks::Carrier;
@@ -8,21 +8,21 @@ use mpi::ffi;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 
-/// The ranks that do something together, and this one's place among them.
+/// A group of ranks, and this rank's position in it.
 pub struct Communicator {
     raw: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
 }
 
-/// Words on their way to another rank, which must stay where they are until they are sent.
+/// Words in transit to another rank; they must not move until they are sent.
 pub struct Sending {
     request: ffi::MPI_Request,
     _words: Vec<u64>,
 }
 
-// SAFETY: communicators are made and used by what a `World` holds, which stays on the thread that initialised MPI. Devices, of which
-// some are threads, could not be moved or shared otherwise.
+// SAFETY: communicators are created and used only through a `World`, which stays on the thread that initialised MPI.
+// The impl is needed because devices, which may be threads, must be movable and shareable.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
@@ -31,26 +31,27 @@ unsafe impl Send for Sending {}
 // SAFETY: as above.
 unsafe impl Send for Receiving {}
 
-/// Words on their way from another rank.
+/// Words in transit from another rank.
 pub struct Receiving {
-    /// None where they have come.
+    /// `None` once they have arrived.
     request: Option<ffi::MPI_Request>,
     words: Vec<u64>,
 }
 
-/// Which messages keep their order among each other, and wait for none of the others: MPI's tag. What they belong to is in them.
+/// The MPI tag of a message. Messages of one stream keep their order and do not wait for other streams. The message
+/// itself says what it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     Main = 0,
-    /// Of what goes on behind something else.
+    /// Messages of asynchronous collectives.
     Behind = 2,
 }
 
-/// The tag of what members of a new group tell each other. The standard keeps it apart from messages; Open MPI 4 takes a message of
-/// the same tag for it, and hangs.
+/// The tag by which members of a new group communicate. The standard keeps it apart from messages. Open MPI 4 confuses
+/// it with messages of the same tag, and hangs.
 const GROUP_TAG: c_int = 1;
 
-/// Turns what a call returned into an error.
+/// Turns a return code into a result.
 fn checked(call: &'static str, code: c_int) -> Result<(), KernelError> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
@@ -71,7 +72,7 @@ fn count(call: &'static str, elements: usize) -> Result<c_int, KernelError> {
     })
 }
 
-/// Whether so many elements fit one call.
+/// Returns whether a number of elements fits in one call.
 pub fn fits(elements: usize) -> bool {
     c_int::try_from(elements).is_ok()
 }
@@ -79,15 +80,15 @@ pub fn fits(elements: usize) -> bool {
 impl Communicator {
     /// All ranks that were started together.
     pub fn world(_universe: &Universe) -> Result<Communicator, KernelError> {
-        // SAFETY: the universe shows that MPI is initialised.
+        // SAFETY: `Universe` proves that MPI is initialised.
         unsafe { Communicator::of(ffi::RSMPI_COMM_WORLD) }
     }
 
     /// # Safety
-    /// `raw` is a communicator of this process, and MPI is initialised.
+    /// `raw` must be a communicator of this process, and MPI must be initialised.
     unsafe fn of(raw: ffi::MPI_Comm) -> Result<Communicator, KernelError> {
         let (mut rank, mut size): (c_int, c_int) = (0, 0);
-        // SAFETY: the communicator is valid, as the caller says.
+        // SAFETY: the communicator is valid, by this function's contract.
         unsafe {
             checked("MPI_Comm_set_errhandler", ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
             checked("MPI_Comm_rank", ffi::MPI_Comm_rank(raw, &mut rank))?;
@@ -96,10 +97,10 @@ impl Communicator {
         Ok(Communicator { raw, rank: rank as usize, size: size as usize })
     }
 
-    /// The same ranks in the order of `key`.
+    /// The same ranks, ordered by `key`.
     pub fn ordered(&self, key: usize) -> Result<Communicator, KernelError> {
         let mut raw = self.raw;
-        // SAFETY: the communicator is valid, and so is the place for the new one.
+        // SAFETY: the communicator is valid, and so is the target of the new one.
         unsafe {
             checked("MPI_Comm_split", ffi::MPI_Comm_split(self.raw, 0, key as c_int, &mut raw))?;
             Communicator::of(raw)
@@ -109,7 +110,7 @@ impl Communicator {
     /// The ranks that share memory with this one.
     pub fn node(&self) -> Result<Communicator, KernelError> {
         let (key, mut raw) = (self.rank as c_int, self.raw);
-        // SAFETY: the communicator is valid, no info is given, and the place for the new one is valid.
+        // SAFETY: the communicator is valid, no info is given, and the target of the new one is valid.
         unsafe {
             let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
             checked("MPI_Comm_split_type", ffi::MPI_Comm_split_type(self.raw, kind, key, info, &mut raw))?;
@@ -117,7 +118,7 @@ impl Communicator {
         }
     }
 
-    /// The ranks of a group, in its order; only they take part.
+    /// Creates the communicator of a group of ranks, in its order; only its members take part.
     pub fn group(&self, ranks: &[usize]) -> Result<Communicator, KernelError> {
         let list: Vec<c_int> = ranks.iter().map(|&rank| rank as c_int).collect();
         let (mut all, mut group) = (MaybeUninit::uninit(), MaybeUninit::uninit());
@@ -148,10 +149,11 @@ impl Communicator {
         }
     }
 
-    /// The next words that a rank sent to this one.
+    /// Receives the next words that a rank sent to this one.
     pub fn receive(&self, from: usize) -> Result<Vec<u64>, KernelError> {
         let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-        // SAFETY: message and status are written by the probe before they are read, and the vector has room for all of the message.
+        // SAFETY: the probe writes message and status before they are read, and the vector has room for the whole
+        // message.
         unsafe {
             let code = ffi::MPI_Mprobe(
                 from as c_int,
@@ -171,12 +173,12 @@ impl Communicator {
         }
     }
 
-    /// Starts to receive the next words that a rank sends behind something else, if it has begun to.
+    /// Starts to receive the next words of an asynchronous collective from a rank, if it has begun to send them.
     pub fn begin_receive(&self, from: usize) -> Result<Option<Receiving>, KernelError> {
         let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
         let mut found: c_int = 0;
-        // SAFETY: message and status are written by a probe that finds something, and read only then; the vector has room for all of
-        // the message, and its elements do not move with it, as long as the request lives.
+        // SAFETY: a successful probe writes message and status, which are read only then. The vector has room for the
+        // whole message, and its elements do not move while the request lives.
         unsafe {
             let (tag, message, status) = (Stream::Behind as c_int, message.as_mut_ptr(), status.as_mut_ptr());
             let code = ffi::MPI_Improbe(from as c_int, tag, self.raw, &mut found, message, status);
@@ -194,7 +196,7 @@ impl Communicator {
         }
     }
 
-    /// Each element of `target` is the sum of the ranks' at its place in `source`, in an order that MPI chooses.
+    /// Each element of `target` becomes the sum of the ranks' elements in `source`, in an order that MPI chooses.
     pub fn all_reduce_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
         let length = count("MPI_Allreduce", source.len().min(target.len()))?;
         let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
@@ -203,7 +205,7 @@ impl Communicator {
         checked("MPI_Allreduce", code)
     }
 
-    /// As [`Self::all_reduce_sum`], of which this rank gets its part: `source` has one for each.
+    /// As [`Self::all_reduce_sum`], but this rank gets only its part; `source` has one part per rank.
     pub fn reduce_scatter_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
         let length = count("MPI_Reduce_scatter_block", target.len())?;
         expect("MPI_Reduce_scatter_block", source.len() == target.len() * self.size)?;
@@ -214,12 +216,12 @@ impl Communicator {
         checked("MPI_Reduce_scatter_block", code)
     }
 
-    /// The bytes of all ranks, one after the other.
+    /// Concatenates the bytes of all ranks.
     pub fn all_gather(&self, source: &[u8], target: &mut [u8]) -> Result<(), KernelError> {
         let length = count("MPI_Allgather", source.len())?;
         expect("MPI_Allgather", target.len() == source.len() * self.size)?;
         let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
-        // SAFETY: the target has `length` bytes for each rank, and does not overlap with the source.
+        // SAFETY: the target has `length` bytes for each rank and does not overlap the source.
         let code = unsafe {
             let kind = ffi::RSMPI_UINT8_T;
             ffi::MPI_Allgather(from, length, kind, to, length, kind, self.raw)
@@ -227,7 +229,7 @@ impl Communicator {
         checked("MPI_Allgather", code)
     }
 
-    /// Sends one part of the source to each rank, and gets one from each.
+    /// Sends one part of the source to each rank, and receives one from each.
     pub fn all_to_all(&self, source: &[u8], target: &mut [u8]) -> Result<(), KernelError> {
         let length = count("MPI_Alltoall", source.len() / self.size)?;
         expect("MPI_Alltoall", source.len() == target.len() && source.len() % self.size == 0)?;
@@ -245,7 +247,7 @@ impl Communicator {
         checked("MPI_Barrier", unsafe { ffi::MPI_Barrier(self.raw) })
     }
 
-    /// Waits for all ranks without taking a core from those that are still at work.
+    /// Waits for all ranks without using a core that others need.
     pub fn barrier_asleep(&self) -> Result<(), KernelError> {
         let mut request = MaybeUninit::uninit();
         // SAFETY: the communicator is valid, and the request is written before it is read.
@@ -255,7 +257,7 @@ impl Communicator {
         };
         loop {
             let mut done: c_int = 0;
-            // SAFETY: the request is valid until it is done, and is not asked for after that.
+            // SAFETY: the request is valid until it is done, and is not tested afterwards.
             checked("MPI_Test", unsafe { ffi::MPI_Test(&mut request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
             if done != 0 {
                 return Ok(());
@@ -302,10 +304,10 @@ fn expect(call: &'static str, holds: bool) -> Result<(), KernelError> {
 }
 
 impl Sending {
-    /// Whether the words have left; waits for it if `wait`.
+    /// Returns whether the words have been sent; waits for it if `wait`.
     pub fn is_done(&mut self, wait: bool) -> Result<bool, KernelError> {
         let mut done: c_int = 1;
-        // SAFETY: the request is one that was started, or the null request that is left of it; both may be asked about.
+        // SAFETY: the request was started, or is the null request that remains of it; both may be tested.
         unsafe {
             match wait {
                 true => checked("MPI_Wait", ffi::MPI_Wait(&mut self.request, ffi::RSMPI_STATUS_IGNORE))?,
@@ -317,11 +319,11 @@ impl Sending {
 }
 
 impl Receiving {
-    /// The words, where all of them have come.
+    /// Returns the words if all of them have arrived, and the receive itself otherwise.
     pub fn done(mut self) -> Result<Result<Vec<u64>, Receiving>, KernelError> {
         let Some(request) = &mut self.request else { return Ok(Ok(std::mem::take(&mut self.words))) };
         let mut done: c_int = 0;
-        // SAFETY: the request is one that was started and that is not done.
+        // SAFETY: the request was started and is not done.
         checked("MPI_Test", unsafe { ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE) })?;
         if done == 0 {
             return Ok(Err(self));
@@ -332,17 +334,17 @@ impl Receiving {
 }
 
 impl Drop for Receiving {
-    /// The words must not go while MPI may write them. A rank that ends with some on their way ends all.
+    /// The words must outlive MPI's writes. If a rank exits with a receive in progress, it takes all ranks down.
     fn drop(&mut self) {
         if let Some(mut request) = self.request.take() {
-            // SAFETY: the request is one that was started and that is not done.
+            // SAFETY: the request was started and is not done.
             let _ = checked("MPI_Wait", unsafe { ffi::MPI_Wait(&mut request, ffi::RSMPI_STATUS_IGNORE) });
         }
     }
 }
 
 impl Drop for Sending {
-    /// The words must not go while MPI may read them.
+    /// The words must outlive MPI's reads.
     fn drop(&mut self) {
         let _ = self.is_done(true);
     }

@@ -1,5 +1,5 @@
-//! Messages of a device that is a process: words with what they belong to at their end. Sends are non-blocking and own their words
-//! until they have left; messages between two ranks keep their order.
+//! Messages of a device that is a process: words followed by their tag. Sends are non-blocking and own their words
+//! until they have been sent. Messages between two ranks keep their order.
 
 use crate::error::{KernelError, Place};
 use crate::mailbox::{Payload, Tag};
@@ -14,22 +14,22 @@ use std::sync::Arc;
 pub struct RankWire {
     /// All ranks, in the order of the plan's programs.
     all: Arc<Communicator>,
-    /// Those that run collectives together, by their ranks.
+    /// Communicators of the groups that run collectives, by ranks.
     groups: HashMap<Vec<usize>, Arc<Communicator>>,
     sending: RefCell<Outbox>,
-    /// What is on its way of collectives behind others, by who sends it.
+    /// Receives in progress of asynchronous collectives, by sender.
     receiving: RefCell<HashMap<usize, Receiving>>,
-    /// Whether collectives reduce in the order of their groups.
+    /// True if collectives reduce in the order of their groups.
     pub in_order: bool,
     watch: Arc<Watch>,
-    /// The step that is run, for messages.
+    /// The current step, for error messages.
     pub step: u64,
 }
 
 #[derive(Default)]
 struct Outbox {
     sending: Vec<Sending>,
-    /// Why something could not be sent. Sending itself does not fail; whoever receives next is told.
+    /// The error of a failed send. Sending itself does not fail; the next receive returns the error.
     failed: Option<KernelError>,
 }
 
@@ -47,10 +47,10 @@ impl RankWire {
         let mut words = match payload {
             Payload::Words(words) => words,
             Payload::Shared(storage) => storage.words().to_vec(),
-            // What is copied is neither lent nor answered for.
+            // Copies need neither sharing nor acknowledgement.
             Payload::Lent(_) | Payload::Done => return,
         };
-        // Nobody who waits for something else is to wait until this has come.
+        // Other messages need not wait for this one.
         let stream = if tag == Tag::Behind { Stream::Behind } else { Stream::Main };
         if stream == Stream::Main {
             words.extend(encode(tag));
@@ -63,7 +63,7 @@ impl RankWire {
         }
     }
 
-    /// The next message from a rank, of whatever tag.
+    /// Receives the next message from a rank, with any tag.
     pub fn receive(&self, from: usize) -> Result<(Tag, Vec<u64>), KernelError> {
         let mut words = self.all.receive(from)?;
         let unknown = || KernelError::MessageSize { expected: 16, found: 8 * words.len() };
@@ -73,7 +73,7 @@ impl RankWire {
         Ok((tag, words))
     }
 
-    /// The next words of a collective behind others from a rank, if all of them have come.
+    /// The next words of an asynchronous collective from a rank, if all of them have arrived.
     pub fn try_receive_behind(&self, from: usize) -> Result<Option<Vec<u64>>, KernelError> {
         let mut receiving = self.receiving.borrow_mut();
         let begun = match receiving.remove(&from) {
@@ -88,24 +88,24 @@ impl RankWire {
         Ok(None)
     }
 
-    /// Waits for them.
+    /// Waits for the next words of an asynchronous collective from a rank.
     pub fn receive_behind(&self, from: usize) -> Result<Vec<u64>, KernelError> {
         loop {
             if let Some(words) = self.try_receive_behind(from)? {
                 return Ok(words);
             }
-            // What this rank sends has to get on too.
+            // This rank's sends must make progress, too.
             self.settle(false)?;
             std::thread::yield_now();
         }
     }
 
-    /// Lets go of what has left. Between kernels this also gives MPI a chance to send large messages.
+    /// Drops completed sends. Between kernels, this also lets MPI make progress on large messages.
     pub fn check(&self) -> Result<(), KernelError> {
         self.settle(false)
     }
 
-    /// Waits until all that was sent has left.
+    /// Waits until all messages have been sent.
     pub fn flush(&self) -> Result<(), KernelError> {
         self.settle(true)
     }
@@ -125,7 +125,7 @@ impl RankWire {
         Ok(())
     }
 
-    /// The communicator of a group, made when it is first used, which all members do at the same point of their programs.
+    /// The communicator of a group, created on first use. All members do so at the same point of their programs.
     pub(super) fn group(&mut self, ranks: &[usize]) -> Result<Arc<Communicator>, KernelError> {
         if let Some(found) = self.groups.get(ranks) {
             return Ok(found.clone());

@@ -1,12 +1,12 @@
-//! Connections of all ranks to the first one, the *hub*: where it listens, and what a connection begins with, so that nobody else is
-//! taken for a rank.
+//! Connections of all ranks to the first one, the *hub*: where it listens, and a handshake that keeps strangers from
+//! being taken for ranks.
 
 use crate::error::WatchError;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-/// Where a hub is reached, and what shows that it is this one and that who connects was told of it.
+/// The address of a hub. The token proves that this is the right hub and that the peer was told of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
     pub hosts: Vec<IpAddr>,
@@ -16,43 +16,43 @@ pub struct Address {
 
 pub const TOKEN: usize = 16;
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Channel {
-    /// Only to see whether the hub is there.
+    /// Only checks that the hub is there.
     Probe,
     Watch,
     Words,
 }
 
-/// Who connects.
+/// The identity that a rank sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub channel: Channel,
     pub rank: usize,
-    /// How many ranks it was started as one of.
+    /// The number of ranks with which it was started.
     pub size: usize,
     pub pid: u32,
     pub host: String,
 }
 
-/// The first rank's end, while others connect.
+/// The first rank's end, which accepts connections.
 pub struct Hub {
     listener: TcpListener,
     pub address: Address,
 }
 
-/// How long the ranks have for their first connection, where all know where the hub is.
+/// Time limit for the ranks' first connection, if all know where the hub is.
 const CONNECT: Duration = Duration::from_secs(8);
-/// How long a hub waits for who connects to say who it is, and a rank for a host to answer at all.
+/// Time limit for a peer's greeting at the hub, and for a host to accept a connection.
 const GREETING: Duration = Duration::from_secs(1);
-/// How long a rank waits for the answer of a hub that may be greeting many.
+/// Time limit for the answer of a hub, which may be greeting many ranks.
 const ANSWER: Duration = Duration::from_secs(5);
-/// Bytes of a host's name, beyond which it is cut.
+/// Maximum number of bytes of a host's name; longer names are cut.
 const LONGEST_NAME: usize = 255;
 
 impl Address {
-    /// The token in hex, the port, and hosts, in one line.
+    /// Encodes the token in hex, the port and the hosts in one line.
     pub fn encode(&self) -> String {
         let token: String = self.token.iter().map(|byte| format!("{byte:02x}")).collect();
         let hosts: Vec<String> = self.hosts.iter().map(ToString::to_string).collect();
@@ -69,7 +69,7 @@ impl Address {
         Some(Address { hosts: words.filter_map(|host| host.parse().ok()).collect(), port, token })
     }
 
-    /// A connection to the hub, by the first of its addresses at which it answers; or, by the last, why there is none.
+    /// Connects to the hub at the first of its addresses that answers. If none does, returns the error of the last.
     pub fn connect(&self, hello: &Hello) -> Result<TcpStream, WatchError> {
         let mut last = WatchError::NoAddress;
         for &host in &self.hosts {
@@ -81,7 +81,7 @@ impl Address {
         Err(last)
     }
 
-    /// [`Address::connect`] for as long as a hub may take that is known to be there.
+    /// As [`Address::connect`], but retries for as long as a running hub may take to answer.
     pub fn join(&self, hello: &Hello) -> Result<TcpStream, WatchError> {
         let end = Instant::now() + CONNECT;
         loop {
@@ -132,7 +132,7 @@ impl Hello {
 }
 
 impl Hub {
-    /// Listens on a port that is free, with a new token.
+    /// Listens on a free port, with a new token.
     pub fn listen() -> Result<Hub, WatchError> {
         let listener = TcpListener::bind("0.0.0.0:0").map_err(WatchError::Listen)?;
         listener.set_nonblocking(true).map_err(WatchError::Listen)?;
@@ -143,24 +143,24 @@ impl Hub {
         let interfaces = nix::ifaddrs::getifaddrs().map_err(|error| WatchError::Listen(error.into()))?;
         let address = |i: nix::ifaddrs::InterfaceAddress| i.address?.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
         let mut hosts: Vec<IpAddr> = interfaces.filter_map(address).collect();
-        // On one machine without a network there is nothing else.
+        // Loopback addresses come last; on a machine without a network there are no others.
         hosts.sort_by_key(|host| host.is_loopback());
         hosts.dedup();
         Ok(Hub { listener, address: Address { hosts, port, token } })
     }
 
-    /// A connection that has come, and who says to be at its other end; none where none has, or where it does not know the token.
+    /// Accepts a pending connection and returns the peer's identity. `None` if none is pending or the token is wrong.
     pub fn next(&self) -> Result<Option<(Hello, TcpStream)>, Error> {
         match self.listener.accept() {
             Ok((stream, _)) => Ok(self.greeted(&stream).map(|hello| (hello, stream))),
             Err(error) if [ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()) => Ok(None),
-            // Who has connected may be gone again.
+            // The peer may have disconnected already.
             Err(error) if error.kind() == ErrorKind::ConnectionAborted => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Who connects is told that it was understood.
+    /// Reads a greeting and acknowledges it.
     fn greeted(&self, mut stream: &TcpStream) -> Option<Hello> {
         stream.set_nonblocking(false).ok()?;
         stream.set_read_timeout(Some(GREETING)).ok()?;
@@ -174,7 +174,7 @@ impl Hub {
         Some(hello)
     }
 
-    /// The connections of all other ranks, which know where the hub is.
+    /// Accepts the connections of all other ranks, which know where the hub is.
     pub fn all(&self, ranks: usize) -> Result<Vec<(usize, TcpStream)>, WatchError> {
         let end = Instant::now() + CONNECT;
         let mut links: Vec<(usize, TcpStream)> = Vec::new();

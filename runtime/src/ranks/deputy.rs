@@ -1,7 +1,8 @@
-//! Who speaks when the first rank, which else speaks for all, is lost: the lowest rank that the others still reach.
+//! Failover: if the first rank, which normally reports for all, is lost, the lowest reachable rank reports instead.
 //!
-//! Every rank listens for that, and knows where a few lower ones do. One that has lost the first asks those to speak for it, and speaks
-//! itself, for all that have asked it, where none of them answers; so each side of a network that fell apart has one message.
+//! Every rank listens for this case and knows the addresses of a few lower ones. A rank that has lost the first asks
+//! those to report for it. If none of them answers, it reports itself, for all that have asked it. So each side of a
+//! partitioned network prints one message.
 
 use crate::ranks::connect::{Address, Channel, Hello, Hub};
 use std::collections::BTreeSet;
@@ -10,39 +11,40 @@ use std::net::TcpStream;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-/// What one rank needs for finding out who speaks.
+/// A rank's state for finding out who reports.
 pub struct Deputy {
     hello: Hello,
     hub: Hub,
-    /// Where ranks listen that this one asks to speak, each of a lower rank.
+    /// Addresses of the lower ranks that this one asks.
     lower: Vec<Address>,
-    /// Ranks that this one speaks for, and their connections.
+    /// Ranks for which this one reports, and their connections.
     followers: BTreeSet<usize>,
     links: Vec<TcpStream>,
 }
 
-/// How long those who are asked may take to answer. They notice the same loss, from beats that were sent at the same moment.
+/// Time limit for an answer. The asked ranks notice the same loss, from heartbeats sent at the same moment.
 const ANSWER: Duration = Duration::from_millis(1500);
-/// How long who speaks waits for others to ask, and others for it to have spoken.
+/// Time for which the reporting rank waits for others to ask, and for which these wait for its report.
 const LINGER: Duration = Duration::from_secs(2);
-/// How often a rank looks for news.
+/// Polling interval.
 const TURN: Duration = Duration::from_millis(5);
-/// Hosts of which a rank is asked, beside one's own.
+/// Number of hosts of which a rank is asked, besides one's own.
 const HOSTS: usize = 4;
-/// What who speaks sends when it has.
+/// The byte that the reporting rank sends after its report.
 const SPOKEN: u8 = 1;
 
-/// What one that was asked did.
+/// The answer of a rank that was asked.
 enum News {
-    /// It will see to it that there is a message.
+    /// It takes charge of the report.
     Took,
     Spoke,
-    /// It cannot be reached, or not any more; the flag says that it had answered.
+    /// It cannot be reached, or no longer; the flag is true if it had answered.
     Lost(bool),
 }
 
-/// The ranks that rank `me` asks to speak, given the first rank of the machine of each: the first of the first hosts and of its own
-/// that is not the first of all, as far as they are lower. So nobody asks more than a few, and all ask the same of those.
+/// The ranks that rank `me` asks, given the first rank of each rank's machine. They are the first ranks of the first
+/// hosts and of its own, without rank 0, as far as they are lower. So each rank asks only a few, and all ask the same
+/// ones.
 fn asked(me: usize, nodes: &[usize]) -> Vec<usize> {
     let mut hosts = BTreeSet::new();
     let firsts = (1..me.min(nodes.len())).filter(|&rank| hosts.insert(nodes[rank]));
@@ -52,7 +54,8 @@ fn asked(me: usize, nodes: &[usize]) -> Vec<usize> {
 }
 
 impl Deputy {
-    /// `hub` is where this rank listens, and `addresses` where all do. `nodes` has the first rank of the machine of each.
+    /// `hub` is where this rank listens, `addresses` where all ranks do. `nodes` has the first rank of each rank's
+    /// machine.
     pub fn new(me: usize, hub: Hub, addresses: &[Option<Address>], nodes: &[usize]) -> Deputy {
         let host = String::new();
         let hello = Hello { channel: Channel::Watch, rank: me, size: addresses.len(), pid: std::process::id(), host };
@@ -60,17 +63,17 @@ impl Deputy {
         Deputy { hello, hub, lower, followers: BTreeSet::new(), links: Vec::new() }
     }
 
-    /// Whether another rank has spoken for this one, which had lost the first. Where none has, this one is to speak, and then to call
-    /// [`Deputy::spoken`].
+    /// Returns whether another rank has reported for this one, which has lost the first. If none has, this rank must
+    /// report, and then call [`Deputy::spoken`].
     pub fn is_spoken_for(&mut self) -> bool {
         let (send, news) = channel();
         for address in self.lower.clone() {
             let (send, hello) = (send.clone(), self.hello.clone());
             let asks = move || ask(&address, &hello, &send);
-            // One that cannot be asked is as one that does not answer.
+            // A failed thread counts as a rank that does not answer.
             let _ = std::thread::Builder::new().name("ask".to_string()).spawn(asks);
         }
-        // When all have been told of, there is nobody left to wait for.
+        // Once all threads have dropped their senders, there is nothing left to wait for.
         drop(send);
         let start = Instant::now();
         let mut took = 0;
@@ -93,7 +96,8 @@ impl Deputy {
         }
     }
 
-    /// Tells all who ask that this rank has spoken. Returns when all higher ones have, or no more are to be expected.
+    /// Tells all that ask that this rank has reported. Returns when all higher ranks have asked, or when no more are
+    /// expected.
     pub fn spoken(mut self) {
         let start = Instant::now();
         let higher = self.hello.size.saturating_sub(self.hello.rank + 1);
@@ -107,7 +111,7 @@ impl Deputy {
         }
     }
 
-    /// Takes those who ask this rank to speak for them.
+    /// Accepts ranks that ask this one to report for them.
     fn welcome(&mut self) {
         while let Ok(Some((hello, link))) = self.hub.next() {
             self.followers.insert(hello.rank);
@@ -115,10 +119,10 @@ impl Deputy {
         }
     }
 
-    /// Tells those who have asked.
+    /// Tells the ranks that have asked.
     fn tell(&mut self) {
         for mut link in self.links.drain(..) {
-            // Who does not hear it is gone, or will speak.
+            // A rank that does not receive it is gone, or will report itself.
             let _ = link.write_all(&[SPOKEN]);
         }
     }
@@ -146,19 +150,19 @@ mod tests {
 
     #[test]
     fn a_rank_asks_a_few_lower_ones_that_others_ask_too() {
-        // Three hosts of three.
+        // Three hosts with three ranks each.
         let nodes = [0, 0, 0, 3, 3, 3, 6, 6, 6];
         let all: Vec<Vec<usize>> = (0..9).map(|me| asked(me, &nodes)).collect();
         let (one, two, three) = (vec![1], vec![1, 3], vec![1, 3, 6]);
         let expected: [&[usize]; 9] = [&[], &[], &one, &one, &two, &two, &two, &three, &three];
         assert_eq!(all, expected);
-        // Of many hosts the first ones, and the own one.
+        // With many hosts: the first ones, and the rank's own.
         let nodes: Vec<usize> = (0..64).map(|rank| rank / 2 * 2).collect();
         assert_eq!(asked(40, &nodes), [1, 2, 4, 6]);
         assert_eq!(asked(41, &nodes), [1, 2, 4, 6, 40]);
     }
 
-    /// Those of `ranks` that speak, of `size` that were started, when these have lost the first, each after so many milliseconds.
+    /// The ranks that report, out of `size`. Each of `ranks` loses the first after a number of milliseconds.
     fn speakers(size: usize, nodes: &[usize], ranks: &[(usize, u64)]) -> Vec<usize> {
         let hubs: Vec<Hub> = (0..size).map(|_| Hub::listen().expect("a hub")).collect();
         let addresses: Arc<Vec<Option<Address>>> = Arc::new(hubs.iter().map(|hub| Some(hub.address.clone())).collect());
@@ -175,7 +179,7 @@ mod tests {
                 speaks.then_some(me)
             }))
         };
-        // What listens for ranks that are lost too is closed here.
+        // The listeners of lost ranks are closed here.
         let threads: Vec<_> = hubs.into_iter().enumerate().filter_map(of_rank).collect();
         threads.into_iter().filter_map(|thread| thread.join().expect("it ends")).collect()
     }
@@ -185,7 +189,7 @@ mod tests {
         let one_host = [0; 6];
         let late = [(1, 300), (2, 0), (3, 100), (4, 0), (5, 200)];
         assert_eq!(speakers(6, &one_host, &late), [1]);
-        // A whole host is lost with the first: the next one's first speaks, though others notice before it.
+        // A whole host is lost with the first: the first rank of the next host reports, though others notice before it.
         let two_hosts = [0, 0, 0, 3, 3, 3];
         assert_eq!(speakers(6, &two_hosts, &[(3, 100), (4, 0), (5, 0)]), [3]);
         assert_eq!(speakers(2, &[0, 0], &[(1, 0)]), [1]);
@@ -195,7 +199,7 @@ mod tests {
     fn a_rank_speaks_where_who_was_asked_does_not() {
         let hub = Hub::listen().expect("a hub");
         let addresses = [None, Some(hub.address.clone()), None];
-        // It is stopped: its host takes connections, and nobody answers.
+        // A stopped rank: its host accepts connections, but nothing answers.
         let own = Hub::listen().expect("a hub");
         let start = Instant::now();
         let mut deputy = Deputy::new(2, own, &addresses, &[0, 0, 0]);

@@ -1,9 +1,9 @@
-//! What processes that run a plan together need beside its tensors: to find each other, to agree on what none must decide alone, and
-//! to notice that one is lost.
+//! Coordination of the processes that run a plan together: they find each other, agree on joint decisions, and notice a
+//! lost one.
 //!
-//! All of it goes through a [`World`], over MPI where the processes are its ranks ([`crate::mpi`]), and else over connections to the
-//! first one, which is found through a directory that all see ([`rendezvous`]). What devices exchange goes other ways: over MPI, or
-//! through NCCL.
+//! All of it goes through a [`World`]. It uses MPI if the processes are its ranks ([`crate::mpi`]). Otherwise it uses
+//! connections to the first process, found through a shared directory ([`rendezvous`]). The tensors of devices travel
+//! separately, over MPI or NCCL.
 
 pub mod connect;
 mod deputy;

@@ -1,4 +1,5 @@
-//! Which rank runs which devices: the ranks of a machine take the devices of one of the plan's nodes, in order, one each or as many.
+//! Assigns devices to ranks: the ranks of a machine take the devices of one of the plan's nodes, in order, one or
+//! several each.
 
 use crate::error::RanksError;
 use std::collections::BTreeMap;
@@ -7,7 +8,7 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub nodes: Vec<Vec<u32>>,
-    /// Take ranks wherever they are, device by device.
+    /// Assign devices to ranks in order, whatever their nodes.
     pub anywhere: bool,
 }
 
@@ -22,11 +23,11 @@ impl Layout {
             RanksError::Shares { planned, found } => RanksError::Nodes { planned, found },
             error => error,
         })?;
-        // As many ranks as devices, evenly shared on each node, have one each.
+        // With as many ranks as devices, shared evenly on each node, each rank has one.
         Ok(shares.into_iter().flatten().collect())
     }
 
-    /// The devices of each rank where ranks have several, all of a node as many.
+    /// The devices of each rank, if ranks have several. All ranks of a node have equally many.
     pub fn shares(&self, node_of: &[usize]) -> Result<Vec<Vec<u32>>, RanksError> {
         let (devices, ranks) = (self.num_devices(), node_of.len());
         if self.anywhere {
@@ -69,7 +70,7 @@ mod tests {
 
     #[test]
     fn ranks_take_the_devices_of_their_nodes() {
-        // Nodes of so many devices.
+        // A layout with nodes of these sizes.
         let layout = |sizes: &[u32], anywhere| {
             let mut ids = 0..;
             let nodes = sizes.iter().map(|&size| ids.by_ref().take(size as usize).collect()).collect();
@@ -77,7 +78,7 @@ mod tests {
         };
         let cases: [(&[u32], &[usize], Result<Vec<u32>, RanksError>); 6] = [
             (&[2, 2], &[0, 0, 2, 2], Ok(vec![0, 1, 2, 3])),
-            // Ranks dealt out to nodes in turns.
+            // Ranks assigned to nodes round-robin.
             (&[2, 2], &[0, 1, 0, 1], Ok(vec![0, 2, 1, 3])),
             (&[1, 2], &[0, 1, 1], Ok(vec![0, 1, 2])),
             (&[4], &[0; 3], Err(RanksError::Count { devices: 4, ranks: 3 })),
@@ -104,7 +105,7 @@ mod tests {
             nodes.shares(&[0, 0, 0, 3]),
             Err(RanksError::Shares { planned: planned.clone(), found: vec![3, 1] })
         );
-        // So many ranks as devices, but shared in other ways.
+        // As many ranks as devices, but distributed differently.
         assert_eq!(layout(false).devices(&[0, 0, 2, 2, 2, 2]), Err(RanksError::Nodes { planned, found: vec![2, 4] }));
         assert_eq!(layout(true).shares(&[0; 3]), Ok(vec![vec![0, 1], vec![2, 3], vec![4, 5]]));
         assert_eq!(layout(true).shares(&[0; 4]), Err(RanksError::Uneven { devices: 6, ranks: 4 }));

@@ -1,8 +1,9 @@
-//! How processes that a launcher started on several hosts find each other without MPI: through a directory that all of them see.
+//! Rendezvous without MPI: processes that a launcher started on several hosts find each other through a shared
+//! directory.
 //!
-//! The first one writes a file there that says where it listens; the others connect and say who they are. A file that an earlier run
-//! left has a token that nobody who listens knows, so that it is passed over, and who finds the first process of another run
-//! there is told so. Nothing else goes through the directory: file systems of clusters show files late.
+//! The first process writes a file with its address; the others connect and identify themselves. A stale file has a
+//! token that no listener knows, so it is ignored. A process that reaches the first process of another run gets an
+//! error. Nothing else goes through the directory, since cluster file systems show files late.
 
 use crate::error::{RendezvousError, RuntimeError, WatchError};
 use crate::ranks::connect::{Address, Channel, Hello, Hub, host_name};
@@ -15,37 +16,37 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What a launcher says of this process.
+/// A process's place in the run, from the launcher's environment variables.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     pub rank: usize,
     pub size: usize,
-    /// What tells the run from others of the same directory, where the launcher says it.
+    /// Identifies the run among others in the same directory, if the launcher provides it.
     pub run: Option<String>,
-    /// A directory that all hosts see, as a rule.
+    /// A directory that all hosts usually share.
     pub shared: Option<PathBuf>,
 }
 
-/// Where and for how long processes look for each other.
+/// The directory of a rendezvous, and its time limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
     pub directory: PathBuf,
     pub timeout: Duration,
 }
 
-/// The variables of a launcher: rank, size, and what its runs differ in.
+/// The variables of each launcher: rank, size, and those that identify a run.
 const LAUNCHERS: [(&str, &str, &[&str]); 4] = [
-    // torchrun, and what operators of Kubernetes set.
+    // torchrun, and Kubernetes operators.
     ("RANK", "WORLD_SIZE", &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", &["PMIX_NAMESPACE"]),
-    // Of Hydra, which starts processes of MPICH and Intel MPI.
+    // Hydra, which starts processes of MPICH and Intel MPI.
     ("PMI_RANK", "PMI_SIZE", &[]),
-    // Of a step of srun. A batch script has the number of its job's tasks, though it is one process.
+    // A step of srun. A batch script has the task count of its job, though it is one process.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]),
 ];
 
 impl Place {
-    /// What the variables of the first launcher say that has set any; none where none has.
+    /// Reads the variables of the first launcher that has set any; `None` if no launcher has.
     pub fn of(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, RendezvousError> {
         for (rank, size, of_run) in LAUNCHERS {
             let (Some(of_rank), Some(of_size)) = (variable(rank), variable(size)) else { continue };
@@ -55,7 +56,7 @@ impl Place {
             };
             let at = Place { rank: number(rank, &of_rank)?, size: number(size, &of_size)?, run: None, shared: None };
             if at.rank >= at.size {
-                let problem = "ranks are counted from 0 to one less than there are";
+                let problem = "ranks are numbered from 0 to one less than their count";
                 return Err(RendezvousError::Variable { name: rank, value: of_rank, problem });
             }
             let run: Vec<String> = of_run.iter().filter_map(|name| variable(name)).collect();
@@ -67,7 +68,7 @@ impl Place {
         Ok(None)
     }
 
-    /// Where the first process of the run says where it is.
+    /// The file in which the first process of the run publishes its address.
     fn file(&self, directory: &Path) -> PathBuf {
         let allowed = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
         let run = self.run.iter().map(|run| format!("-{}", run.chars().map(allowed).collect::<String>()));
@@ -75,7 +76,7 @@ impl Place {
     }
 }
 
-/// What the first process writes.
+/// The content of the first process's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Call {
     address: Address,
@@ -83,14 +84,14 @@ struct Call {
     host: String,
 }
 
-/// The first line of it, with the version of everything that goes over the connections.
+/// The first line of the file, with the version of the protocol on the connections.
 const TITLE: &str = "altiplano rendezvous 1";
 
-/// How often processes look for news.
+/// Polling interval.
 const TURN: Duration = Duration::from_millis(20);
-/// For what the first process has to say to all when its patience has come to an end.
+/// Extra time for the first process to report a timeout to all.
 const LAST_WORDS: Duration = Duration::from_secs(10);
-/// What the first process says in the end: that all are there, with their hosts, or that there is no run.
+/// The final message of the first process: all are there, with their hosts, or there is no run.
 const GO: u8 = 1;
 const ENDED: u8 = 0;
 
@@ -106,12 +107,12 @@ impl Call {
         Some(Call { address, pid, host: lines.next()?.to_string() })
     }
 
-    /// What a file says now, if it is there and whole.
+    /// Reads the file, if it is there and complete.
     fn read(file: &Path) -> Option<Call> {
         Call::decode(&std::fs::read_to_string(file).ok()?)
     }
 
-    /// Who reads sees the file before or the whole new one.
+    /// Writes the file atomically: a reader sees the old file or the complete new one.
     fn write(&self, file: &Path) -> std::io::Result<()> {
         let folder = file.parent().unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;
@@ -127,7 +128,7 @@ impl Call {
     }
 }
 
-/// One process while it looks for the others.
+/// One process during the rendezvous.
 struct Meeting<'a> {
     place: &'a Place,
     directory: &'a Path,
@@ -136,14 +137,14 @@ struct Meeting<'a> {
     host: String,
 }
 
-/// Who is there, by rank, and this process's connections: for the watch, and for words.
+/// The hosts by rank, and this process's connections for the watch and for words.
 struct Met {
     hosts: Vec<String>,
     watch: Vec<(usize, TcpStream)>,
     words: Vec<TcpStream>,
 }
 
-/// Waits until all processes of the run have found each other, and starts to watch them.
+/// Waits until all processes of the run have found each other, then starts to watch them.
 pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: Ends) -> Result<World, RuntimeError> {
     let Rendezvous { directory, timeout } = rendezvous;
     let meeting = Meeting { place, directory, timeout: *timeout, start: Instant::now(), host: host_name() };
@@ -187,7 +188,7 @@ impl Meeting<'_> {
         })?;
         let mut come = BTreeMap::new();
         let done = self.wait_for_all(&hub, &call, &file, &mut come);
-        // Nobody else is to find what is over. The file may be another run's by now.
+        // Remove the file, so that no other process finds it. By now it may belong to another run.
         if Call::read(&file).as_ref() == Some(&call) {
             let _ = std::fs::remove_file(&file);
         }
@@ -208,12 +209,12 @@ impl Meeting<'_> {
             stream.write_all(&said)
         });
         done.map_err(failed)?;
-        // Who is gone now is the watch's to notice.
+        // The watch notices a process that is gone now.
         drop(told);
         Ok(Met { hosts, watch, words })
     }
 
-    /// Takes connections until all ranks have both of theirs.
+    /// Accepts connections until all ranks have both of theirs.
     fn wait_for_all(
         &self,
         hub: &Hub,
@@ -230,7 +231,7 @@ impl Meeting<'_> {
                 if channel == Channel::Probe {
                     continue;
                 }
-                // Whoever is refused hears that there is no run.
+                // Tell a refused process that there is no run.
                 let refused = || (&stream).write_all(&verdict(ENDED, ""));
                 if found != size || rank >= size {
                     let _ = refused();
@@ -242,7 +243,7 @@ impl Meeting<'_> {
                     (_, earlier) => earlier.map(|(earlier, _)| (earlier.pid, earlier.host.clone())),
                 };
                 let second = (hello.pid, hello.host.clone());
-                // A process that did not hear the answer in time connects again.
+                // A process that did not receive the answer in time connects again.
                 if let Some(first) = earlier.filter(|first| *first != second) {
                     let _ = refused();
                     return Err(RendezvousError::Twice { rank, directory: directory(), first, second });
@@ -250,7 +251,7 @@ impl Meeting<'_> {
                 come.insert((rank, channel), (hello, stream));
                 continue;
             }
-            // None of them has anything to say yet.
+            // No process sends anything at this stage, so data means a closed connection.
             if let Some((hello, _)) = come.values().find(|(_, stream)| is_heard(stream)) {
                 let (rank, host) = (hello.rank, hello.host.clone());
                 return Err(RendezvousError::Gone { rank, host, size, directory: directory() });
@@ -283,7 +284,7 @@ impl Meeting<'_> {
                         let watch = self.second_connection(&call, &words);
                         return self.wait_for_first(call, watch, words);
                     }
-                    // It may be what an earlier run left, until this one's first process has written its own.
+                    // The file may be stale until this run's first process has written its own.
                     Err(error) => found = Some((call, error)),
                 }
             }
@@ -299,7 +300,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// The connection for the watch, unless the first process has said by that for words that there is no run.
+    /// Opens the connection for the watch, unless the first process has announced on the other that there is no run.
     fn second_connection(&self, call: &Call, words: &TcpStream) -> Result<TcpStream, WatchError> {
         loop {
             match call.address.connect(&self.hello(Channel::Watch)) {
@@ -321,7 +322,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// The first process has heard this one; now it waits for the others.
+    /// Waits for the other processes after the first process has accepted this one.
     fn wait_for_first(
         &self,
         call: Call,
@@ -353,7 +354,7 @@ impl Meeting<'_> {
     }
 }
 
-/// What the first process says in the end, with its length.
+/// Encodes the final message of the first process, with its length.
 fn verdict(kind: u8, text: &str) -> Vec<u8> {
     [&[kind][..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
 }
@@ -366,7 +367,7 @@ fn heard(from: &mut TcpStream) -> Result<(u8, String), Error> {
     Ok((head[0], String::from_utf8_lossy(&text).into_owned()))
 }
 
-/// Whether there is something to read, if it is only that the process at the other end is gone.
+/// Returns whether there is something to read, be it only the end of the connection.
 fn is_heard(stream: &TcpStream) -> bool {
     let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
     let back = stream.set_nonblocking(false);
@@ -392,7 +393,7 @@ mod tests {
         };
         assert_eq!(of(&[("HOME", "/root")]).expect("nothing"), None);
         assert_eq!(of(&[("RANK", "2"), ("WORLD_SIZE", "4")]).expect("a place"), place(2, 4, None));
-        // What mpirun says of a job's step counts, not what Slurm says of the process that it was started by.
+        // The variables of a job step's mpirun take precedence over those of Slurm, which started the process.
         let slurm = [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_JOB_ID", "9")];
         let ompi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_NAMESPACE", "77")];
         assert_eq!(of(&[&slurm[..], &ompi].concat()).expect("a place"), place(1, 2, Some("77")));
@@ -401,7 +402,7 @@ mod tests {
         assert_eq!((found.run.as_deref(), found.shared), (Some("9-3"), Some("/home/u/.altiplano-rendezvous".into())));
         // A batch script is no step.
         assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).expect("nothing"), None);
-        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "counted from 0")] {
+        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "numbered from 0")] {
             let error = of(&[("RANK", rank), ("WORLD_SIZE", size)]).expect_err("it is refused").to_string();
             assert!(error.contains(problem), "{error}");
         }

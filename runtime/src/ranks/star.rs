@@ -1,12 +1,13 @@
-//! Words between processes without MPI: each has a connection to the first, which hears all and tells all. What is said is short (losses,
-//! signals, ids) except for tensors of a checkpoint, which only the first gets.
+//! Exchanges words between processes without MPI: each has a connection to the first, which collects and distributes
+//! them. Messages are short (losses, signals, ids), except for tensors of a checkpoint, which only the first receives.
 
 use crate::error::KernelError;
 use crate::ranks::world::Carrier;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
 
-/// One end of all connections: the first process has one to each other, in their order, and the others have one to the first.
+/// One process's end of the connections. The first process has one to each other, in order; each other has one to the
+/// first.
 pub struct Star {
     rank: usize,
     size: usize,
@@ -14,8 +15,8 @@ pub struct Star {
 }
 
 impl Star {
-    /// `links` are those to ranks 1, 2, ... on the first process, and that to the first on the others. Reads wait as long as they must: a
-    /// process that is lost is for the watch to notice.
+    /// `links` are those to ranks 1, 2, ... on the first process, and the one to the first on the others. Reads block
+    /// without a time limit, since the watch notices lost processes.
     pub fn new(rank: usize, size: usize, links: Vec<TcpStream>) -> std::io::Result<Star> {
         for link in &links {
             link.set_nonblocking(false)?;
@@ -26,7 +27,7 @@ impl Star {
         Ok(Star { rank, size, links })
     }
 
-    /// All words by rank, on the first process alone.
+    /// Collects all words by rank, on the first process alone.
     fn heard(&self, own: Vec<u64>) -> Result<Vec<Vec<u64>>, KernelError> {
         let others = (1..).zip(&self.links).map(|(rank, link)| read(link).map_err(|e| lost("hearing", rank, e)));
         std::iter::once(Ok(own)).chain(others).collect()
@@ -48,7 +49,7 @@ fn read(mut link: &TcpStream) -> Result<Vec<u64>, Error> {
     let mut length = [0; 8];
     link.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
-    // What comes is read as it comes, so that a length that is nonsense takes no memory.
+    // Read incrementally, so that a corrupt length allocates no memory.
     let wanted = length.checked_mul(8).ok_or(ErrorKind::InvalidData)?;
     let mut bytes = Vec::new();
     link.take(wanted).read_to_end(&mut bytes)?;
@@ -71,7 +72,7 @@ impl Carrier for Star {
         if self.rank > 0 {
             let to_first = |error| lost("telling", 0, error);
             self.links.iter().try_for_each(|link| write(link, words)).map_err(to_first)?;
-            // The lengths of all, and then the words of all.
+            // The lengths of all words, then the words.
             let all = read(&self.links[0]).map_err(|error| lost("hearing", 0, error))?;
             let garbled = || lost("hearing", 0, ErrorKind::InvalidData.into());
             let (lengths, mut rest) = all.split_at_checked(self.size).ok_or_else(garbled)?;
@@ -106,7 +107,7 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// Connected processes of one test.
+    /// Connected processes of a test.
     fn stars(size: usize) -> Vec<Star> {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let place = listener.local_addr().expect("an address");

@@ -1,9 +1,9 @@
-//! Notices that a rank is gone, hangs or is cut off, and ends all others with one message and one exit code.
+//! Notices a rank that is gone, hangs or is cut off, and ends all others with one message and one exit code.
 //!
-//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost peer for ever. What
-//! each rank does is told over it twice a second. A process that dies closes its connection at once; one that is stopped or cut off falls
-//! silent. A thread looks after this, so that it does not matter what the rank itself is doing. Where the hub is lost, those who are left
-//! find out who speaks (`deputy.rs`).
+//! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost
+//! peer forever. Heartbeats report each rank's activity twice a second. A process that dies closes its connection at
+//! once; one that is stopped or cut off falls silent. A separate thread does all this, whatever the rank itself is
+//! doing. If the hub is lost, the remaining ranks find out who reports (`deputy.rs`).
 
 use crate::error::WatchError;
 use crate::ranks::deputy::Deputy;
@@ -15,71 +15,71 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What is said of a rank in messages.
+/// A rank as messages name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// As the launcher numbers it.
+    /// Rank in the launcher's numbering.
     pub rank: usize,
     pub host: String,
 }
 
-/// What is done when the run has to end. Both are called on the thread that watches.
+/// Callbacks for the end of the run. Both are called on the watching thread.
 pub struct Ends {
-    /// Tells the user why.
+    /// Reports the reason to the user.
     pub say: Box<dyn Fn(&str) + Send>,
     /// Ends the process, whatever its other threads wait for.
     pub exit: Box<dyn Fn(u8) + Send>,
 }
 
-/// What a rank is at, where it does not say so itself: nothing between steps.
+/// Returns a rank's current activity, if it can be determined without the rank's help; `None` between steps.
 pub type Detail = Box<dyn Fn() -> Option<String> + Send>;
 
 /// Watches all ranks until [`Watch::finish`].
 pub struct Watch {
-    /// How this rank is called in messages: `rank 3 on node-b`.
+    /// The name of this rank in messages: `rank 3 on node-b`.
     pub name: String,
     shared: Arc<Mutex<Shared>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Ends the process at once. What MPI does when a process exits may wait for ranks that are no more.
+/// Ends the process at once. MPI's exit handlers might wait for lost ranks.
 pub fn leave(code: u8) -> ! {
-    // SAFETY: it takes no memory and does not return; what is not written yet is lost.
+    // SAFETY: `_exit` allocates nothing and does not return; buffered output is lost.
     unsafe { nix::libc::_exit(code.into()) }
 }
 
-/// How often a rank says that it is there.
+/// Interval of heartbeats.
 const BEAT: Duration = Duration::from_millis(500);
-/// What a rank does before it has said anything; that it has begun is said at once, and not with the next beat.
+/// The activity of a rank before it has reported any. It is sent at once, without waiting for the next heartbeat.
 const STARTING: &str = "starting";
-/// How long an error that may only follow from the loss of another rank is held back for.
+/// Delay of an error that may only be a consequence of losing another rank.
 const FOLLOWS: Duration = Duration::from_secs(1);
-/// What a rank writes, beside a message that is never longer.
+/// Upper limit on the length of a message.
 const LONGEST: usize = 4096;
 
 #[derive(Default)]
 struct Shared {
     activity: String,
-    /// Says what more is known of the activity when somebody asks.
+    /// Determines the current activity on demand.
     detail: Option<Detail>,
-    /// This rank failed; the flag says that it may be since another one was lost.
+    /// The error of this rank. The flag is true if losing another rank may have caused it.
     failed: Option<(u8, String, bool)>,
     finished: bool,
-    /// Finds out who speaks where the hub is lost.
+    /// Finds out who reports if the hub is lost.
     deputy: Option<Deputy>,
-    /// Connections of a rank that needs no others any more, which are open as long as its process is there.
+    /// Connections of a finished rank, kept open while its process runs.
     kept: Vec<Link>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Frame {
-    /// I am there, and do this.
+    /// A heartbeat with the current activity.
     Beat(String),
-    /// I failed; end all.
+    /// The rank failed; end all ranks.
     Failed(u8, String),
-    /// End with this code, and say nothing.
+    /// End with this code, without a message.
     End(u8),
-    /// I am done.
+    /// The rank is done.
     Bye,
 }
 
@@ -113,7 +113,7 @@ impl Frame {
         out.extend(&text.as_bytes()[..length]);
     }
 
-    /// Takes the first whole frame.
+    /// Takes the first complete frame.
     fn read(from: &mut Vec<u8>) -> Option<Frame> {
         let header: [u8; 4] = from.get(..4)?.try_into().ok()?;
         let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
@@ -137,7 +137,7 @@ impl Link {
         Ok(Link { peer, stream, incoming, outgoing, heard, activity, bye: false, closed: false })
     }
 
-    /// Frames that have come.
+    /// Returns the frames that have arrived.
     fn receive(&mut self) -> Vec<Frame> {
         let mut buffer = [0; 4096];
         while !self.closed {
@@ -156,14 +156,14 @@ impl Link {
     }
 
     fn send(&mut self, frame: &Frame) {
-        // Nobody reads at the other end; it will be noticed by its silence.
+        // If the peer does not read, drop the frame; its silence will be noticed.
         if self.outgoing.len() < 16 * LONGEST {
             frame.write(&mut self.outgoing);
         }
         self.flush();
     }
 
-    /// An error shows when reading.
+    /// Errors surface when reading.
     fn flush(&mut self) {
         while !self.outgoing.is_empty() {
             match self.stream.write(&self.outgoing) {
@@ -176,8 +176,8 @@ impl Link {
 }
 
 impl Watch {
-    /// Starts to watch as rank `me` of `peers`, over connections to the ranks that are named with them: the hub, which is rank 0, has
-    /// one to each other, and these have one to the hub.
+    /// Starts to watch as rank `me` of `peers`. The hub, rank 0, has a connection to every other rank; each of these
+    /// has one to the hub.
     pub fn start(
         me: usize,
         peers: Vec<Peer>,
@@ -202,23 +202,23 @@ impl Watch {
         with(&mut self.shared.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Says what this rank does now, for the message should it be lost.
+    /// Records the rank's activity, for the message if it is lost.
     pub fn note(&self, activity: String) {
         self.shared(|shared| shared.activity = activity);
     }
 
-    /// From here on what `detail` says follows what is noted.
+    /// Appends the result of `detail` to the recorded activity from now on.
     pub fn explain(&self, detail: Detail) {
         self.shared(|shared| shared.detail = Some(detail));
     }
 
-    /// From here on one rank alone speaks where the hub is lost.
+    /// Lets one rank alone report if the hub is lost from now on.
     pub fn deputy(&self, deputy: Deputy) {
         self.shared(|shared| shared.deputy = Some(deputy));
     }
 
-    /// Ends all ranks with this message and exit code. `follows` says that the error may only be since another rank was lost, of which
-    /// others know more. Does not return.
+    /// Ends all ranks with this message and exit code; does not return. With `follows`, the error may be a consequence
+    /// of losing another rank, so a better message of another rank takes precedence.
     pub fn fail(&self, code: u8, message: String, follows: bool) -> ! {
         self.shared(|shared| {
             shared.failed.get_or_insert((code, message, follows));
@@ -228,16 +228,17 @@ impl Watch {
         }
     }
 
-    /// This rank needs no others any more. The hub waits until the processes of all others have ended, or one has not for too long.
+    /// Marks this rank as done. The hub then waits until the processes of all others have ended, or reports one that
+    /// takes too long.
     pub fn finish(&self) {
         self.shared(|shared| shared.finished = true);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // Where the thread has failed there is nobody left to wait for.
+        // If the thread has failed, there is nothing left to wait for.
         let _ = thread.map(JoinHandle::join);
     }
 }
 
-/// How soon the thread sees what its rank says.
+/// Interval at which the thread polls its rank's state.
 const TURN: Duration = Duration::from_millis(20);
 
 /// The thread of a [`Watch`].
@@ -249,16 +250,16 @@ struct Watcher {
     ends: Ends,
     shared: Arc<Mutex<Shared>>,
     parent: u32,
-    /// This process was stopped for so long that the others have taken it for lost.
+    /// True if this process was stopped for so long that the others consider it lost.
     slept: bool,
-    /// What this process is at, where it is known beyond what is noted.
+    /// The current activity, if it is known in more detail than recorded.
     detail: Option<String>,
 }
 
-/// Why the run ends.
+/// The reason for the end of the run.
 struct Ending {
     code: u8,
-    /// None where another rank has said it.
+    /// `None` if another rank has reported it.
     message: Option<String>,
 }
 
@@ -270,7 +271,7 @@ impl Watcher {
         loop {
             self.wait();
             if turned.elapsed() > self.lost_after / 3 {
-                // It was this process that slept, perhaps with all others.
+                // This process itself was suspended, perhaps with all others.
                 self.links.iter_mut().for_each(|link| link.heard = Instant::now());
                 self.slept |= turned.elapsed() > self.lost_after - BEAT;
             }
@@ -291,7 +292,7 @@ impl Watcher {
                 return self.end(ending);
             }
             if std::os::unix::process::parent_id() != self.parent {
-                let message = Some(format!("what started {} is gone", name(&self.peers, self.me)));
+                let message = Some(format!("the parent process of {} is gone", name(&self.peers, self.me)));
                 return self.end(Ending { code: 1, message });
             }
             if let Some((code, message, follows)) = failed {
@@ -313,8 +314,8 @@ impl Watcher {
         }
     }
 
-    /// Waits at the hub until all others have closed their connections, as they do when their processes end: one that is stopped after
-    /// it said that it was done would keep the launcher waiting for ever.
+    /// Waits at the hub until all others have closed their connections, as they do when their processes end. A process
+    /// that is stopped after it was done would keep the launcher waiting forever.
     fn see_off(mut self) {
         let start = Instant::now();
         loop {
@@ -330,22 +331,22 @@ impl Watcher {
             if start.elapsed() > self.lost_after {
                 let seconds = self.lost_after.as_secs_f64();
                 let message =
-                    format!("the run is done, but after {seconds} s these have not ended: {}", open.join(", "));
+                    format!("the run is done, but these have not ended after {seconds} s: {}", open.join(", "));
                 return self.end(Ending { code: 1, message: Some(message) });
             }
         }
     }
 
-    /// Until something comes, or for a turn.
+    /// Waits for data, or for one polling interval.
     fn wait(&self) {
         let open = self.links.iter().filter(|link| !link.closed);
         let mut all: Vec<PollFd> = open.map(|link| PollFd::new(link.stream.as_fd(), PollFlags::POLLIN)).collect();
         let turn = PollTimeout::try_from(TURN).unwrap_or(PollTimeout::ZERO);
-        // Interrupted or not, what there is is read next.
+        // Interrupted or not, read what has arrived next.
         let _ = poll(&mut all, turn);
     }
 
-    /// Reads what has come. Says why the run ends, if it does.
+    /// Reads all frames. Returns the reason if the run ends.
     fn look(&mut self) -> Option<Ending> {
         let mut lost: Vec<(usize, bool)> = Vec::new();
         let mut ending = None;
@@ -370,7 +371,7 @@ impl Watcher {
         if self.slept && lost.iter().any(|(_, gone)| *gone) {
             return Some(Ending { code: 1, message: None });
         }
-        // A host that is cut off has several ranks, whose last signs came at about the same time.
+        // A host that is cut off has several ranks, whose last heartbeats arrived at about the same time.
         if lost.iter().all(|(_, gone)| !gone) {
             let silent = |link: &Link| !link.bye && !link.closed && link.heard.elapsed() + 2 * BEAT > self.lost_after;
             lost = (0..self.links.len()).filter(|&l| silent(&self.links[l])).map(|l| (l, false)).collect();
@@ -379,20 +380,20 @@ impl Watcher {
             let link = &self.links[l];
             let how = match gone {
                 true => "is gone".to_string(),
-                false => format!("has not been heard of for {} s", self.lost_after.as_secs_f64()),
+                false => format!("has been silent for {} s", self.lost_after.as_secs_f64()),
             };
             format!("{} {how}; it was last {}", name(&self.peers, link.peer), link.activity)
         };
         const SHOWN: usize = 4;
         let mut parts: Vec<String> = lost.iter().take(SHOWN).map(said).collect();
         if lost.len() > SHOWN {
-            parts.push(format!("and so with {} more", lost.len() - SHOWN));
+            parts.push(format!("and {} more are lost", lost.len() - SHOWN));
         }
         parts.extend(self.detail.as_ref().map(|at| format!("{} waits in {at}", name(&self.peers, self.me))));
         Some(Ending { code: 1, message: Some(parts.join("; ")) })
     }
 
-    /// This rank has failed: the hub says so.
+    /// Handles a failure of this rank: the hub reports it.
     fn fail(mut self, code: u8, message: String) {
         if self.me == 0 {
             return self.end(Ending { code, message: Some(message) });
@@ -421,7 +422,7 @@ impl Watcher {
         }
         if self.me == 0 {
             self.links.iter_mut().for_each(|link| link.send(&Frame::End(code)));
-            // What was not read when a connection closes makes the other end lose what it was told.
+            // Drain the connections first: closing one with unread data can discard what was just sent.
             let start = Instant::now();
             while start.elapsed() < Duration::from_millis(300) && self.links.iter().any(|link| !link.closed) {
                 self.wait();
@@ -456,7 +457,7 @@ mod tests {
         Exited(usize, u8),
     }
 
-    /// Ranks of one process, and what they do in the end.
+    /// Ranks in one process, and a record of their ends.
     fn ranks(count: usize) -> (Vec<Option<Watch>>, Receiver<Did>) {
         let hub = Hub::listen().expect("a hub");
         let address = hub.address.clone();
@@ -511,12 +512,12 @@ mod tests {
 
     #[test]
     fn a_rank_that_closes_its_connection_or_falls_silent_is_lost() {
-        for (silent, how) in [(false, "is gone"), (true, "has not been heard of for 2 s")] {
+        for (silent, how) in [(false, "is gone"), (true, "has been silent for 2 s")] {
             let hub = Hub::listen().expect("a hub");
             let peer = |rank| Peer { rank, host: "here".to_string() };
             let (did, all_did) = channel();
             let place = hub.address.clone();
-            // A rank that joins, says what it does, and then nothing more.
+            // A rank that joins, reports its activity, and then falls silent.
             let lost = std::thread::spawn(move || {
                 let stream = place.join(&hello(1, 2)).expect("a connection");
                 let mut link = Link::new(0, stream).expect("a link");
@@ -559,13 +560,13 @@ mod tests {
         let mut watches: Vec<Watch> = watches.into_iter().flatten().collect();
         let hub = watches.remove(0);
         watches.iter().for_each(Watch::finish);
-        // The first of the others ends; the second stays for ever.
+        // The first of the others ends; the second never does.
         let stays = watches.pop();
         drop(watches);
         let start = Instant::now();
         hub.finish();
         assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
-        let text = "the run is done, but after 2 s these have not ended: rank 2 on here".to_string();
+        let text = "the run is done, but these have not ended after 2 s: rank 2 on here".to_string();
         assert_eq!(all(&did, Duration::from_millis(100)), [Did::Said(0, text), Did::Exited(0, 1)]);
         drop(stays);
     }

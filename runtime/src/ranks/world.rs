@@ -1,5 +1,5 @@
-//! All processes of a run as one of them sees them: who speaks for all, what all say, and who is lost. What carries their words is a
-//! [`Carrier`], of which there is one for MPI and one without; everything else is written once, here.
+//! One process's view of all processes of a run: the leader, joint communication, and lost processes. A [`Carrier`]
+//! exchanges their words. There is one for MPI and one without; everything else is shared code in this module.
 
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
@@ -9,21 +9,21 @@ use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// Carries words between processes. All of them make the same calls in the same order.
+/// Exchanges words between processes. All of them must make the same calls in the same order.
 pub trait Carrier {
-    /// As the launcher numbers this process.
+    /// Rank of this process in the launcher's numbering.
     fn rank(&self) -> usize;
 
-    /// How many there are.
+    /// Number of processes.
     fn size(&self) -> usize;
 
-    /// What each has to say, by rank, on all.
+    /// All-gather: returns the words of each process, by rank, on all.
     fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, KernelError>;
 
-    /// What each has to say, by rank, on the first; none on the others.
+    /// Gather: returns the words of each process, by rank, on the first; `None` on the others.
     fn gather(&self, words: Vec<u64>) -> Result<Option<Vec<Vec<u64>>>, KernelError>;
 
-    /// [`Carrier::tell`] of texts.
+    /// [`Carrier::tell`] for texts.
     fn tell_text(&self, text: &str) -> Result<Vec<String>, KernelError> {
         let mut words = vec![text.len() as u64];
         words.extend(words_of(text.as_bytes()));
@@ -40,14 +40,15 @@ pub trait Carrier {
 pub struct World {
     carrier: Box<dyn Carrier>,
     watch: Arc<Watch>,
-    /// The first rank of the machine of each rank.
+    /// For each rank, the first rank of its machine.
     nodes: Vec<usize>,
-    /// All calls to MPI come from the thread that initialised it.
+    /// Keeps the type on its thread: all calls to MPI come from the thread that initialised it.
     _thread: PhantomData<*const ()>,
 }
 
 impl World {
-    /// All processes must come here, who tell each other where they listen should the first be lost.
+    /// Creates the world. All processes must call it; they exchange the addresses at which they listen in case the
+    /// first is lost.
     pub fn new(carrier: Box<dyn Carrier>, watch: Watch, nodes: Vec<usize>) -> Result<World, RuntimeError> {
         let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
         let addresses = carrier.tell_text(&hub.address.encode()).map_err(RuntimeError::Carrier)?;
@@ -68,17 +69,17 @@ impl World {
         self.watch.clone()
     }
 
-    /// Whether this process speaks for all.
+    /// Returns whether this process leads.
     pub fn leads(&self) -> bool {
         self.rank() == 0
     }
 
-    /// The first rank of the machine of each rank.
+    /// For each rank, the first rank of its machine.
     pub fn nodes(&self) -> &[usize] {
         &self.nodes
     }
 
-    /// Processes of this machine.
+    /// Number of processes on this machine.
     pub fn local(&self) -> usize {
         self.nodes.iter().filter(|&&node| node == self.nodes[self.rank()]).count()
     }
@@ -93,35 +94,35 @@ impl World {
         self.carrier.gather(words).map_err(RuntimeError::Carrier)
     }
 
-    /// Fails on all alike where one differs from the first in what it is to do.
+    /// Fails on all processes if one of them has another `text` than the first.
     pub fn expect_same(&self, what: &'static str, text: &str) -> Result<(), RuntimeError> {
         let all = self.carrier.tell_text(text).map_err(RuntimeError::Carrier)?;
         let differs = all.iter().position(|other| *other != all[0]);
         differs.map_or(Ok(()), |rank| Err(RuntimeError::Ranks(Box::new(RanksError::Differs { rank, what }))))
     }
 
-    /// What the first says, on all.
+    /// Broadcasts the first process's text.
     pub fn hear_first(&self, text: &str) -> Result<String, RuntimeError> {
         let said = self.carrier.tell_text(if self.leads() { text } else { "" }).map_err(RuntimeError::Carrier)?;
         Ok(said.into_iter().next().unwrap_or_default())
     }
 
-    /// The largest of what all say.
+    /// The maximum of all processes' values.
     pub fn largest(&self, value: u64) -> Result<u64, RuntimeError> {
         Ok(self.tell(&[value])?.into_iter().flatten().max().unwrap_or(value))
     }
 
-    /// Waits for all.
+    /// Waits for all processes.
     pub fn meet(&self) -> Result<(), RuntimeError> {
         self.tell(&[]).map(|_| ())
     }
 
-    /// Says what this process does between steps, for the message should it be lost.
+    /// Records this process's activity between steps, for the message if it is lost.
     pub fn note(&self, activity: &str) {
         self.watch.note(activity.to_string());
     }
 
-    /// Ends what carries words, and then the watch, in that order: a process may be lost until it has ended.
+    /// Ends the carrier and then the watch, in that order: a process may be lost until it has ended.
     pub fn finish(self) -> Result<(), RuntimeError> {
         self.meet()?;
         let World { carrier, watch, .. } = self;

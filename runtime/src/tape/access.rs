@@ -1,8 +1,8 @@
-//! Which regions a command reads and writes.
+//! The regions that a command reads and writes.
 
 use super::{Part, RegionId, Tape, What};
 
-/// Bytes of the arena that a command touches, and whether it changes them.
+/// A range of bytes of the arena that a command touches; `writes` is true if the command changes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
     pub region: RegionId,
@@ -23,7 +23,7 @@ impl Tape {
         Access { region: part.region, from, to: from + part.elements * it.dtype.bytes(), writes }
     }
 
-    /// What a command reads, then what it writes.
+    /// The accesses of a command: reads first, then writes.
     pub fn accesses(&self, what: &What) -> Vec<Access> {
         let mut all = Vec::new();
         match what {

@@ -1,8 +1,8 @@
-//! From programs to the tapes of their devices.
+//! Turns programs into the tapes of their devices.
 //!
-//! Each program's bodies are prepared once; then the moves of a step ([`super::order`]) are followed for each device, as the
-//! planner's memory model follows them: buffers hold tensors, calls make and free them. What comes out are commands and lifetimes;
-//! placing tensors and ordering streams come after.
+//! Each program's bodies are prepared once. Then each device follows the moves of a step ([`super::order`]), as in the
+//! planner's memory model: buffers hold tensors, and calls make and free them. The results are commands and lifetimes.
+//! Placing tensors and ordering streams come afterwards.
 
 use super::order::{Move, Stuck, order};
 use super::overlap::ordered;
@@ -21,10 +21,11 @@ use altiplano_ir::storage::Step;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-/// What is left to choose.
+/// Options of building tapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How many gathers of stored parameters are issued before they are needed; each costs the memory of what is gathered.
+    /// Number of gathers of stored parameters that are issued before they are needed. Each costs the memory of its
+    /// result.
     pub gathers_ahead: usize,
 }
 
@@ -34,7 +35,7 @@ impl Default for Options {
     }
 }
 
-/// Why programs have no tapes.
+/// Reasons why programs have no tapes.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BuildError {
     #[error("program {program}: {error}")]
@@ -47,10 +48,10 @@ pub enum BuildError {
     Unmade { program: u32, call: u32, value: ValueId },
 }
 
-/// The tapes of all devices, by rank.
+/// Builds the tapes of all devices, by rank.
 ///
 /// # Errors
-/// Where a kernel has no loop program, or a schedule uses what is not there.
+/// Fails if a kernel has no loop program, or if a schedule uses a buffer that holds nothing.
 pub fn build(programs: &Programs, options: &Options) -> Result<Vec<Tape>, BuildError> {
     let moves = order(programs)?;
     let ids = 0..programs.transfers.len() as u32;
@@ -93,13 +94,13 @@ pub fn build(programs: &Programs, options: &Options) -> Result<Vec<Tape>, BuildE
     Ok(tapes)
 }
 
-/// What the devices of a program share.
+/// Data shared by the devices of a program.
 struct Shared<'a> {
     programs: &'a Programs,
     index: u32,
     program: &'a Program,
     bodies: Vec<Prepared>,
-    /// Of each body the constants, of all devices or of each.
+    /// The constants of each body: one for all devices, or one for each.
     constants: Vec<BTreeMap<ValueId, Vec<Arc<Tensor>>>>,
     first_rank: &'a [u32],
     messages: &'a [Vec<program::Message>],
@@ -107,7 +108,7 @@ struct Shared<'a> {
     placed: RefCell<Vec<(Vec<Slot>, (Vec<u64>, Arena))>>,
 }
 
-/// Values that depend on no leaf: one for all devices, or where they depend on where a device is, one for each.
+/// Evaluates the values that depend on no leaf: one for all devices, or one for each if they depend on its coordinates.
 fn constants(graph: &Graph, body: &Prepared, mesh: &Mesh) -> BTreeMap<ValueId, Vec<Arc<Tensor>>> {
     let wanted: Vec<ValueId> = body.constants.keys().copied().collect();
     let all = Kernel { writes: wanted.clone(), ..Kernel::moving(KernelKind::Indexed, 0) };
@@ -122,7 +123,7 @@ fn constants(graph: &Graph, body: &Prepared, mesh: &Mesh) -> BTreeMap<ValueId, V
     wanted.iter().map(of).collect()
 }
 
-/// A region and the storage that it is of, which several may take in turn.
+/// A region and its storage slot, which several regions may occupy in turn.
 struct Draft {
     content: Content,
     dtype: DType,
@@ -130,7 +131,7 @@ struct Draft {
     slot: usize,
 }
 
-/// One device under construction.
+/// The tape of one device under construction.
 struct Device<'a> {
     shared: &'a Shared<'a>,
     position: u32,
@@ -138,7 +139,7 @@ struct Device<'a> {
     coordinates: Vec<u32>,
     regions: Vec<Draft>,
     slots: Vec<Slot>,
-    /// By how many buffers and values each slot is held.
+    /// Number of buffers and values that hold each slot.
     holders: Vec<u32>,
     buffers: BTreeMap<(BufferId, Option<u32>), RegionId>,
     offered: BTreeMap<(TransferId, Option<u32>), RegionId>,
@@ -214,7 +215,7 @@ impl<'a> Device<'a> {
         }
         slots.iter_mut().for_each(|s| s.dies = s.dies.max(s.born + 1));
         let (offsets, arena) = {
-            // Most devices of a program have the same to place.
+            // Most devices of a program have the same slots to place.
             let mut placed = self.shared.placed.borrow_mut();
             let known = placed.iter().find(|(same, _)| *same == slots).map(|(_, known)| known.clone());
             known.unwrap_or_else(|| {
@@ -242,7 +243,7 @@ impl<'a> Device<'a> {
         })
     }
 
-    /// What is there before the first call.
+    /// Creates the regions that exist before the first call.
     fn start(&mut self) {
         for (buffer, description) in (0u32..).map(BufferId).zip(&self.shared.program.buffers) {
             let ty = description.sharding.local_type(&description.ty, &self.shared.program.mesh);
@@ -274,7 +275,7 @@ impl<'a> Device<'a> {
         self.commands.push(Command { stream, waits: Vec::new(), records: None, call: self.call, what });
     }
 
-    /// A region with storage of its own, held once.
+    /// Creates a region with its own storage, held once.
     fn region(&mut self, content: Content, dtype: DType, elements: u64, lasts: bool) -> RegionId {
         let born = if lasts { 0 } else { self.commands.len() as u32 };
         self.slots.push(Slot { bytes: elements * dtype.bytes(), born, dies: born, lasts, host: false });
@@ -308,7 +309,7 @@ impl<'a> Device<'a> {
         self.shared.program.buffer(buffer).kind.is_of_step()
     }
 
-    /// Where the instance of a buffer that a call sees is kept: the microbatch's, or else the step's.
+    /// The key under which the instance of a buffer that a call sees is kept: the microbatch's, or else the step's.
     fn key(&self, buffer: BufferId, microbatch: Option<u32>) -> (BufferId, Option<u32>) {
         let own = (buffer, microbatch);
         if self.buffers.contains_key(&own) { own } else { (buffer, None) }
@@ -319,7 +320,7 @@ impl<'a> Device<'a> {
         self.buffers.get(&self.key(buffer, microbatch)).copied().ok_or(missing)
     }
 
-    /// Puts a region that is held for it into a buffer.
+    /// Stores a region, already held once, in a buffer.
     fn keep(&mut self, buffer: BufferId, microbatch: Option<u32>, region: RegionId) {
         if let Some(old) = self.buffers.insert((buffer, microbatch.filter(|_| self.is_of_step(buffer))), region) {
             self.release(old);
@@ -402,7 +403,8 @@ impl<'a> Device<'a> {
         let shared = self.shared;
         let pieces = &step.kernel;
         let writes = &shared.bodies[body as usize].steps.writes;
-        // What the step makes, and the inputs whose storage is taken over, which it still reads by their old names.
+        // The values that the step makes, and the inputs whose storage they take over. The step still reads these by
+        // their old regions.
         let (mut made, mut replaced) = (Values::new(), Vec::new());
         for (i, output) in step.outputs.iter().enumerate() {
             let (v, dtype, elements) = (output.value, output.dtype, output.elements as u64);
@@ -468,7 +470,7 @@ impl<'a> Device<'a> {
         Ok(())
     }
 
-    /// What a piece is on this device.
+    /// The command of a piece on this device.
     fn command(
         &mut self,
         piece: &Piece,
@@ -563,7 +565,7 @@ impl<'a> Device<'a> {
         CommunicatorId(at as u32)
     }
 
-    /// The devices along axes of the mesh that this one is among.
+    /// The communicator of this device's group along axes of the mesh.
     fn group(&mut self, axes: &[AxisId]) -> CommunicatorId {
         let first = self.shared.first_rank[self.shared.index as usize];
         let members = self.shared.program.mesh.group(axes, self.position);
@@ -579,7 +581,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// Messages of a transfer from and to this device. All that are sent come before all that are received.
+    /// Issues the messages of a transfer from and to this device, all sends before all receives.
     fn transfer(&mut self, id: TransferId, microbatch: Option<u32>, sends: bool, receives: bool) {
         let shared = self.shared;
         let messages = &shared.messages[id.0 as usize];
@@ -593,7 +595,7 @@ impl<'a> Device<'a> {
             let all = lengths.iter().map(|&n| (0..n).collect()).collect();
             (lengths, all)
         };
-        // The layout of a message's elements in a region, if they are a run there.
+        // The part of a region that holds a message's elements, if they are contiguous there.
         let run = |copies: &[Strided], region: RegionId, is_source: bool| match copies {
             [copy] => {
                 let (from, strides) =
@@ -636,7 +638,7 @@ impl<'a> Device<'a> {
             let ty = self.local(transfer.target.1);
             let mine: Vec<&program::Message> = messages.iter().filter(|m| ends(m).1 == me).collect();
             let count = |m: &&program::Message| m.target_indices.iter().map(|l| l.len() as u64).product::<u64>();
-            // Beyond the end of what does not divide evenly there is padding.
+            // The rest is padding, since the sizes do not divide evenly.
             if mine.iter().map(count).sum::<u64>() < ty.elements() {
                 self.push(Stream::Compute, What::Fill { region: to, value: 0.0 });
             }

@@ -1,9 +1,12 @@
-//! Whether tapes have races or wait for each other forever, without running them.
+//! Finds races and deadlocks of tapes without running them.
 //!
-//! What comes before what follows from the order of each stream, from events, and from what devices do together. The tapes are
-//! played command by command; each command gets a vector clock, the last command of every stream of its own device that is done
-//! when it is. Orders that go over other devices are not counted, so what is accepted is ordered on the device itself. Bytes are
-//! followed as runs with one history each, so that the whole takes time in proportion to commands and what they touch.
+//! The order of commands follows from streams, events, and joint operations of several devices. The tapes are played
+//! command by command. Each command gets a vector clock: for every stream of its own device, the last command that is
+//! done before it. Orders that pass through other devices do not count, so an accepted tape is ordered on the device
+//! itself.
+//!
+//! Bytes are tracked as runs with one history each, so that the time is proportional to the commands and the regions
+//! that they touch.
 
 use super::access::Access;
 use super::ranges::{Found, Ranges};
@@ -11,7 +14,7 @@ use super::{CollectiveKind, Communicator, Content, EventId, Message, Purpose, Re
 use altiplano_ir::dtype::DType;
 use std::collections::{BTreeMap, HashMap};
 
-/// A command of a tape.
+/// The position of a command: its device and its index in the tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct At {
     pub rank: u32,
@@ -24,41 +27,41 @@ impl std::fmt::Display for At {
     }
 }
 
-/// What is wrong with tapes.
+/// A fault of tapes.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Flaw {
     #[error("{at} touches bytes of {content:?} that command {other} touches, and neither waits for the other")]
     Race { at: At, other: u32, content: Content },
     #[error("{at} reads bytes of {content:?} that nothing has written")]
     Unwritten { at: At, content: Content },
-    #[error("{at} reads {content:?}, of which bytes were written over by {by:?}")]
+    #[error("{at} reads {content:?}, some bytes of which {by:?} has overwritten")]
     Overwritten { at: At, content: Content, by: Content },
     #[error("{at} writes bytes of {content:?} that it reads elsewhere")]
     Overlap { at: At, content: Content },
-    #[error("{at} touches more than there is of {content:?}: {bytes} bytes at {offset}")]
+    #[error("{at} exceeds {content:?}: {bytes} bytes at {offset}")]
     Outside { at: At, content: Content, offset: u64, bytes: u64 },
     #[error("{at} writes a constant, {content:?}")]
     ConstantWritten { at: At, content: Content },
-    #[error("{at} waits for event {}, which no command before it records", .event.0)]
+    #[error("{at} waits for event {}, which no earlier command records", .event.0)]
     Unrecorded { at: At, event: EventId },
     #[error("{at} records event {}, as another command does", .event.0)]
     RecordedTwice { at: At, event: EventId },
-    #[error("{at} names something that the tape does not have")]
+    #[error("{at} names something that is not in the tape")]
     Unknown { at: At },
     #[error("{at} has parameters that the loop program does not take")]
     Parameters { at: At },
-    #[error("{at} and {other} meet in {communicator:?} and do not do the same")]
+    #[error("{at} and {other} disagree about their operation in {communicator:?}")]
     Differ { at: At, other: At, communicator: Communicator },
-    #[error("{at} waits for others in {communicator:?} that never come")]
+    #[error("{at} waits for members of {communicator:?} that never arrive")]
     Alone { at: At, communicator: Communicator },
     #[error("{at} waits forever")]
     Stuck { at: At },
-    #[error("rank {rank} is not where the tapes have it, or is in no group that it takes part in")]
+    #[error("rank {rank} is not at its position among the tapes, or uses a group to which it does not belong")]
     Rank { rank: u32 },
 }
 
-/// All that is wrong with the tapes of all devices, by rank. Nothing: they run to their end in every order that streams and
-/// events allow, and leave the same.
+/// Returns all faults of the tapes of all devices, given by rank. Without faults, they run to completion in every order
+/// that streams and events allow, with the same result.
 pub fn check(tapes: &[Tape]) -> Vec<Flaw> {
     let mut flaws = Vec::new();
     for (rank, tape) in (0u32..).zip(tapes) {
@@ -77,7 +80,7 @@ pub fn check(tapes: &[Tape]) -> Vec<Flaw> {
     flaws
 }
 
-/// Whether everything that commands name is there, and large enough.
+/// Checks that everything that commands name exists and is large enough.
 fn well_formed(tape: &Tape, ranks: usize, flaws: &mut Vec<Flaw>) {
     for communicator in &tape.communicators {
         let here = communicator.ranks.contains(&tape.rank);
@@ -123,7 +126,7 @@ fn well_formed(tape: &Tape, ranks: usize, flaws: &mut Vec<Flaw>) {
                 continue;
             };
             let short = region.bytes < elements * dtype.bytes() || region.dtype != dtype;
-            // In the memory of the host only copies reach.
+            // Only copies access host memory.
             let end = if matches!(command.what, What::Copy { .. }) { tape.arena.all_bytes() } else { tape.arena.bytes };
             if short || region.offset + region.bytes > end {
                 let (content, offset, bytes) = (region.content, region.offset, region.bytes);
@@ -133,7 +136,7 @@ fn well_formed(tape: &Tape, ranks: usize, flaws: &mut Vec<Flaw>) {
     }
 }
 
-/// Elements that a command needs of each region, by what it says itself; none where it names what is not there.
+/// The elements that a command needs of each region, by its own sizes. `None` if it names a region that does not exist.
 fn needs(tape: &Tape, what: &What) -> Option<Vec<(RegionId, DType, u64)>> {
     let message = |m: &Message, dtype| (m.part.region, dtype, m.part.from + m.part.elements);
     let region = |id: RegionId| tape.regions.get(id.0 as usize);
@@ -182,7 +185,7 @@ fn needs(tape: &Tape, what: &What) -> Option<Vec<(RegionId, DType, u64)>> {
     })
 }
 
-/// Commands of one device that touch the same bytes and are not ordered.
+/// Finds commands of one device that touch the same bytes without being ordered.
 fn races(tape: &Tape, flaws: &mut Vec<Flaw>) {
     let mut ranges = Ranges::default();
     for (region, id) in tape.regions.iter().zip(0u32..).filter(|(r, _)| r.lasts) {
@@ -234,8 +237,8 @@ fn races(tape: &Tape, flaws: &mut Vec<Flaw>) {
     }
 }
 
-/// What a command writes where it reads something else: loop programs may write exactly where they read, element by element, and an
-/// all-reduce too.
+/// A region that a command writes while it reads an overlapping one. Loop programs and all-reduces may write exactly
+/// where they read, element by element.
 fn overlap(tape: &Tape, what: &What, accesses: &[Access]) -> Option<RegionId> {
     let in_place = match what {
         What::Launch { .. } => true,
@@ -252,12 +255,12 @@ fn overlap(tape: &Tape, what: &What, accesses: &[Access]) -> Option<RegionId> {
     pairs.find(meets).map(|(_, w)| w.region)
 }
 
-/// What the members of a communicator must agree on.
+/// The properties on which the members of a communicator must agree.
 #[derive(PartialEq)]
 enum Agreed {
-    /// With what is read and written, which has one name on all devices of a program.
+    /// Includes the contents read and written, which have the same names on all devices of a program.
     Collective(CollectiveKind, DType, u64, Content, Content),
-    /// Elements between each two members, as this one sends and receives them.
+    /// Elements between each pair of members, as this one sends and receives them.
     Exchange(DType, Vec<(u32, u64)>, Vec<(u32, u64)>),
 }
 
@@ -282,7 +285,7 @@ fn communicator<'a>(tape: &'a Tape, what: &What) -> Option<&'a Communicator> {
     }
 }
 
-/// Plays all devices at once, to see that what they do together is the same and that nobody waits forever.
+/// Plays all devices at once and checks that joint operations agree and that none waits forever.
 fn meet(tapes: &[Tape], flaws: &mut Vec<Flaw>) {
     let mut queues: Vec<Vec<(Vec<u32>, usize)>> = Vec::with_capacity(tapes.len());
     for tape in tapes {
@@ -293,7 +296,7 @@ fn meet(tapes: &[Tape], flaws: &mut Vec<Flaw>) {
         queues.push(of_tape);
     }
     let mut recorded: Vec<Vec<bool>> = tapes.iter().map(|t| vec![false; t.num_events as usize]).collect();
-    // Streams that wait for an event, and members that have come to where a communicator meets.
+    // Streams that wait for an event, and members that have arrived at a communicator's operation.
     let mut waiting: Vec<HashMap<u32, Vec<u32>>> = vec![HashMap::new(); tapes.len()];
     let mut meeting: BTreeMap<&Communicator, Vec<(u32, u32, u32)>> = BTreeMap::new();
     let mut work: Vec<(u32, u32)> =
@@ -356,7 +359,7 @@ fn meet(tapes: &[Tape], flaws: &mut Vec<Flaw>) {
     }
 }
 
-/// Two members that do not do the same where they meet.
+/// Finds two members of a joint operation that disagree.
 fn differ(tapes: &[Tape], group: &Communicator, members: &[(u32, u32, u32)]) -> Option<Flaw> {
     let of = |member: &(u32, u32, u32)| {
         let tape = &tapes[member.0 as usize];

@@ -1,4 +1,5 @@
-//! A convolution as pieces: its tiles gathered and multiplied one after the other, or a loop program where products are not worth it.
+//! Convolutions as pieces: tiles are gathered and multiplied one after the other. If products do not pay, a convolution
+//! is a loop program.
 
 use super::Batch;
 use super::prepare::{Operand, Piece, Pieces, Place, Product, Table};
@@ -9,14 +10,14 @@ use altiplano_ir::op::Convolution;
 use altiplano_ir::storage::gathered::{Products, Steps};
 use altiplano_ir::types::{TensorType, strides};
 
-/// A matrix of `rows` by `columns` elements with so many between neighbours in both directions, one of which is 1, at a place.
+/// A matrix of `rows` by `columns` elements at a place, with its strides in both directions, one of which is 1.
 fn operand((place, dtype): (Place, DType), from: u64, [rows, columns]: [u64; 2], [row, column]: [u64; 2]) -> Operand {
     let transposed = column != 1 && columns > 1 || row == 1 && rows > 1 && columns > 1;
     let leading = if transposed { column } else { row.max(columns) };
     Operand { place, dtype, from, leading, transposed }
 }
 
-/// Appends the pieces of a convolution of values that are whole and in order, by products of tiles of at most so many bytes.
+/// Appends the pieces of a convolution whose values are contiguous, by products of tiles of limited size.
 pub fn convolution(
     table: &mut Table,
     pieces: &mut Pieces,
@@ -58,7 +59,7 @@ pub fn convolution(
                 let launch = table.add(gather(op, &products, tile, lhs));
                 let starts = [(tile.results.0, results, all_results), (tile.terms.0, terms, all_terms)];
                 let starts = starts.into_iter().filter(|(_, part, all)| part != all).map(|s| s.0).collect();
-                // What follows the tile's elements in its scratch is not of this launch.
+                // Scratch beyond the tile's elements does not belong to this launch.
                 pieces.pieces.push(Piece::Launch { launch, params: vec![places[0], place], starts });
                 (place, products.gathered(tile))
             }
@@ -66,7 +67,8 @@ pub fn convolution(
         };
         let of_kernel = Steps { from: products.kernel.from + tile.terms.0 * products.kernel.along, ..products.kernel };
         let of_result = products.results(tile);
-        // With features last a result is a row, else a column of one product for all that lies before them.
+        // With features last, a result is a row; otherwise it is a column of one product per index of the dimensions
+        // before them.
         let (count, across) = match products.after.is_empty() {
             true => (1, results),
             false => (results.div_ceil(products.num_after()), results.min(products.num_after())),
@@ -99,7 +101,7 @@ pub fn convolution(
             batch(products.groups, laid.group, of_kernel.group, of_result.group),
         ];
         batches.retain(|b| b.count > 1);
-        // A library takes the last as one call.
+        // A library takes the last batch dimension in one call.
         batches.sort_by_key(|b| b.count);
         let accumulate = tile.terms.0 > 0;
         let operands = [lhs, rhs, written];
@@ -133,7 +135,7 @@ mod tests {
             Tensor::from_fn(ty.clone(), |_| self.below(17) as f64 - 8.0)
         }
 
-        /// Dimensions in any order.
+        /// A random permutation of the dimensions.
         fn order(&mut self, rank: usize) -> Vec<usize> {
             let mut order: Vec<usize> = (0..rank).collect();
             (1..rank).for_each(|i| order.swap(i, self.below(i as u64 + 1) as usize));
@@ -141,7 +143,7 @@ mod tests {
         }
     }
 
-    /// Runs pieces on values that are at places already; scratch and results begin as noise.
+    /// Runs pieces on the given values; scratch and results start as NaN.
     fn run_pieces(table: &Table, pieces: &Pieces, values: &mut BTreeMap<Place, Vec<f64>>) {
         for (i, &(_, elements)) in (0u32..).zip(&pieces.scratch) {
             values.insert(Place::Scratch(i), vec![f64::NAN; elements as usize]);
@@ -196,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Convolutions of all kinds, in any layout, with tiles from one element to everything: as the reference has them.
+    /// Compares convolutions of all kinds and layouts, with tiles from one element to everything, with the reference.
     #[test]
     fn convolutions_are_what_the_reference_says() {
         let mut random = Random(7);
@@ -252,7 +254,7 @@ mod tests {
             let mut values: BTreeMap<Place, Vec<f64>> =
                 [(places[0], x.data), (places[1], w.data), (places[2], vec![f64::NAN; expected.data.len()])].into();
             run_pieces(&table, &pieces, &mut values);
-            // The reference keeps sums of small formats as they are.
+            // The reference does not round sums of small formats.
             for (i, (&a, &b)) in expected.data.iter().zip(&values[&places[2]]).enumerate() {
                 assert_eq!(
                     dtype.round(a),

@@ -1,7 +1,8 @@
-//! Which events commands wait for: as few as keep every two commands in order that touch the same bytes, one of them writing.
+//! Chooses the events that commands wait for. They are as few as keep any two commands ordered that touch the same
+//! bytes, one of them writing.
 //!
-//! What is known to be done when a command is, is a number for each stream (a vector clock). A command waits for another stream only
-//! where its own stream, and what it waits for already, do not say so.
+//! A vector clock gives, for each stream, the last command that is done before a command. A command waits for another
+//! stream only if neither its own stream nor its other waits imply that order.
 
 use super::ranges::Ranges;
 use super::{EventId, RegionId, Tape};
@@ -13,7 +14,7 @@ pub fn add(tape: &mut Tape) {
         ranges.there(RegionId(id), (region.offset, region.offset + region.bytes));
     }
     let streams = tape.streams.len();
-    // The position of each command in its stream, from 1, and what is done when it is.
+    // The position of each command in its stream, from 1, and its vector clock.
     let mut number: Vec<u32> = Vec::with_capacity(tape.commands.len());
     let mut done: Vec<Vec<u32>> = Vec::with_capacity(tape.commands.len());
     let mut last: Vec<Vec<u32>> = vec![vec![0; streams]; streams];

@@ -1,4 +1,4 @@
-//! A block with the edges of its neighbours, taken from all blocks.
+//! Halo exchange: a block with the edges of its neighbours, taken from all blocks.
 
 use crate::loops::{Coordinate, Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
 use altiplano_ir::graph::ValueId;
@@ -6,8 +6,8 @@ use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::types::{TensorType, strides};
 
-/// The launch that reads `n` blocks of a type one after the other and writes this device's, with `low` elements of `dim` before
-/// it and `high` after it; beyond the ends there is the reducer's neutral element.
+/// The launch that reads `n` consecutive blocks and writes this device's, with `low` elements of `dim` before it and
+/// `high` after it. Beyond the ends it writes the reducer's neutral element.
 pub fn launch(
     block: &TensorType,
     dim: usize,

@@ -1,8 +1,9 @@
-//! Tapes run on the host, slowly: what a tape means, and whether its events are enough.
+//! Runs tapes on the host, slowly. It defines the meaning of a tape, and tests whether its events suffice.
 //!
-//! Every device has its arena as bytes, with what is in the memory of its host, in the element types that a GPU would hold. Of all commands that streams and events allow
-//! to run, a seed decides which is next; what depends on that choice is a race of the tape. Launches are interpreted, products
-//! summed in f64, and collectives reduce in the order of their ranks.
+//! Every device has its arena as bytes, host memory included, in the element types that a GPU would use. Among all
+//! commands that streams and events allow, a seed chooses the next. A result that depends on that choice reveals a race
+//! of the tape. Launches are interpreted, products are summed in f64, and collectives reduce in the order of their
+//! ranks.
 
 use super::*;
 use crate::host::HostTensor;
@@ -14,7 +15,7 @@ use altiplano_ir::tensor::for_each_index;
 use altiplano_ir::types::strides;
 use std::collections::BTreeMap;
 
-/// Why a step cannot run.
+/// Reasons why a step cannot run.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum HostError {
     #[error("no command may run: the device of rank {rank} stops at command {command}")]
@@ -31,12 +32,12 @@ pub enum HostError {
     TensorType { name: String, expected: TensorType, found: TensorType },
 }
 
-/// What a step gives back.
+/// The losses of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stepped {
     /// Mean or sum of the losses, as the programs say.
     pub loss: f64,
-    /// Of each microbatch.
+    /// The loss of each microbatch.
     pub losses: Vec<f64>,
 }
 
@@ -47,16 +48,16 @@ pub struct Host<'a> {
     arenas: Vec<Vec<u8>>,
 }
 
-/// Where the devices are within a step.
+/// The progress of all devices within a step.
 struct Progress {
-    /// Of each device and stream the commands, and how many of them are done.
+    /// For each device and stream, its commands and the number that are done.
     queues: Vec<Vec<(Vec<u32>, usize)>>,
     recorded: Vec<Vec<bool>>,
     losses: Vec<(Option<u32>, f64)>,
 }
 
 impl<'a> Host<'a> {
-    /// Devices with zeros in everything that lasts, and noise elsewhere.
+    /// Creates devices with zeros in all lasting regions and noise elsewhere.
     pub fn new(programs: &'a Programs, tapes: &'a [Tape]) -> Host<'a> {
         let arenas = tapes.iter().map(|t| vec![0xff; t.arena.all_bytes() as usize]).collect();
         let mut host = Host { programs, tapes, arenas };
@@ -97,7 +98,7 @@ impl<'a> Host<'a> {
         if found { Ok(()) } else { Err(HostError::Unknown { name: name.to_string() }) }
     }
 
-    /// A parameter, put together from one program that holds it.
+    /// Assembles a parameter from one program that holds it.
     pub fn parameter(&self, name: &str) -> Result<Tensor, HostError> {
         let is_it = |b: &Buffer| matches!(&b.kind, BufferKind::Parameter { name: n } if n == name);
         let mut holders = (0u32..).zip(&self.programs.programs);
@@ -122,7 +123,8 @@ impl<'a> Host<'a> {
         Ok(HostTensor::from_reference(&whole).out_of(buffer).to_reference())
     }
 
-    /// This device's part of a tensor, or of the rows that begin at `shift` times its size where it has more of them.
+    /// Cuts this device's part out of a tensor. If the tensor has more rows than the buffer, takes those of
+    /// `microbatch`.
     fn cut(&self, rank: usize, buffer: &Buffer, shape: &[u64], data: &[f64], microbatch: u64) -> Vec<f64> {
         let tape = &self.tapes[rank];
         let mesh = &self.programs.programs[tape.program as usize].mesh;
@@ -169,7 +171,7 @@ impl<'a> Host<'a> {
         }
     }
 
-    /// Runs one step on a global batch, as [`crate::Session::step`] takes it, in the order that a seed chooses.
+    /// Runs one step on a global batch, as [`crate::Session::step`] takes it, in an order chosen by a seed.
     pub fn step(
         &mut self,
         inputs: &BTreeMap<String, HostTensor>,
@@ -195,7 +197,7 @@ impl<'a> Host<'a> {
                     ready.extend(self.head(&progress, rank, stream).map(|at| (rank, stream, at)));
                 }
             }
-            // What several devices do together is ready where all of them are; its first member speaks for it.
+            // A joint operation is ready if all its members are; its first member represents it.
             let choices: Vec<Vec<(usize, usize, u32)>> =
                 ready.iter().filter_map(|&(rank, stream, at)| self.together(&ready, (rank, stream, at))).collect();
             if choices.is_empty() {
@@ -225,7 +227,7 @@ impl<'a> Host<'a> {
         Ok(Stepped { loss: sum / mean, losses })
     }
 
-    /// The next command of a stream, where all that it waits for is recorded.
+    /// The next command of a stream, if all events that it waits for are recorded.
     fn head(&self, progress: &Progress, rank: usize, stream: usize) -> Option<u32> {
         let (queue, done) = &progress.queues[rank][stream];
         let &at = queue.get(*done)?;
@@ -233,7 +235,7 @@ impl<'a> Host<'a> {
         waits.iter().all(|e| progress.recorded[rank][e.0 as usize]).then_some(at)
     }
 
-    /// Who runs a command together, if all of them are ready and this is the first of them.
+    /// The members that run a command together, if all of them are ready and this is the first of them.
     fn together(
         &self,
         ready: &[(usize, usize, u32)],
@@ -313,9 +315,9 @@ impl<'a> Host<'a> {
     }
 
     fn launch(&mut self, rank: usize, launch: &Launch, regions: &[RegionId], coordinates: &[u64]) {
-        // Parameters that lie in one place are one.
+        // Parameters at the same offset are one.
         let place = |r: &RegionId| self.tapes[rank].region(*r).offset;
-        // What has no elements lies nowhere, wherever that begins.
+        // A region without elements shares no storage, whatever its offset.
         let empty: Vec<bool> = launch.params.iter().map(|p| p.elements == 0).collect();
         let is_at = |j: usize, i: usize| !empty[j] && place(&regions[j]) == place(&regions[i]);
         let first = |i: usize| (0..i).find(|&j| is_at(j, i)).unwrap_or(i);

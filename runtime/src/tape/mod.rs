@@ -1,9 +1,11 @@
-//! The tape of a device: everything that it does in a step, decided before the step runs.
+//! The tape of a device: all of its work in a step, decided before the step runs.
 //!
-//! A tape is a list of commands in the order in which a host issues them, each on a stream of the device, with the events that
-//! it waits for. All memory is one arena, in which every tensor has its range of bytes, so that nothing is allocated while a
-//! step runs; what of it is in the memory of the host comes last. The one idea: whoever executes a tape decides nothing, and needs only the arena's address, the table of launches,
-//! a matmul, the communicators and copies from and to the host.
+//! A tape is a list of commands in the order in which a host issues them. Each has a stream of the device and the
+//! events that it waits for. All memory is one arena, in which every tensor has its range of bytes, so that a step
+//! allocates nothing. The part in host memory comes last.
+//!
+//! The executor of a tape decides nothing. It needs only the arena's address, the table of launches, a matmul, the
+//! communicators, and copies from and to the host.
 
 pub mod access;
 mod build;
@@ -58,26 +60,26 @@ pub struct CommunicatorId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LaunchId(pub u32);
 
-/// What a stream is for. Commands of one stream run one after the other.
+/// The purpose of a stream. Commands of one stream run one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stream {
     Compute,
-    /// Collectives among devices of the mesh, in an order that is the same on all of them.
+    /// Collectives among devices of the mesh, in the same order on all of them.
     Collectives,
-    /// What goes to the device of this rank. A send waits for its receiver, so every direction has a stream of its own.
+    /// Sends to the device of this rank. A send waits for its receiver, so every direction has its own stream.
     Send(u32),
-    /// What comes from the device of this rank.
+    /// Receives from the device of this rank.
     Receive(u32),
-    /// From the host, and from its memory.
+    /// Copies from the host and from its memory.
     Upload,
-    /// To the host, and to its memory.
+    /// Copies to the host and to its memory.
     Download,
 }
 
-/// Devices that exchange something in an order that they agree on. Those of equal ranks and streams are one communicator.
+/// Devices that communicate in an agreed order. Devices with equal ranks and purpose share one communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Communicator {
-    /// Ranks of the members in the group's order; of a channel the sender's, then the receiver's.
+    /// Ranks of the members in the group's order; for a channel, the sender, then the receiver.
     pub ranks: Vec<u32>,
     pub purpose: Purpose,
 }
@@ -85,33 +87,33 @@ pub struct Communicator {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Purpose {
     Collectives,
-    /// One direction between two devices of different submeshes, or of stages.
+    /// One direction between two devices of different submeshes or stages.
     Channel,
 }
 
-/// What the bytes of a region are.
+/// The content of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Content {
-    /// An instance of a buffer of the program, the device's local part of it.
+    /// The device's local part of an instance of a program buffer.
     Buffer { buffer: BufferId, microbatch: Option<u32> },
     /// A value of a body, in a call of the schedule.
     Value { call: u32, body: u32, value: ValueId },
     /// A value that depends on no leaf.
     Constant { body: u32, value: ValueId },
-    /// Something rearranged for a library or for sending.
+    /// Data rearranged for a library or for sending.
     Staging { call: u32 },
 }
 
-/// A tensor's place in the arena, while it lives.
+/// A tensor's place in the arena during its lifetime.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Region {
     pub content: Content,
     pub dtype: DType,
     pub elements: u64,
-    /// From the start of the arena.
+    /// Position from the start of the arena.
     pub offset: u64,
     pub bytes: u64,
-    /// It is there before the step and after it.
+    /// True if it exists before and after the step.
     pub lasts: bool,
 }
 
@@ -119,25 +121,24 @@ pub struct Region {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
     pub region: RegionId,
-    /// The first element.
+    /// Index of the first element.
     pub from: u64,
     pub elements: u64,
 }
 
-/// A matrix of `rows` by `columns` elements, of which [`MatmulCall`] says how many, or one of each batch.
+/// A matrix of `rows` by `columns` elements, or one for each batch; [`MatmulCall`] gives the sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Matrix {
     pub region: RegionId,
     pub dtype: DType,
-    /// The first element of it in the region.
+    /// Index of its first element in the region.
     pub from: u64,
-    /// Elements between neighbouring rows, or where it is transposed, between neighbouring columns; neighbours in the other
-    /// direction are neighbours in memory.
+    /// Stride between rows or, if transposed, between columns. The other direction is contiguous.
     pub leading: u64,
     pub transposed: bool,
 }
 
-/// So many products with elements between one's operands and the next one's.
+/// A batch dimension: `count` products, with the strides between consecutive operands and results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Batch {
     pub count: u64,
@@ -154,18 +155,19 @@ pub struct MatmulCall {
     pub k: u64,
     pub lhs: Matrix,
     pub rhs: Matrix,
-    /// Never transposed.
+    /// The result is never transposed.
     pub result: Matrix,
-    /// Major first. A library takes the last as a strided batch; where there are more, it is called for each index of the others.
+    /// Batch dimensions, major first. A library takes the last as a strided batch and is called once for each index of
+    /// the others.
     pub batches: Vec<Batch>,
-    /// The product is added to what the result's region holds.
+    /// Adds the product to the contents of the result's region.
     pub accumulate: bool,
 }
 
-/// What the members of a group do together, on contiguous elements.
+/// A collective of the members of a group, on contiguous elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CollectiveKind {
-    /// `to` is the reduction of all `from`; `elements` of each.
+    /// `to` is the reduction of all `from`, each of `elements` elements.
     AllReduce(Reducer),
     /// `from` has `elements` for each member; `to` are those of this member, reduced.
     ReduceScatter(Reducer),
@@ -173,7 +175,7 @@ pub enum CollectiveKind {
     AllGather,
 }
 
-/// Sent to a member of a communicator, or received from it.
+/// A message to or from a member of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Message {
     /// Position among the communicator's ranks.
@@ -181,40 +183,40 @@ pub struct Message {
     pub part: Part,
 }
 
-/// What the host gives.
+/// Values that the host provides.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Given {
-    /// This device's part of a microbatch's rows of an input; of all of it where it has no batch dimension.
+    /// This device's part of a microbatch's rows of an input, or of the whole input if it has no batch dimension.
     Input { buffer: BufferId, microbatch: Option<u32> },
     /// A scalar of the step: `learning_rate` or `step`.
     Scalar { buffer: BufferId },
 }
 
-/// What the host takes.
+/// Values that the host takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Taken {
-    /// The loss of a microbatch, by the first device of the program.
+    /// The loss of a microbatch, from the first device of the program.
     Loss { microbatch: Option<u32> },
     /// This device's part of a result of a model that is not trained.
     Output { buffer: BufferId, microbatch: Option<u32> },
 }
 
-/// What a command does.
+/// The operation of a command.
 #[derive(Clone, Debug, PartialEq)]
 pub enum What {
-    /// A loop program with its parameters in order, and what its [`Launch::coordinates`] are.
+    /// A loop program with its parameters in order, and the values of its [`Launch::coordinates`].
     Launch {
         launch: LaunchId,
         regions: Vec<RegionId>,
         coordinates: Vec<u64>,
     },
     Matmul(Box<MatmulCall>),
-    /// Sets every element.
+    /// Sets every element to a value.
     Fill {
         region: RegionId,
         value: f64,
     },
-    /// All elements of a region, which the target has as many of.
+    /// Copies all elements of a region to one of the same length.
     Copy {
         from: RegionId,
         to: RegionId,
@@ -235,7 +237,7 @@ pub enum What {
         from: RegionId,
         to: RegionId,
     },
-    /// Messages to and from members, which all go at once: a group of sends and receives.
+    /// Messages to and from members that run concurrently: a group of sends and receives.
     Exchange {
         communicator: CommunicatorId,
         dtype: DType,
@@ -245,7 +247,7 @@ pub enum What {
 }
 
 impl What {
-    /// What the command does, in a word.
+    /// The name of the operation.
     pub fn verb(&self) -> &'static str {
         match self {
             What::Launch { .. } => "launch",
@@ -260,20 +262,20 @@ impl What {
     }
 }
 
-/// One thing that a device does.
+/// One operation of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Command {
     pub stream: StreamId,
-    /// Recorded by commands of other streams before this one in the tape.
+    /// Events that this command waits for; commands of other streams record them earlier in the tape.
     pub waits: Vec<EventId>,
-    /// Recorded when it is done, where some command waits for that.
+    /// The event that this command records when it is done, if another command waits for it.
     pub records: Option<EventId>,
-    /// The call of the program's schedule that it belongs to; none where it prepares the step.
+    /// The call of the program's schedule to which it belongs; none if it prepares the step.
     pub call: Option<u32>,
     pub what: What,
 }
 
-/// Filled once, when the device is set up.
+/// A region that is filled once, when the device is set up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constant {
     pub region: RegionId,
@@ -283,41 +285,41 @@ pub struct Constant {
 /// The memory of a tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Arena {
-    /// What has to be allocated on the device.
+    /// Bytes to allocate on the device.
     pub bytes: u64,
-    /// Of it what lasts from step to step, which comes first.
+    /// Bytes of the regions that last between steps, which come first.
     pub lasting_bytes: u64,
-    /// The most bytes that live at once, below which no layout could come.
+    /// Peak of the live bytes, a lower bound on any layout.
     pub live_bytes: u64,
-    /// What has to be allocated in the memory of the host. Regions there have offsets from `bytes` on.
+    /// Bytes to allocate in host memory. Regions there have offsets from `bytes` on.
     pub host_bytes: u64,
 }
 
 impl Arena {
-    /// Of both memories.
+    /// Bytes of both memories.
     pub fn all_bytes(&self) -> u64 {
         self.bytes + self.host_bytes
     }
 }
 
-/// What one device does in a step.
+/// The work of one device in a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tape {
     pub program: u32,
     /// The device's position in the program's mesh.
     pub position: u32,
-    /// Its number among the devices of all programs, counted in order.
+    /// Its number among the devices of all programs, in order.
     pub rank: u32,
     pub arena: Arena,
     pub regions: Vec<Region>,
     pub constants: Vec<Constant>,
-    /// Distinct loop programs. Parameters are by position: their sources say only where the first launch of the kind had them.
+    /// Distinct loop programs. Parameters are by position: their sources only describe the first launch of the kind.
     pub launches: Vec<Arc<Launch>>,
     pub streams: Vec<Stream>,
     pub communicators: Vec<Communicator>,
-    /// Events are numbered below this.
+    /// Number of events.
     pub num_events: u32,
-    /// In the order in which the host issues them.
+    /// The commands, in the order in which the host issues them.
     pub commands: Vec<Command>,
 }
 
@@ -326,14 +328,14 @@ impl Tape {
         &self.regions[id.0 as usize]
     }
 
-    /// Where in the host's part of the arena a region begins, if it is there.
+    /// The offset of a region within the host's part of the arena, if it is there.
     pub fn in_host(&self, id: RegionId) -> Option<u64> {
         let region = self.region(id);
-        // What has no bytes is nowhere.
+        // A region without bytes is in neither memory.
         region.offset.checked_sub(self.arena.bytes).filter(|_| region.bytes > 0)
     }
 
-    /// The region of a buffer that lasts from step to step.
+    /// The region of a buffer that lasts between steps.
     pub fn lasting(&self, buffer: BufferId) -> Option<RegionId> {
         let wanted = Content::Buffer { buffer, microbatch: None };
         let found = self.regions.iter().position(|r| r.lasts && r.content == wanted)?;

@@ -1,36 +1,36 @@
-//! One order of what all programs do in a step, in which every transfer is one point.
+//! A total order of the moves of all programs in a step, in which every transfer is one point.
 //!
-//! A send never waits in a schedule, but on a device both sides of a transfer have to be there. So a transfer happens when its receiver
-//! asks for it, and is placed in the sender's tape where the sender has come to by then. Since waits only ever go back in this
-//! one order, reusing memory after a transfer cannot make devices wait for each other in a circle.
+//! A send never waits in a schedule, but on a device both sides of a transfer must be present. So a transfer happens
+//! when its receiver reaches it, at the point that the sender has reached by then. Waits only go backwards in this
+//! order. So reusing memory after a transfer cannot cause a deadlock.
 
 use altiplano_ir::program::{Call, Phase, Programs, TransferId};
 use std::collections::BTreeMap;
 
-/// What a program does next.
+/// A move of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Move {
     /// A body runs.
     Run { call: u32, body: u32, microbatch: Option<u32> },
-    /// A buffer's instance is held for a transfer, and where `free`, for nothing else any more.
+    /// Keeps a buffer's instance for a transfer; with `free`, nothing else needs it any more.
     Offer { call: u32, transfer: TransferId, microbatch: Option<u32>, free: bool },
-    /// The transfer happens; this program sends, or receives, or both.
+    /// Performs the transfer; this program sends, receives, or both.
     Transfer { call: u32, transfer: TransferId, microbatch: Option<u32>, sends: bool, receives: bool },
 }
 
-/// Schedules that wait for each other.
+/// A deadlock of the schedules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("program {program} waits at call {call} for what is never sent")]
+#[error("program {program} waits at call {call} for a transfer that is never sent")]
 pub struct Stuck {
     pub program: u32,
     pub call: u32,
 }
 
-/// What each program does, in orders that are all parts of one.
+/// The moves of each program; all these orders are parts of one total order.
 pub fn order(programs: &Programs) -> Result<Vec<Vec<Move>>, Stuck> {
     let mut moves: Vec<Vec<Move>> = vec![Vec::new(); programs.programs.len()];
     let mut next: Vec<usize> = vec![0; moves.len()];
-    // In arbitrary units: only who is ahead of whom matters.
+    // Clocks in arbitrary units; only their order matters.
     let mut clock: Vec<u64> = vec![0; moves.len()];
     let mut offered: BTreeMap<(TransferId, Option<u32>), (u32, u64)> = BTreeMap::new();
     loop {

@@ -1,8 +1,9 @@
-//! Orders of kernels in which what is sent overlaps with what is computed.
+//! Orders of kernels that overlap communication with computation.
 //!
-//! Streams run their commands in order, so that a collective behind one that is not ready waits with it. Gathers of stored
-//! parameters, and shifts that bring a backward pass the keys of a ring, go ahead of the kernels that read those before them; what follows the last backward of a step goes in the order in which
-//! that finishes gradients. Every device of a program has the same order.
+//! Streams run their commands in order, so a collective behind one that is not ready waits with it. Gathers of stored
+//! parameters are prefetched: they go ahead of kernels that read earlier ones. So do the shifts that bring a backward
+//! pass the keys of a ring. The bodies after the last backward pass run in the order in which that pass completes
+//! gradients. Every device of a program has the same order.
 
 use crate::loops::launches;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -13,8 +14,8 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::launched;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// The kernels of a body with each gather or shift of a leaf before the first kernel that reads the result of the gather `ahead` places before
-/// it. That costs the memory of so many gathered values.
+/// Moves each gather or shift of a leaf before the first kernel that reads the result of the gather `ahead` places
+/// before it. This costs the memory of `ahead` gathered values.
 fn gathers_ahead(graph: &Graph, kernels: Vec<Kernel>, ahead: usize) -> Vec<Kernel> {
     let is_gather = |kernel: &Kernel| {
         let node = graph.node(kernel.nodes[0]);
@@ -27,13 +28,13 @@ fn gathers_ahead(graph: &Graph, kernels: Vec<Kernel>, ahead: usize) -> Vec<Kerne
             && kernel.reads.iter().all(|r| graph.node(r.0).op.is_leaf())
     };
     let mut gathers: VecDeque<Kernel> = kernels.iter().filter(|k| is_gather(k)).cloned().collect();
-    // The number of the gather that makes a value, while nothing has read it.
+    // The number of the gather that makes a value, until a kernel reads it.
     let mut unread: BTreeMap<ValueId, usize> = gathers.iter().map(|k| k.nodes[0]).zip(0..).collect();
     let mut done = 0;
     let mut ordered = Vec::with_capacity(kernels.len());
     for kernel in kernels {
         let needed = if is_gather(&kernel) {
-            // In its turn at the latest.
+            // At the latest in its own turn.
             unread.get(&kernel.nodes[0]).map_or(0, |number| number + 1)
         } else {
             let read = kernel.reads.iter().filter_map(|r| unread.remove(&r.0));
@@ -52,7 +53,7 @@ fn gathers_ahead(graph: &Graph, kernels: Vec<Kernel>, ahead: usize) -> Vec<Kerne
     ordered
 }
 
-/// The kernels of a body that runs once a step, those first whose gradients are complete first.
+/// Sorts the kernels of a body that runs once a step by the time at which their gradients are complete.
 fn as_completed(body: &Body, mut kernels: Vec<Kernel>, written: &BTreeMap<BufferId, usize>) -> Vec<Kernel> {
     if !matches!(body.phase, Phase::Reduce | Phase::Norm | Phase::Update) {
         return kernels;
@@ -69,14 +70,14 @@ fn as_completed(body: &Body, mut kernels: Vec<Kernel>, written: &BTreeMap<Buffer
         complete.extend(kernel.writes.iter().map(|w| (*w, key)));
         keys.push(key);
     }
-    // Whatever a kernel reads is complete when it is, so that sorting keeps makers before readers.
+    // A kernel's key is at least those of its operands, so sorting keeps makers before readers.
     let mut order: Vec<usize> = (0..kernels.len()).collect();
     order.sort_by_key(|&i| (keys[i], i));
     let mut slots: Vec<Option<Kernel>> = kernels.drain(..).map(Some).collect();
     order.into_iter().filter_map(|i| slots[i].take()).collect()
 }
 
-/// The kernel of a stage's backward bodies after which each buffer is complete, counted over these bodies.
+/// For each buffer, the kernel of the stage's backward bodies after which it is complete, counted over these bodies.
 fn completed(program: &Program, kernels: &[Vec<Kernel>], stage: u32) -> BTreeMap<BufferId, usize> {
     let mut complete: BTreeMap<BufferId, usize> = BTreeMap::new();
     let mut count = 0;
@@ -96,16 +97,16 @@ fn completed(program: &Program, kernels: &[Vec<Kernel>], stage: u32) -> BTreeMap
     complete
 }
 
-/// Kernels of every body of a program in the order in which tapes have them, with so many gathers ahead.
+/// The kernels of every body of a program in the order of its tapes, with `ahead` gathers prefetched.
 pub fn ordered(program: &Program, ahead: usize) -> Vec<Vec<Kernel>> {
     let of_body = |body: &Body| {
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-        // One kernel where there are launches for it.
+        // Fused attention is one kernel if there are launches for it.
         let mut fuses = |kernel: &Kernel| program.fused_attention && launches(&body.graph, kernel).is_ok();
         gathers_ahead(&body.graph, kernels_where(&body.graph, &written, &mut fuses), ahead)
     };
     let mut kernels: Vec<Vec<Kernel>> = program.bodies.iter().map(of_body).collect();
-    // Reductions first: updates follow the order that they give.
+    // Reductions first: updates follow their order.
     for phase in [Phase::Reduce, Phase::Norm, Phase::Update] {
         for (i, body) in program.bodies.iter().enumerate().filter(|(_, b)| b.phase == phase) {
             let complete = completed(program, &kernels, body.stage);
@@ -113,7 +114,7 @@ pub fn ordered(program: &Program, ahead: usize) -> Vec<Vec<Kernel>> {
             let backward = program.bodies.iter().zip(&kernels).filter(|(b, _)| b.stage == body.stage);
             let room = backward.map(|(b, k)| transient(b, k)).max().unwrap_or(0);
             let sorted = as_completed(body, kernels[i].clone(), &complete);
-            // Where more would be held than at the fullest otherwise, memory comes first.
+            // Keep the original order if the new one would raise the peak memory.
             if transient(body, &sorted) <= room {
                 kernels[i] = sorted;
             }

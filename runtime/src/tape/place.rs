@@ -1,32 +1,32 @@
-//! Where tensors lie in the arena, so that it is little larger than what lives at once.
+//! Assigns tensors to offsets in the arena, so that it is little larger than the peak of the live bytes.
 //!
-//! Lifetimes are known, so that this is packing of intervals in time into as few bytes as possible (dynamic storage allocation).
-//! Greedy ways are tried, and the best one is taken.
+//! Lifetimes are known, so this is dynamic storage allocation: packing intervals in time into as few bytes as possible.
+//! Several greedy heuristics are tried, and the best result is taken.
 
 use super::Arena;
 use altiplano_ir::storage::block_bytes;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Something to be placed: bytes that are needed from the command `born` to before the command `dies`.
+/// A tensor to be placed, live from the command `born` to before the command `dies`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     pub bytes: u64,
     pub born: u32,
     pub dies: u32,
     pub lasts: bool,
-    /// It is in the memory of the host.
+    /// True if it is in host memory.
     pub host: bool,
 }
 
-/// Slots that are placed in turn, which takes quadratic time, at most.
+/// Limit on the slots placed by `in_turn`, whose time is quadratic.
 const MAX_BY_SIZE: usize = 20_000;
 
-/// Pairs of slots that are looked at in all rounds of one order, and rounds, at most.
+/// Limits on the pairs of slots examined in all rounds of one order, and on the rounds.
 const MAX_PLACED: usize = 40_000_000;
 const MAX_ROUNDS: usize = 50;
 
-/// The offset of each slot. Those in the memory of the host come after all of the device's.
+/// Returns the offset of each slot. Host slots come after all device slots.
 pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     let mut offsets = vec![0; slots.len()];
     let own = place_in(slots, false, 0, &mut offsets);
@@ -34,7 +34,7 @@ pub fn place(slots: &[Slot]) -> (Vec<u64>, Arena) {
     (offsets, Arena { host_bytes: host.bytes, ..own })
 }
 
-/// Offsets of the slots of one memory, from `first` on, and what they take.
+/// Places the slots of one memory from offset `first` on, and returns the size of that memory.
 fn place_in(slots: &[Slot], host: bool, first: u64, offsets: &mut [u64]) -> Arena {
     let mut lasting_bytes = 0;
     for (slot, offset) in slots.iter().zip(offsets.iter_mut()).filter(|(s, _)| s.lasts && s.host == host) {
@@ -54,7 +54,7 @@ fn place_in(slots: &[Slot], host: bool, first: u64, offsets: &mut [u64]) -> Aren
         for key in keys {
             let mut order: Vec<usize> = (0..of_step.len()).collect();
             order.sort_by_key(|&k| (Reverse(key(k)), Reverse(bytes(k)), k));
-            // Whatever ends highest goes first in the next round.
+            // The slot that ends highest goes first in the next round.
             for _ in 0..(MAX_PLACED / of_step.len().pow(2).max(1)).clamp(1, MAX_ROUNDS) {
                 tried.push(in_turn(slots, &of_step, &order));
                 let placed = &tried[tried.len() - 1];
@@ -72,7 +72,7 @@ fn place_in(slots: &[Slot], host: bool, first: u64, offsets: &mut [u64]) -> Aren
     Arena { bytes, lasting_bytes, live_bytes, host_bytes: 0 }
 }
 
-/// The most bytes of these slots that live at once.
+/// Peak of the live bytes of these slots.
 fn most_live(slots: &[Slot], which: &[usize]) -> u64 {
     let mut changes: BTreeMap<u32, i64> = BTreeMap::new();
     for &i in which {
@@ -87,7 +87,7 @@ fn most_live(slots: &[Slot], which: &[usize]) -> u64 {
     sums.max().unwrap_or(0).max(0) as u64
 }
 
-/// In the order in which they are born, each in the smallest hole that takes it.
+/// Best fit: places slots in order of birth, each in the smallest hole that fits.
 fn best_fit(slots: &[Slot], which: &[usize]) -> Vec<u64> {
     let mut order: Vec<usize> = (0..which.len()).collect();
     order.sort_by_key(|&k| (slots[which[k]].born, Reverse(slots[which[k]].bytes), k));
@@ -118,7 +118,7 @@ fn best_fit(slots: &[Slot], which: &[usize]) -> Vec<u64> {
                 }
                 from
             }
-            // The last hole grows where it reaches the end.
+            // The last hole grows if it reaches the end.
             None => {
                 let last = holes.last_key_value().filter(|(_, to)| **to == end).map(|(&from, _)| from);
                 last.inspect(|from| {
@@ -135,7 +135,7 @@ fn best_fit(slots: &[Slot], which: &[usize]) -> Vec<u64> {
     placed
 }
 
-/// In some order, each at the lowest place that is free while it lives.
+/// First fit: places slots in the given order, each at the lowest offset that is free during its lifetime.
 fn in_turn(slots: &[Slot], which: &[usize], order: &[usize]) -> Vec<u64> {
     let mut placed = vec![0; which.len()];
     // Placed slots by offset.
@@ -165,7 +165,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// What lives at once lies apart, and all of it in the arena.
+        /// Slots that are live at the same time do not overlap, and all lie in the arena.
         #[test]
         fn slots_that_live_at_once_lie_apart(made in proptest::collection::vec((1u64..5000, 0u32..50, 1u32..30), 1..60)) {
             let slot = |&(bytes, born, life): &(u64, u32, u32)| {

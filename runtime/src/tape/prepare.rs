@@ -1,7 +1,8 @@
-//! The bodies of a program as pieces: what their kernels are for a device, before it is said where anything lies.
+//! Turns the bodies of a program into pieces: the commands of their kernels on a device, before any placement.
 //!
-//! Loop programs come from [`crate::loops`]; matmuls and collectives are described as libraries take them, with copies before and after
-//! where they need another layout; convolutions become both ([`super::convolved`]). Every device and every microbatch uses the same pieces.
+//! Loop programs come from [`crate::loops`]. Matmuls and collectives are described as libraries take them, with copies
+//! before and after if they need another layout. Convolutions become both ([`super::convolved`]). Every device and
+//! every microbatch uses the same pieces.
 
 use super::convolved::convolution;
 use super::strided::Strided;
@@ -21,26 +22,26 @@ use altiplano_ir::types::TensorType;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Products for which a library is called one by one, at most: beyond that their operands are copied.
+/// Limit on the separate library calls of one product; beyond it, the operands are copied.
 const MAX_CALLS: u64 = 64;
 
-/// Why there is no tape of a program.
+/// Reasons why a program has no tape.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Unprepared {
     #[error("body '{body}', {value}: no kernel computes '{op}' on a device")]
     Op { body: String, value: ValueId, op: &'static str },
 }
 
-/// Where a piece finds something.
+/// The location of a piece's operand or result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Place {
     Value(ValueId),
     Constant(ValueId),
-    /// Something of this step alone.
+    /// Temporary data of this step.
     Scratch(u32),
 }
 
-/// A matrix whose place is known.
+/// A matrix at a known place.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Operand {
     pub place: Place,
@@ -58,13 +59,13 @@ pub struct Product {
     pub accumulate: bool,
 }
 
-/// A command without regions.
+/// A command whose regions are not assigned yet.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Piece {
     Launch {
         launch: LaunchId,
         params: Vec<Place>,
-        /// Where tiles start, for a launch that takes them.
+        /// Start indices of the tile, for a launch that takes them.
         starts: Vec<u64>,
     },
     Matmul(Box<Product>),
@@ -76,7 +77,7 @@ pub enum Piece {
         from: Place,
         to: Place,
     },
-    /// Equal parts go from every member of a group to every other.
+    /// Sends equal parts from every member of a group to every other.
     AllToAll {
         axes: Vec<AxisId>,
         dtype: DType,
@@ -84,7 +85,7 @@ pub enum Piece {
         from: Place,
         to: Place,
     },
-    /// All of it goes from every member of a group to the one so many places before it.
+    /// Sends the whole operand from every member of a group to the one `by` places before it.
     Shift {
         axes: Vec<AxisId>,
         by: u64,
@@ -101,7 +102,7 @@ pub enum Piece {
         from: Place,
         to: Place,
     },
-    /// Between a device and the memory of its host.
+    /// Copies between a device and the memory of its host.
     HostCopy {
         route: HostRoute,
         from: Place,
@@ -109,21 +110,21 @@ pub enum Piece {
     },
 }
 
-/// A step's pieces, and types of what it needs of its own.
+/// The pieces of a step, and the types of its scratch.
 #[derive(Clone, Debug, Default)]
 pub struct Pieces {
     pub pieces: Vec<Piece>,
     pub scratch: Vec<(DType, u64)>,
-    /// Outputs and inputs that may have one storage: what is written at a place is read there before, by the same iteration.
+    /// Pairs of outputs and inputs that may share storage: each iteration reads a place before it writes it.
     pub may_share: BTreeSet<(ValueId, ValueId)>,
-    /// Scratch that several launches of a kernel know.
+    /// Scratch shared by several launches of a kernel.
     named: BTreeMap<Source, Place>,
 }
 
-/// A body ready for any device.
+/// A body prepared for any device.
 pub struct Prepared {
     pub steps: Steps<Pieces>,
-    /// Types of its constants.
+    /// Types of the body's constants.
     pub constants: BTreeMap<ValueId, TensorType>,
 }
 
@@ -135,7 +136,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// The launch of which parameters are known by position alone.
+    /// Adds a launch, or finds an equal one. Parameters are known by position alone.
     pub fn add(&mut self, mut launch: Launch) -> LaunchId {
         for (param, i) in launch.params.iter_mut().zip(0..) {
             param.source = Source::Value(ValueId(i));
@@ -151,7 +152,7 @@ impl Table {
     }
 }
 
-/// Prepares a body of these kernels.
+/// Prepares a body with these kernels.
 pub fn prepare(program: &Program, body: &Body, kernels: &[Kernel], table: &mut Table) -> Result<Prepared, Unprepared> {
     let graph = &body.graph;
     let steps = launched(program, body, kernels);
@@ -176,7 +177,7 @@ pub fn prepare(program: &Program, body: &Body, kernels: &[Kernel], table: &mut T
     }
 }
 
-/// A loop program, and which kernel of a program's bodies launches it: the body's number, and the node that the kernel makes last.
+/// A loop program and the kernel that launches it: the number of the body, and the last node that the kernel makes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launched {
     pub body: usize,
@@ -184,8 +185,8 @@ pub struct Launched {
     pub launch: Arc<Launch>,
 }
 
-/// All loop programs that a program's bodies launch, in the order in which tapes have them, with those that gather and copy for libraries.
-/// What comes second are bodies and ops of which there are none.
+/// All loop programs that a program's bodies launch, in the order of the tapes, including those that gather and copy
+/// for libraries. The second list has the bodies and ops that have none.
 pub fn launched_by(program: &Program, kernels: &[Vec<Kernel>]) -> (Vec<Launched>, Vec<Unprepared>) {
     let mut table = Table::default();
     let (mut all, mut missing) = (Vec::new(), Vec::new());
@@ -226,7 +227,7 @@ impl OfBody<'_> {
         Place::Constant(v)
     }
 
-    /// A value that is known beforehand, where the body leaves it.
+    /// A value that is known beforehand and that the body returns.
     fn known(&mut self, v: ValueId) -> Pieces {
         let to = Place::Value(v);
         let piece = match &self.graph.node(v).op {
@@ -262,7 +263,7 @@ impl OfBody<'_> {
             }
             _ => {
                 let made = launches(self.graph, kernel).map_err(|why| (why.value, why.op))?;
-                // Rows of a tile are read by the threads of all its rows.
+                // All threads of a tile read its rows, so attention may not write in place.
                 if !matches!(kernel.kind, KernelKind::Attention(_)) {
                     pieces.may_share = may_share(&made);
                 }
@@ -285,7 +286,7 @@ impl OfBody<'_> {
                     if stored || self.graph.node(*v).op.is_leaf() {
                         Place::Value(*v)
                     } else {
-                        // A reduction that a later launch of the kernel takes.
+                        // A reduction that a later launch of the kernel reads.
                         pieces.named(param.source.clone(), param.dtype, param.elements)
                     }
                 }
@@ -296,7 +297,7 @@ impl OfBody<'_> {
         pieces.pieces.push(Piece::Launch { launch, params, starts: Vec::new() });
     }
 
-    /// Where the elements of an operand lie, if strides say that.
+    /// The strided view of an operand, if strides describe it.
     fn view(&mut self, reads: &BTreeSet<ValueId>, v: ValueId) -> Option<(View, Place)> {
         let node = self.graph.node(v);
         let whole = || View::whole(v, node.ty.shape.iter().map(|&d| d as usize).collect());
@@ -310,7 +311,7 @@ impl OfBody<'_> {
         Some((under.through(&node.op, &node.ty.shape)?, place))
     }
 
-    /// A row-major copy of a value that no strides describe.
+    /// Makes a row-major copy of a value that no strides describe.
     fn computed(&mut self, pieces: &mut Pieces, reads: &BTreeSet<ValueId>, v: ValueId) -> Result<Place, Missing> {
         let kernel = Kernel {
             nodes: vec![v],
@@ -342,7 +343,7 @@ impl OfBody<'_> {
         place
     }
 
-    /// An operand in row-major order.
+    /// Makes an operand available in row-major order.
     fn whole(&mut self, pieces: &mut Pieces, reads: &BTreeSet<ValueId>, v: ValueId) -> Result<Place, Missing> {
         match self.view(reads, v) {
             Some((view, place)) => {
@@ -374,7 +375,8 @@ impl OfBody<'_> {
             });
         }
         let result = self.graph.ty(v).clone();
-        // What a library cannot take is copied: first what does not lie in rows, then whatever takes too many calls.
+        // Copy operands that a library cannot take: first those that are no strided matrices, then those that need too
+        // many calls.
         for round in 0..3 {
             let found = [matrix(&views[0].0, &dot.lhs_batch, &dot.lhs_contract, false), {
                 matrix(&views[1].0, &dot.rhs_batch, &dot.rhs_contract, true)
@@ -408,7 +410,7 @@ impl OfBody<'_> {
             }
             for (i, (view, place)) in views.iter_mut().enumerate() {
                 if found[i].is_none() || round > 0 {
-                    // Batch, free and contracted dimensions one after the other, as one matrix each.
+                    // Batch, free and contracted dimensions in turn, each contiguous.
                     let (batch, contract) = match i {
                         0 => (&dot.lhs_batch, &dot.lhs_contract),
                         _ => (&dot.rhs_batch, &dot.rhs_contract),
@@ -442,7 +444,7 @@ impl OfBody<'_> {
         place
     }
 
-    /// Puts parts that came one after the other into the result, block by block.
+    /// Assembles consecutive parts into the result, block by block.
     fn joined(
         &mut self,
         pieces: &mut Pieces,
@@ -525,7 +527,7 @@ impl OfBody<'_> {
         Ok(())
     }
 
-    /// A block with its neighbours' edges: all blocks are gathered and each device takes its own and what is around it.
+    /// A halo exchange: all blocks are gathered, and each device takes its own and its surroundings.
     fn halo(
         &mut self,
         pieces: &mut Pieces,
@@ -564,7 +566,7 @@ impl Pieces {
     }
 }
 
-/// Batch dimensions, free ones and contracted ones; the contracted ones before the free ones where they are rows.
+/// Orders batch, free and contracted dimensions; if rows are contracted, the contracted ones precede the free ones.
 fn order(rank: usize, batch: &[usize], contract: &[usize], contracted_rows: bool) -> Vec<usize> {
     let free = (0..rank).filter(|d| !batch.contains(d) && !contract.contains(d));
     match contracted_rows {
@@ -573,7 +575,7 @@ fn order(rank: usize, batch: &[usize], contract: &[usize], contracted_rows: bool
     }
 }
 
-/// How a matrix of each batch lies.
+/// The layout of the matrices of a batch.
 struct Laid {
     rows: u64,
     columns: u64,
@@ -584,12 +586,12 @@ struct Laid {
     batch: Vec<(u64, u64)>,
 }
 
-/// An operand as a matrix of rows and columns with one stride each, one of which is 1.
+/// Views an operand as a matrix with one stride for rows and one for columns, one of which is 1.
 fn matrix(view: &View, batch: &[usize], contract: &[usize], contracted_rows: bool) -> Option<Laid> {
     let rank = view.shape.len();
     let free: Vec<usize> = (0..rank).filter(|d| !batch.contains(d) && !contract.contains(d)).collect();
     let (rows, columns) = if contracted_rows { (contract, &free[..]) } else { (&free[..], contract) };
-    // Many dimensions as one.
+    // Joins several dimensions into one.
     let joined = |dims: &[usize]| {
         let part = view.transpose(dims);
         match part.runs()[..] {
@@ -608,7 +610,7 @@ fn matrix(view: &View, batch: &[usize], contract: &[usize], contracted_rows: boo
     Some(Laid { rows, columns, from: view.offset as u64, leading, transposed, batch })
 }
 
-/// The batch dimensions of both operands, as few as both allow.
+/// Merges the batch dimensions of both operands into as few as possible.
 fn batches(lhs: &Laid, rhs: &Laid) -> Vec<Batch> {
     let mut all: Vec<Batch> = Vec::new();
     let mut result = lhs.rows * rhs.columns;
@@ -627,8 +629,8 @@ fn batches(lhs: &Laid, rhs: &Laid) -> Vec<Batch> {
     all
 }
 
-/// Pairs of what a kernel writes and reads that may lie in one place: the last launch that reads the one writes the other, and each
-/// iteration reads where it writes, not later than it writes.
+/// Pairs of written and read values that may share storage. The last launch that reads the one writes the other, and
+/// each iteration reads its place no later than it writes it.
 fn may_share(launches: &[Launch]) -> BTreeSet<(ValueId, ValueId)> {
     let mut pairs = BTreeSet::new();
     for (i, launch) in launches.iter().enumerate() {

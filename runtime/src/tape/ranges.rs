@@ -1,38 +1,38 @@
-//! Who last wrote and read each byte of an arena, followed command by command.
+//! Tracks the last writer and readers of each byte of an arena, command by command.
 
 use super::RegionId;
 use super::access::Access;
 use std::collections::BTreeMap;
 
-/// What happened to a run of bytes last.
+/// The history of a run of bytes.
 #[derive(Clone, Debug)]
 struct Run {
     end: u64,
-    /// The region that it was written as.
+    /// The region whose content was written here.
     region: RegionId,
     writer: Option<u32>,
-    /// The last reader on each stream since then: earlier ones of the stream come before it anyway.
+    /// The last reader on each stream since then. Earlier readers on the same stream come before it anyway.
     readers: Vec<(u32, u32)>,
 }
 
-/// As what bytes were written last.
+/// The region as which bytes were last written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// As the region that is touched.
+    /// The touched region itself.
     Own,
     Other(RegionId),
-    /// Some never were.
+    /// Some bytes were never written.
     Unwritten,
 }
 
-/// The bytes of an arena as runs with one history each.
+/// The bytes of an arena, as runs with one history each.
 #[derive(Clone, Debug, Default)]
 pub struct Ranges {
     runs: BTreeMap<u64, Run>,
 }
 
 impl Ranges {
-    /// Bytes that are there before the first command.
+    /// Marks bytes that exist before the first command.
     pub fn there(&mut self, region: RegionId, (from, to): (u64, u64)) {
         if from < to {
             self.runs.insert(from, Run { end: to, region, writer: None, readers: Vec::new() });
@@ -48,8 +48,8 @@ impl Ranges {
         }
     }
 
-    /// Notes that a command touches bytes, and adds the commands after which it has to come: of what it reads the writers, of what it
-    /// writes the readers as well.
+    /// Records that a command touches bytes, and adds the commands that must come before it. A read comes after the
+    /// writers, a write also after the readers.
     pub fn touch(&mut self, access: &Access, (command, stream): (u32, u32), before: &mut Vec<u32>) -> Found {
         let Access { region, from, to, writes } = *access;
         if from >= to {

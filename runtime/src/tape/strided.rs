@@ -1,5 +1,5 @@
-//! Copies from strides to strides as loop programs: how values are rearranged for libraries and for sending, and how what
-//! arrives is put where it belongs.
+//! Copies between strided layouts as loop programs. They rearrange values for libraries and messages, and put received
+//! data in its place.
 
 use crate::loops::{Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
 use altiplano_ir::dtype::DType;
@@ -16,20 +16,20 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// From these strides to row-major order.
+    /// A copy from the given strides to row-major order.
     pub fn gathered(sizes: Vec<u64>, from_offset: u64, from: Vec<u64>) -> Strided {
         let to = altiplano_ir::types::strides(&sizes);
         Strided { sizes, from_offset, from, to_offset: 0, to }
     }
 
-    /// The dimensions of a row-major tensor in another order.
+    /// A copy that permutes the dimensions of a row-major tensor.
     pub fn transposed(shape: &[u64], permutation: &[usize]) -> Strided {
         let strides = altiplano_ir::types::strides(shape);
         let sizes = permutation.iter().map(|&d| shape[d]).collect();
         Strided::gathered(sizes, 0, permutation.iter().map(|&d| strides[d]).collect())
     }
 
-    /// The launch that reads its first parameter and writes its second, which have so many elements.
+    /// The launch that reads its first parameter, of `read` elements, and writes its second, of `written` elements.
     pub fn launch(&self, dtype: DType, read: u64, written: u64) -> Launch {
         let rows = self.sizes.iter().product();
         let mut scalars = Scalars::default();
@@ -58,8 +58,8 @@ impl Strided {
     }
 }
 
-/// What goes from the cross product of index lists of one row-major tensor to that of another: a copy for each combination of
-/// runs, in which both lists advance evenly.
+/// Copies between cross products of index lists of two row-major tensors. There is one copy for each combination of
+/// runs in which both lists advance evenly.
 pub fn crossed(from_shape: &[u64], from: &[Vec<u64>], to_shape: &[u64], to: &[Vec<u64>]) -> Vec<Strided> {
     let (from_strides, to_strides) = (altiplano_ir::types::strides(from_shape), altiplano_ir::types::strides(to_shape));
     let nothing = Strided { sizes: vec![], from_offset: 0, from: vec![], to_offset: 0, to: vec![] };
@@ -84,7 +84,7 @@ pub fn crossed(from_shape: &[u64], from: &[Vec<u64>], to_shape: &[u64], to: &[Ve
     made
 }
 
-/// So many indices of two lists, each from a first one on by equal steps.
+/// A run of `count` indices of two lists, each with its start and its step.
 struct Run {
     count: u64,
     from: (u64, u64),

@@ -1,4 +1,4 @@
-//! Tapes as text: a line for each command.
+//! Prints tapes as text, with a line for each command.
 
 use super::*;
 use std::fmt;
@@ -16,7 +16,7 @@ impl Tape {
         format!("{what} {}[{}]@{}", region.dtype, region.elements, region.offset)
     }
 
-    /// What a command does, without its stream and events.
+    /// Describes a command, without its stream and events.
     fn said(&self, what: &What) -> String {
         let list = |regions: Vec<RegionId>| {
             let named: Vec<String> = regions.into_iter().map(|r| self.named(r)).collect();

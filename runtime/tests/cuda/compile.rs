@@ -1,4 +1,4 @@
-//! Kernels are compiled once: what the cache may and may not give back.
+//! Kernels are compiled once: checks of what the cache may return.
 
 use crate::fake::Folder;
 use altiplano_runtime::devices::cuda::{Architecture, Compiled, Compiler, CudaError};
@@ -66,7 +66,7 @@ fn without_a_place_to_keep_kernels_all_still_works() {
     if !folder.compile("nvrtc.c", "libnvrtc.so.13", &[]) {
         return;
     }
-    // A file where the folder should be cannot be written into, not even by root.
+    // A folder cannot be created at the path of a file, not even by root.
     let file = folder.0.join("file");
     std::fs::write(&file, "").expect("a file");
     for cache in [None, Some(file.join("kernels"))] {

@@ -1,9 +1,9 @@
-//! What is said of drivers that are absent, broken, old or without GPUs, by a driver of gcc's that is none.
+//! Error messages for drivers that are missing, broken, old or without GPUs. gcc compiles a fake driver.
 
 use crate::fake::{Folder, driver};
 use altiplano_runtime::devices::cuda::{CudaError, Driver, Kind, Survey};
 
-/// What opening a driver and listing its GPUs fails with, as text.
+/// The error of opening a driver and listing its GPUs, as text.
 fn failure(name: &str, definitions: &[&str]) -> Option<String> {
     let folder = driver(name, definitions)?;
     let failed = Driver::open(&folder.search()).and_then(|driver| driver.gpus());
@@ -32,11 +32,11 @@ fn failures_say_what_to_do() {
             assert!(text.contains(part), "{name}: '{part}' is missing: {text}");
         }
     };
-    check("no-device", &["-DINIT=100"], &["no GPU to offer", "CUDA_ERROR_NO_DEVICE", "container"]);
-    check("none", &["-DDEVICES=0"], &["no GPU to offer"]);
+    check("no-device", &["-DINIT=100"], &["finds no GPU", "CUDA_ERROR_NO_DEVICE", "container"]);
+    check("none", &["-DDEVICES=0"], &["finds no GPU"]);
     check("old", &["-DVERSION=11040", "-DOLD"], &["CUDA 11.4", "12.0 or newer", "nvidia-driver"]);
     check("init", &["-DINIT=999"], &["cuInit failed", "CUDA_ERROR_UNKNOWN", "it is a fake"]);
-    // A code that this driver has no name for, as a newer one may return.
+    // A code that this driver cannot name, as a newer one may return.
     check("unknown", &["-DINIT=4711"], &["cuInit failed", "code 4711"]);
     check("functions", &["-DOLD"], &["libcuda.so.1: it has no function cuDeviceGetCount", "too old"]);
 }
@@ -62,7 +62,7 @@ fn a_file_that_is_no_library_is_said_to_be_none() {
 fn what_is_usable_needs_all_parts() {
     let Some(folder) = driver("parts", &[]) else { return };
     let mut survey = Survey::of(&folder.search());
-    // Whatever this machine has, without a compiler nothing runs.
+    // Whatever is installed on this machine, nothing runs without a compiler.
     for (kind, found) in &mut survey.libraries {
         if *kind == Kind::Nvrtc {
             *found = Err(CudaError::MissingLibrary { kind: Kind::Nvrtc });
@@ -84,7 +84,7 @@ fn a_compiler_newer_than_the_driver_is_said_to_be() {
         let folder = driver(name, &[version])?;
         folder.compile("nvrtc.c", "libnvrtc.so.13", &[]);
         let mut survey = Survey::of(&folder.search());
-        // What multiplies is not what this is about.
+        // This test is not about the matmul library.
         survey.libraries.retain(|(kind, _)| matches!(kind, Kind::Driver | Kind::Nvrtc));
         Some(survey.usable().map(|gpus| gpus.len()))
     };

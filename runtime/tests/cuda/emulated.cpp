@@ -1,10 +1,11 @@
-// NVIDIA's driver, NVRTC, cuBLASLt and NCCL in one library that runs everything on the host, for tests of the executor. GPUS says how many
-// devices there are, 1 if it is not defined.
+// NVIDIA's driver, NVRTC, cuBLASLt and NCCL in one library that runs everything on the host, for tests of the executor.
+// GPUS is the number of devices, 1 by default.
 //
-// Kernels are compiled by g++ from the text that NVRTC would get, and run by one thread; those over tiles by 128 that take turns, with
-// the products of their warps' matrices as PTX describes them. Work waits in streams until somebody waits for
-// it, and of all that streams and events allow to run, chance decides what is next: what depends on it is a missing event. Each thread
-// of the process has streams of its own. Written for tests only: handles are leaked, and only what is used is here.
+// g++ compiles kernels from the text for NVRTC, and one thread runs them. Those over tiles have 128 threads that take
+// turns, with the matrix products of their warps as PTX describes them. Work stays in its stream until a thread waits
+// for it. Among all work that streams and events allow to run, a random choice decides what is next, so a result that
+// depends on it reveals a missing event. Each thread of the process has its own streams. Written for tests only:
+// handles are leaked, and only what is used is here.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +30,7 @@ enum { INVALID = 1, NOT_FOUND = 500, ILLEGAL = 900 };
 struct Event { uint64_t asked = 0, done = 0; };
 struct Op {
     std::function<void()> run;
-    // What waits for other threads: tried when it is first in its stream, again and again, until it is done.
+    // Work that waits for other threads: it is tried repeatedly while it is first in its stream, until it is done.
     std::function<bool()> attempt;
     Event *waits = nullptr, *records = nullptr;
     uint64_t ticket = 0;
@@ -45,7 +46,7 @@ static thread_local uint64_t chance = 88172645463325252ull;
 
 static void put(Stream *stream, Op op) { stream->queue.push_back(std::move(op)); }
 
-// Records what goes into a stream that takes part in a capture, else puts it there.
+// Records work for a stream that takes part in a capture, and enqueues it otherwise.
 static status issue(void *raw, std::function<void(Stream *)> work) {
     Stream *stream = (Stream *)raw;
     if (capture.graph && capture.joined.count(stream)) capture.graph->work.push_back({stream, std::move(work)});
@@ -56,11 +57,12 @@ static status issue_run(void *stream, std::function<void()> run) {
     return issue(stream, [run](Stream *s) { put(s, Op{run}); });
 }
 
-// What members of groups have said to each other, by all threads.
+// Messages between the members of groups, from all threads.
 static std::mutex said;
 static std::condition_variable news;
 
-// Runs until a stream is empty; false where nothing may run any more, or other threads have not come for a long time.
+// Runs work until a stream is empty. Returns false if no work may run, or if other threads do not arrive for a long
+// time.
 static bool run_until_empty(Stream *wanted) {
     auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!wanted->queue.empty()) {
@@ -124,7 +126,7 @@ status cuStreamCreate(void **stream, unsigned) { Stream *s = new Stream; streams
 status cuStreamDestroy_v2(void *) { return 0; }
 status cuStreamSynchronize(void *stream) { return capture.graph || !run_until_empty((Stream *)stream) ? ILLEGAL : 0; }
 status cuStreamWaitEvent(void *raw, void *event, unsigned) {
-    // A stream joins a capture by waiting for what was recorded in it.
+    // A stream joins a capture by waiting for an event recorded in it.
     if (capture.graph && capture.events.count((Event *)event)) capture.joined.insert((Stream *)raw);
     return issue(raw, [event](Stream *s) { put(s, Op{nullptr, nullptr, (Event *)event, nullptr, ((Event *)event)->asked}); });
 }
@@ -141,7 +143,7 @@ status cuFuncSetAttribute(void *, int attribute, int value) { return attribute =
 status cuLaunchKernel(void *function, unsigned gx, unsigned, unsigned, unsigned bx, unsigned by, unsigned, unsigned, void *stream,
                       void **parameters, void **) {
     if (!gx || !bx || !by || bx * by > 1024) return INVALID;
-    // The number of parameters is what the kernel says when it is asked without any.
+    // Called without parameters, the kernel returns their number.
     auto run = (int (*)(void **))function;
     std::vector<uint64_t> copies(run(nullptr));
     for (size_t i = 0; i < copies.size(); ++i) memcpy(&copies[i], parameters[i], 8);
@@ -167,7 +169,7 @@ status cuGraphLaunch(void *graph, void *) {
 status cuGraphExecDestroy(void *) { return 0; }
 status cuGraphDestroy(void *) { return 0; }
 
-// NVRTC: what comes out is the path of a library.
+// NVRTC: the machine code is the path of a library.
 struct Program { std::string source, file; };
 status nvrtcVersion(int *major, int *minor) { *major = 13, *minor = 0; return 0; }
 status nvrtcCreateProgram(Program **made, const char *source, const char *, int, const char *const *, const char *const *) {
@@ -213,7 +215,7 @@ static inline void next_thread() {
     swapcontext(&threads[me], &threads[next]);
     threadIdx.x = me;
 }
-// Until all of a warp, or of the block, are here; gives the number of the turn that this ends.
+// Waits until all threads of a warp, or of the block, have arrived; returns the number of the turn that this ends.
 static inline unsigned int meet(int group, int members) {
     unsigned int mine = turn[group];
     if (++came[group] == (unsigned int)members) came[group] = 0, ++turn[group];
@@ -231,7 +233,8 @@ static inline int __syncthreads_or(int mine) {
     __syncthreads();
     return any;
 }
-// What the lanes of a warp say to each other. Who is a turn ahead says it elsewhere.
+// Exchanges words between the lanes of a warp. Consecutive turns use different memory, since a lane may be one turn
+// ahead.
 static inline unsigned long long (*told(int words, const unsigned long long *mine))[6] {
     unsigned int at = turn[threadIdx.x / WARP] % 2;
     for (int i = 0; i < words; ++i) said[at][threadIdx.x][i] = mine[i];
@@ -290,7 +293,7 @@ template <typename T> static inline T atomicCAS(T *p, T expected, T x) {
     return old;
 }
 )";
-// A block is one thread, or of columns one row of threads; so nothing is combined.
+// A block has one thread or, for columns, one row of threads; so there is nothing to combine.
 static const char *BETWEEN = R"(
 template <typename T, typename F> static T alone(T value, double *) { return value; }
 #define over_block alone
@@ -303,7 +306,7 @@ static thread_local void (*body)(void *), *given;
 static void thread() {
     body(given);
     ended[threadIdx.x] = true;
-    // Whoever is left goes on; the last one goes back.
+    // The remaining threads continue; the last one returns.
     if (--left_of) next_thread();
     setcontext(&whole);
 }
@@ -332,7 +335,7 @@ template <typename... A, int... I> static int call(void (*kernel)(A...), void **
 }
 template <typename... A> static int call(void (*kernel)(A...), void **all) { return call(kernel, all, Numbers<__integer_pack(sizeof...(A))...>()); }
 )";
-// Every line that begins so, by another one.
+// Replaces every line from `start` to its end.
 static void replace_lines(std::string &text, const std::string &start, const std::string &by) {
     for (size_t from; (from = text.find(start)) != std::string::npos;) text.replace(from, text.find('\n', from) - from, by);
 }
@@ -344,17 +347,17 @@ status nvrtcCompileProgram(Program *program, int, const char *const *) {
     if (at == std::string::npos) return 6;
     std::string prelude = program->source.substr(0, at), kernel = program->source.substr(at);
     std::string name = kernel.substr(start.size(), kernel.find('(') - start.size());
-    // Half precision is converted by instructions there, and by the compiler here.
+    // Instructions convert half precision on a GPU; the compiler does so here.
     replace_lines(prelude, "asm(\"cvt.f32.f16", "_Float16 h; memcpy(&h, &x.bits, 2); result = (float)h;");
     replace_lines(prelude, "asm(\"cvt.rn.f16.f32", "_Float16 h = (_Float16)x; memcpy(&result.bits, &h, 2);");
-    // So are matrices loaded and multiplied by the threads of a warp.
+    // The same for matrices that the threads of a warp load and multiply.
     replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x4.shared", "loaded_matrices(m, 4, false, row);");
     replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x2.shared", "loaded_matrices(m, 2, false, row);");
     replace_lines(prelude, "asm volatile(\"ldmatrix.sync.aligned.m8n8.x2.trans", "loaded_matrices(m, 2, true, row);");
     replace_lines(prelude, "asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.bf16", "multiplied(c, a, b, [](unsigned short x) { bf16 y; y.bits = x; return from_bf16(y); });");
     replace_lines(prelude, "asm volatile(\"mma.sync.aligned.m16n8k16.row.col.f32.f16", "multiplied(c, a, b, [](unsigned short x) { f16 y; y.bits = x; return from_f16(y); });");
     replace_lines(kernel, "extern __shared__", "unsigned char *const shared = shared_memory;");
-    // Beside this library, so that it goes with it.
+    // Beside this library, so that they are removed together.
     Dl_info here;
     if (!dladdr((void *)&nvrtcVersion, &here)) return 6;
     std::string library = here.dli_fname, pattern = library.substr(0, library.rfind('/')) + "/kernel-XXXXXX";
@@ -386,7 +389,7 @@ status nvrtcGetNumSupportedArchs(int *count) { *count = 1; return 0; }
 status nvrtcGetSupportedArchs(int *numbers) { *numbers = 90; return 0; }
 const char *nvrtcGetErrorString(status) { return "NVRTC_ERROR_COMPILATION"; }
 
-// cuBLASLt, as its documentation has it: column-major matrices.
+// cuBLASLt as documented: column-major matrices.
 struct Desc { int transposed[2] = {0, 0}; };
 struct Layout { int type; uint64_t rows, columns; int64_t leading; int32_t count = 1; int64_t stride = 0; };
 size_t cublasLtGetVersion() { return 130000; }
@@ -461,11 +464,11 @@ status cublasLtMatmul(void *, Desc *desc, const void *alpha, const void *a, Layo
     });
 }
 
-// NCCL: members say what they have when it is their turn in a stream, and take what they get when all have said it. Members that are
-// processes say it in files of the folder that EMULATED_NCCL names.
+// NCCL: members publish their data on their turn in a stream, and take their results once all have done so. Members
+// that are processes publish it in files of the folder that EMULATED_NCCL names.
 struct Group {
     int members = 0;
-    // Of its files, with the beginning of their names; none where all members are threads.
+    // Prefix of its files; empty if all members are threads.
     std::string files;
     std::map<std::pair<int, int>, uint64_t> sent, received;
     // By the number of the collective in the group, and by sender, receiver and number of the message.
@@ -478,7 +481,7 @@ struct Comm { std::shared_ptr<Group> group; int rank; uint64_t number = 0; };
 struct Id { char bytes[128]; };
 static std::map<std::string, std::shared_ptr<Group>> groups;
 static uint64_t ids = 0;
-// What is between the start and the end of a group of calls goes at once.
+// All calls between the start and the end of a group run together.
 struct Parcel { Comm *comm; int peer; bool sends; char *at; size_t bytes; void *stream; };
 static thread_local bool grouped = false;
 static thread_local std::vector<Parcel> parcels;
@@ -492,7 +495,7 @@ status ncclGetUniqueId(Id *id) {
     snprintf(id->bytes, sizeof id->bytes, "group-%d-%llu", (int)getpid(), (unsigned long long)++ids);
     return 0;
 }
-// Who looks for the file sees all of it or none.
+// Writes a file atomically: a reader sees all of it or none.
 static void say(const std::string &file, const char *from, size_t bytes) {
     std::string other = file + ".part";
     FILE *open = fopen(other.c_str(), "w");
@@ -559,7 +562,7 @@ static void put_number(int type, char *at, size_t i, double value) {
     else if (type == 0 || type == 1) ((unsigned char *)at)[i] = (unsigned char)value;
     else set(type == 6 ? 2 : type == 7 ? 0 : type == 8 ? 1 : 3, at, i, value);
 }
-// Each says `given` bytes; when all have, `take` gets them by rank.
+// Each member publishes `given` bytes; when all have, `take` gets them by rank.
 static status collective(Comm *comm, const char *from, size_t given, void *stream, std::function<void(std::map<int, std::vector<char>> &)> take) {
     uint64_t number = comm->number++;
     auto posted = std::make_shared<bool>(false);
@@ -618,7 +621,7 @@ status ncclAllGather(const char *from, char *to, size_t count, int type, Comm *c
     size_t given = count * width_of(type);
     return collective(comm, from, given, stream, [=](auto &all) { for (auto &m : all) memcpy(to + m.first * given, m.second.data(), given); });
 }
-// A send and a receive outside of a group would wait for each other.
+// A send and a receive outside a group would wait for each other.
 status ncclGroupStart() { grouped = true; parcels.clear(); return 0; }
 status ncclSend(const char *from, size_t count, int type, int peer, Comm *comm, void *stream) {
     if (!grouped) return 5;

@@ -1,14 +1,14 @@
-//! Folders with libraries in them that look like NVIDIA's.
+//! Folders with fake NVIDIA libraries.
 
 use altiplano_runtime::devices::cuda::Search;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A folder that goes with its value.
+/// A folder that is removed with its value.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
-    /// `name` is that of one test.
+    /// Creates a folder; `name` must be unique to a test.
     pub fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("altiplano-cuda-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a scratch folder");
@@ -19,7 +19,7 @@ impl Folder {
         Search { folders: vec![self.0.clone()] }
     }
 
-    /// Compiles one of the sources beside this file into the folder; false, visibly, without gcc.
+    /// Compiles one of the sources beside this file into the folder. Without gcc it prints a notice and returns false.
     pub fn compile(&self, source: &str, library: &str, definitions: &[&str]) -> bool {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda").join(source);
         let compiled = Command::new("gcc")
@@ -42,7 +42,7 @@ impl Drop for Folder {
     }
 }
 
-/// A folder with a driver of these definitions in it; `None`, visibly, without gcc.
+/// A folder with a fake driver of these definitions. Without gcc it prints a notice and returns `None`.
 pub fn driver(name: &str, definitions: &[&str]) -> Option<Folder> {
     let folder = Folder::new(name);
     let defaults = ["-DVERSION=13000", "-DINIT=0", "-DDEVICES=2", "-DMAJOR=9"];

@@ -1,4 +1,4 @@
-//! The CUDA edge without a GPU: libraries that gcc makes stand in for NVIDIA's.
+//! Tests of the CUDA interface without a GPU: gcc compiles libraries in place of NVIDIA's.
 
 mod compile;
 mod driver;

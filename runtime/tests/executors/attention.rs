@@ -1,4 +1,4 @@
-//! Attention as launches over tiles, against the reference semantics of the nodes that it is made of.
+//! Compares attention as launches over tiles with the reference semantics of its nodes.
 
 use altiplano_ir::array::{attention_of_heads, causal_mask};
 use altiplano_ir::autodiff::differentiate;
@@ -20,12 +20,12 @@ use std::process::Command;
 
 include!("attention/cases.rs");
 
-/// Every value of a graph whose leaves are made up.
+/// All values of a graph with synthetic leaves.
 fn known(graph: &Graph) -> Vec<Tensor> {
     run_all(graph, |v| values(graph.ty(v), u64::from(v.0) + 1))
 }
 
-/// What a launch finds in memory before it.
+/// The memory that a launch reads.
 fn before(launch: &Launch, known: &[Tensor]) -> Memory {
     let read = launch.params.iter().filter(|p| !p.written).map(|p| &p.source);
     let of = |source: &Source| {
@@ -35,11 +35,11 @@ fn before(launch: &Launch, known: &[Tensor]) -> Memory {
     read.map(of).collect()
 }
 
-/// Runs the launches of a kernel on what it reads, and compares what it writes.
+/// Runs the launches of a kernel on the values that it reads, and compares the values that it writes.
 fn agrees(graph: &Graph, known: &[Tensor], kernel: &Kernel, made: &[Launch]) {
     let mut memory = Memory::new();
     for launch in made {
-        // What one of them writes is not given to the others.
+        // Values that one launch writes are not replaced for the others.
         for (source, data) in before(launch, known) {
             memory.entry(source).or_insert(data);
         }
@@ -71,7 +71,7 @@ fn attention_is_launches_over_tiles() {
     }
 }
 
-/// The emulator of a GPU in a folder of its own; none, visibly, without g++.
+/// The emulator of a GPU in its own folder. Without g++ it prints a notice and returns `None`.
 fn emulator(test: &str) -> Option<(Search, PathBuf)> {
     let folder = std::env::temp_dir().join(format!("altiplano-attention-{test}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -105,8 +105,8 @@ fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(dtype.bytes() as usize).map(element).collect()
 }
 
-/// The text itself, by as many threads as a block has, computes what the launches mean: in single precision, and with the products of
-/// tensor cores, whose operands are rounded to their type: where sums cancel that is some roundings of what is largest.
+/// The text itself, run by the threads of a block, computes what the launch means. Sums are in single precision, and
+/// tensor cores round their operands to their type. If sums cancel, that is a few roundings of the largest term.
 #[test]
 fn texts_of_attention_compute_what_launches_mean() {
     texts("some", |dtype, name| match dtype {
@@ -116,7 +116,7 @@ fn texts_of_attention_compute_what_launches_mean() {
     });
 }
 
-/// All cases in every type, which takes minutes; `tests/oracle/run kernels` runs it.
+/// All cases in every type. This takes minutes; `tests/oracle/run kernels` runs it.
 #[test]
 #[ignore = "compiles a hundred kernels with g++"]
 fn texts_of_all_attention_compute_what_launches_mean() {
@@ -141,12 +141,12 @@ fn texts(test: &str, wanted: impl Fn(DType, &str) -> bool) {
                 }
                 let made = launches(&graph, &kernel).unwrap_or_else(|why| panic!("{}: {why}", case.name));
                 for launch in &made {
-                    // What is read is made up too where another launch writes it, so that each is compared alone.
+                    // Values that other launches write are synthetic too, so that each launch is compared alone.
                     let memory = before(launch, &known);
                     let mut expected = memory.clone();
                     run(launch, &[], &mut expected);
                     let text = text(launch).expect("a text");
-                    // Tiles that a mask of positions hides are passed by.
+                    // Tiles that a causal mask hides are skipped.
                     let hides = matches!(case.mask, Mask::Causal | Mask::Late);
                     assert_eq!(text.source.contains("__syncthreads_or"), hides, "{}", case.name);
                     let images = compiler.compile([&text], gpu.architecture).expect("it compiles").images;
@@ -159,13 +159,13 @@ fn texts(test: &str, wanted: impl Fn(DType, &str) -> bool) {
                         let bytes = to_bytes(param.dtype, &data);
                         let place = context.allocate("a parameter", bytes.len() as u64).expect("memory");
                         let address = place.range(0, bytes.len() as u64).expect("it is that large");
-                        // SAFETY: both stay until the stream was waited for.
+                        // SAFETY: both stay allocated until the stream is done.
                         unsafe { stream.upload(address, bytes.as_ptr(), bytes.len() as u64) }.expect("an upload");
                         stream.synchronize().expect("it is there");
                         places.push((place, address));
                     }
                     let arguments: Vec<Argument> = places.iter().map(|p| Argument::Address(p.1)).collect();
-                    // SAFETY: the arguments are the kernel's parameters, and stay until the stream was waited for.
+                    // SAFETY: the arguments are the kernel's parameters, and stay allocated until the stream is done.
                     unsafe { stream.launch(&function, 2, text.threads, &arguments) }.expect("a launch");
                     stream.synchronize().expect("it is done");
                     for (param, (_, address)) in launch.params.iter().zip(&places).filter(|(p, _)| p.written) {

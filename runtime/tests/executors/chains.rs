@@ -1,11 +1,11 @@
-//! Fused chains, views and in-place results against the interpreter, on random graphs.
+//! Compares fused chains, views and in-place results with the interpreter, on random graphs.
 
 use crate::common::{Random, check_graph, input};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::*;
 
-/// A random graph of float ops whose values stay moderate, and some integer ones.
+/// A random graph of float ops with moderate values, and some integer ops.
 fn random_graph(random: &mut Random, nodes: usize, float: DType) -> Graph {
     let mut graph = Graph::new("random");
     let sizes = [1u64, 2, 3, 4, 6, 12];
@@ -55,7 +55,7 @@ fn random_graph(random: &mut Random, nodes: usize, float: DType) -> Graph {
                 graph.mul(reduced, scale)
             }
             9 => {
-                // Over trailing dimensions, and subtracted again: the shape of softmax and norms.
+                // Reduces trailing dimensions and subtracts the result, as softmax and norms do.
                 if rank == 0 {
                     continue;
                 }
@@ -74,7 +74,7 @@ fn random_graph(random: &mut Random, nodes: usize, float: DType) -> Graph {
                 graph.transpose(x, &permutation)
             }
             11 => {
-                // To one dimension and on to a factorisation of its size.
+                // Flattens, then reshapes to a factorisation of the size.
                 let mut left: u64 = shape.iter().product();
                 let mut to = Vec::new();
                 while left > 1 && to.len() < 4 {
@@ -156,7 +156,7 @@ fn random_graphs_of_half_precision_stay_near() {
     }
 }
 
-/// Softmax over the last dimension, layer norm and gelu at sizes of several blocks, with their values read again.
+/// Softmax over the last dimension, layer norm and gelu at sizes of several blocks; their values are read again.
 #[test]
 fn blocks_of_a_transformer() {
     for (rows, columns) in [(5u64, 7u64), (3, 512), (4, 513), (2, 2000), (700, 3)] {

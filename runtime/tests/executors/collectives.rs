@@ -1,4 +1,4 @@
-//! Collectives among device threads against the interpreter's, on meshes of one, two and three axes.
+//! Compares collectives among device threads with the interpreter's, on meshes of one, two and three axes.
 
 use crate::common::{Random, assert_close, input, run_both};
 use altiplano_ir::dtype::DType;
@@ -22,7 +22,7 @@ fn check(collective: Collective, mesh: &Mesh, dtype: DType, shape: &[u64], rando
     let mut graph = Graph::new("collective");
     let x = input(&mut graph, "x", dtype, shape);
     let y = graph.push(Op::collective(collective.clone(), mesh), &[x]).unwrap();
-    // Used again afterwards, so that a result in place of its operand would be seen.
+    // The operand is used again, so that a result that overwrites it would show.
     let z = graph.add(x, x);
     let own = graph.add(z, z);
     let reduced_again = graph.push(Op::collective(collective.clone(), mesh), &[own]).unwrap();
@@ -48,7 +48,8 @@ fn collectives_agree_with_the_interpreter() {
             for dtype in [DType::F32, DType::BF16, DType::I32] {
                 for reducer in [Reducer::Sum, Reducer::Max, Reducer::Min, Reducer::Product] {
                     let axes = axes.clone();
-                    // Few elements, which one member reduces for all, and as many as give each member a range, the last a short one.
+                    // A few elements, which one member reduces for all, and enough that each member has a range, the
+                    // last a short one.
                     for shape in [[3, 5], [7, 31]] {
                         let all_reduce = Collective::AllReduce { axes: axes.clone(), reducer };
                         check(all_reduce, &mesh, dtype, &shape, &mut random);
@@ -117,7 +118,7 @@ fn axis_index_is_the_device_position() {
     assert_eq!(found, expected);
 }
 
-/// Every pair of layouts of a small tensor: the list of collectives that the planner prices does what it says.
+/// Every pair of layouts of a small tensor: the collectives that the planner prices produce the target layout.
 #[test]
 fn reshards_reach_their_target() {
     let mesh = Mesh::new(&[("data", 2), ("tensor", 2)]);

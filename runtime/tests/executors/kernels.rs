@@ -1,4 +1,4 @@
-//! Every op's kernel against the op's reference semantics, on random shapes and values.
+//! Compares every op's kernel with the op's reference semantics, on random shapes and values.
 
 use crate::common::{Random, check_graph, input};
 use altiplano_ir::dtype::DType;
@@ -7,18 +7,18 @@ use altiplano_ir::literal::Literal;
 use altiplano_ir::op::*;
 use altiplano_ir::types::TensorType;
 
-/// Rounding of one op on an element type.
+/// Rounding error of one op on an element type.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 128.0,
         DType::F16 => 1.0 / 1024.0,
-        // The reference is rounded too, but may lie on the other side of a middle.
+        // The reference is rounded too, but may round to the other neighbour.
         d if d.is_float() && d.bytes() == 1 => d.float_format().map_or(0.0, |f| 0.5f64.powi(f.mantissa_bits as i32)),
         _ => 1e-6,
     }
 }
 
-/// Types with which one calculates: scales have neither zero nor negative numbers.
+/// Types for arithmetic: scales have neither zero nor negative numbers.
 fn all_types() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|d| *d != DType::F8E8M0FNU)
 }
@@ -36,7 +36,7 @@ fn unary_ops_on_all_types() {
             }
             let Ok(y) = graph.push(Op::Unary(op), &[x]) else { continue };
             graph.outputs = vec![y];
-            // Near a pole the reference value is huge; compare where it is not.
+            // Near a pole the reference value is huge, so compare elsewhere.
             let scale = if op == Unary::Tan { 50.0 } else { 2.0 };
             check_graph(&graph, &mut random, scale * tolerance(dtype), &format!("{} on {dtype}", op.name()));
         }
@@ -98,7 +98,7 @@ fn integers_wrap() {
     }
 }
 
-/// Of narrow integers sums wrap.
+/// Sums of narrow integers wrap.
 const PRODUCTS: [DType; 9] =
     [DType::F32, DType::F32, DType::BF16, DType::I32, DType::F16, DType::I64, DType::I8, DType::U4, DType::Bool];
 
@@ -150,7 +150,7 @@ fn reductions_of_all_kinds() {
 fn products_with_any_dimension_numbers() {
     let mut random = Random(6);
     for round in 0..180 {
-        // Random roles: some dimensions are batch, contracted, or free on one side; then each side is shuffled.
+        // Random roles: each dimension is batch, contracted, or free on one side. Then each side is shuffled.
         let sizes = [1u64, 2, 3, 5, 8];
         let (mut left, mut right) = (Vec::new(), Vec::new());
         for role in 0..5usize {
@@ -197,7 +197,7 @@ fn products_with_any_dimension_numbers() {
         let z = graph.emit(Op::DotGeneral(op.clone()), &[x, y]);
         graph.outputs = vec![z];
         if round % 2 == 0 {
-            // Read only transposed: written transposed.
+            // Only a transposed read exists, so the result is written transposed.
             let mut permutation: Vec<usize> = (0..graph.shape(z).len()).collect();
             permutation.reverse();
             let t = graph.transpose(z, &permutation);
@@ -339,7 +339,7 @@ fn large_convolutions_run_in_tiles() {
     let hwio = KernelDims { input: 2, output: 3, spatial: vec![0, 1] };
     let nchw = || ImageDims { batch: 0, feature: 1, spatial: vec![2, 3] };
     let oihw = KernelDims { input: 1, output: 0, spatial: vec![2, 3] };
-    // The gradient of a kernel: features and batch exchanged, the window as large as the image.
+    // The gradient of a kernel swaps features and batch, and its window is as large as the image.
     let chwn = ImageDims { batch: 3, feature: 0, spatial: vec![1, 2] };
     let hwnc = KernelDims { input: 0, output: 3, spatial: vec![1, 2] };
     let conv = |lhs, rhs, result, w: WindowDim| Convolution {
@@ -479,12 +479,12 @@ fn precision_is_reduced_and_random_bits_are_made() {
         let keys = [scalar(&mut graph, "k0"), scalar(&mut graph, "k1")];
         let keys = keys.map(|k| graph.broadcast(k, &shape, &[]));
         let counts = ["c0", "c1"].map(|name| input(&mut graph, name, DType::U32, &shape));
-        // Large counters: all bits take part.
+        // Large counters, so that all bits take part.
         let large = graph.splat_like(counts[0], 4.0e9);
         let high = graph.sub(large, counts[0]);
         for word in ThreefryWord::ALL {
             let bits = graph.emit(Op::Threefry(Threefry { word }), &[keys[0], keys[1], high, counts[1]]);
-            // A uniform number as JAX makes it: fused with what follows.
+            // A uniform number as in JAX, fused with its users.
             let nine = graph.splat_like(bits, 9.0);
             let mantissa = graph.emit(Op::Binary(Binary::ShiftRightLogical), &[bits, nine]);
             let one = graph.splat_like(bits, f64::from(1f32.to_bits()));
@@ -502,7 +502,7 @@ fn shifts_keep_to_the_bits_of_the_type() {
         let mut graph = Graph::new("shift");
         let x = input(&mut graph, "x", dtype, &[900]);
         let by = input(&mut graph, "by", dtype, &[900]);
-        // An `f64` holds the upper half of 64 bits only, so those are left alone there.
+        // An `f64` holds only the upper half of 64 bits, so 64-bit operands stay unchanged.
         let ones = graph.unary(Unary::Not, x);
         let operands = if dtype.width() == 64 { vec![x] } else { vec![x, ones] };
         for x in operands {
@@ -557,7 +557,7 @@ fn orders_scans_and_reversals() {
             for (reducer, reverse) in Reducer::ALL.into_iter().flat_map(|r| [(r, false), (r, true)]) {
                 let mut graph = Graph::new("scan");
                 let x = input(&mut graph, "x", dtype, &shape);
-                // Read through a transpose, as well as in the order in which it is stored.
+                // Read through a transpose as well as in storage order.
                 let permutation: Vec<usize> = (0..shape.len()).rev().collect();
                 let turned = graph.transpose(x, &permutation);
                 let op = Cumulative { reducer, dim: shape.len() - 1 - dim, reverse };
@@ -571,7 +571,7 @@ fn orders_scans_and_reversals() {
     }
 }
 
-/// NaNs and zeros of either sign have their place in an order, whatever the format.
+/// NaNs and signed zeros have their place in an order, in every format.
 #[test]
 fn orders_of_special_numbers() {
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E5M2] {
@@ -623,7 +623,7 @@ fn lookups_and_scatters() {
     for (table, indices, dims) in cases {
         for dtype in [DType::F32, DType::BF16, DType::I32, DType::F8E4M3FN, DType::U4, DType::Bool] {
             for index in [DType::I32, DType::I64] {
-                // Indices from -6 to 6: some lie outside on either end.
+                // Indices from -6 to 6: some are out of bounds at either end.
                 let mut graph = Graph::new("lookup");
                 let t = input(&mut graph, "table", dtype, &table);
                 let i = input(&mut graph, "indices", index, &indices);
@@ -640,7 +640,7 @@ fn lookups_and_scatters() {
                 for combine in Combine::ALL {
                     let op = Op::Scatter(Scatter { dims: dims.clone(), combine });
                     let merged = graph.emit(op.clone(), &[t, i, updates]);
-                    // Into storage of its own, that of a value which nothing else reads.
+                    // In place, in the storage of a value that nothing else reads.
                     let fresh = graph.add(t, t);
                     let replaced = graph.emit(op, &[fresh, i, updates]);
                     graph.outputs.extend([merged, replaced]);
@@ -651,7 +651,7 @@ fn lookups_and_scatters() {
     }
 }
 
-/// Rows of some groups that there are, of some that there are not, and groups without rows.
+/// Rows of existing and of missing groups, and groups without rows.
 #[test]
 fn grouped_products() {
     let mut random = Random(11);

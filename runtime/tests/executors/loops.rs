@@ -1,4 +1,4 @@
-//! Loop programs against the reference semantics of the nodes that they are made of.
+//! Compares loop programs with the reference semantics of their nodes.
 
 use altiplano_ir::autodiff::differentiate;
 use altiplano_ir::dtype::DType;
@@ -31,7 +31,7 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
     })
 }
 
-/// Runs the launches of every kernel that has some on made-up values of what it reads; how many kernels were compared.
+/// Runs the launches of every kernel that has some, on synthetic operands. Returns the number of kernels compared.
 fn check(graph: &Graph, written: &[ValueId]) -> usize {
     let written: BTreeSet<ValueId> = written.iter().copied().collect();
     let mut compared = 0;
@@ -100,12 +100,12 @@ fn rows_are_one_launch() {
     assert_eq!(all.len(), 1);
     let made = launches(&g, &all[0]).expect("a loop program");
     assert_eq!(made.len(), 1, "{made:#?}");
-    // Two reductions, the second of what the first gives, and what is written.
+    // Two reductions, the second of a function of the first, and the store.
     assert_eq!(made[0].phases.len(), 3);
     assert_eq!(check(&g, &[flat]), 1);
 }
 
-/// What is written along rows and is longer than they are.
+/// Values written along rows that are longer than the rows.
 #[test]
 fn rows_that_are_padded() {
     let mut g = Graph::new("padded");
@@ -117,7 +117,7 @@ fn rows_that_are_padded() {
     assert_eq!(check(&g, &[padded]), 1);
 }
 
-/// A layer norm with its gradients: reductions of rows, and of columns that take these.
+/// A layer norm with its gradients: row reductions, and column reductions that depend on them.
 #[test]
 fn reductions_of_rows_and_columns() {
     let mut g = Graph::new("norm");
@@ -144,7 +144,7 @@ fn reductions_of_rows_and_columns() {
     assert!(check(&g, &[y, of_gain, of_bias]) >= 1);
 }
 
-/// Every view and every op that changes places, with what is fused before and after.
+/// Every view and every op that permutes elements, with fused ops before and after.
 #[test]
 fn views_are_arithmetic_on_indices() {
     let mut g = Graph::new("views");
@@ -198,7 +198,7 @@ fn grouped_products() {
         let y = input(&mut g, dtype, &[2, 5, 6]);
         let group = input(&mut g, DType::I64, &[2, 5]);
         let mut made = Vec::new();
-        // Some rows have a group of which there is no matrix.
+        // Some rows have a group without a matrix.
         for (contract, shape) in [(1, [3, 4, 6]), (2, [3, 6, 4])] {
             let w = input(&mut g, dtype, &shape);
             made.push(g.emit(Op::GroupedDot(GroupedDot { contract, of: None }), &[x, w, group]));
@@ -208,7 +208,7 @@ fn grouped_products() {
     }
 }
 
-/// Updates that meet at one place, in windows that overlap and some of which lie outside.
+/// Updates that collide, in overlapping windows, some of which are out of bounds.
 #[test]
 fn scatters_that_replace_and_combine() {
     for combine in Combine::ALL {
@@ -253,7 +253,7 @@ fn windows() {
     }
 }
 
-/// Where maxima come from, with windows that overlap and ties.
+/// The selected positions of maxima, with overlapping windows and ties.
 #[test]
 fn gradients_of_pooling() {
     for select in [Extremum::Max, Extremum::Min] {
@@ -286,7 +286,7 @@ fn running_reductions() {
     }
 }
 
-/// The order of elements, by one key and by two, with ties.
+/// Sorting orders by one key and by two, with ties.
 #[test]
 fn orders() {
     for (dim, length) in [(1, 7), (0, 50)] {
@@ -305,7 +305,7 @@ fn orders() {
     }
 }
 
-/// A maximum that is written in 16 bits equals what it is the maximum of when that is computed again, in single precision.
+/// A maximum that is written in 16 bits equals its element when that is recomputed in single precision.
 #[test]
 fn what_is_computed_again_equals_what_was_written() {
     let mut g = Graph::new("equal");
@@ -333,7 +333,7 @@ fn what_is_computed_again_equals_what_was_written() {
     assert!(found.iter().all(|&n| n >= 1.0), "{found:?}");
 }
 
-/// Random bits, conversions, integers and truth values.
+/// Random bits, conversions, integers and booleans.
 #[test]
 fn elements_of_all_kinds() {
     let mut g = Graph::new("elements");

@@ -50,7 +50,7 @@ fn body(
     }
 }
 
-/// `loss = mean((tanh(x W1) W2 - t)^2)` with `x[rows,3]`, `W1[3,4]`, `W2[4]`: the first stage splits rows over `data`,
+/// `loss = mean((tanh(x W1) W2 - t)^2)` with `x[rows,3]`, `W1[3,4]`, `W2[4]`. The first stage splits rows over `data`,
 /// the second hidden columns over `tensor`.
 fn two_stages() -> Programs {
     let data = Mesh::new(&[("data", 2), ("tensor", 1)]);
@@ -279,7 +279,7 @@ fn steps_are_deterministic_in_values_and_memory() {
     }
 }
 
-/// What liveness predicts for a body is what a device holds, to the byte.
+/// The memory that liveness predicts for a body equals what a device holds, to the byte.
 #[test]
 fn predicted_memory_is_held_memory() {
     let mesh = Mesh::new(&[("data", 2)]);
@@ -350,7 +350,7 @@ fn predicted_memory_is_held_memory() {
     }
 }
 
-/// Optimizer updates and gradient sums need no memory beyond what they read.
+/// Optimizer updates and gradient sums need no memory beyond their operands.
 #[test]
 fn updates_are_in_place() {
     for program in two_stages().programs {
@@ -362,7 +362,7 @@ fn updates_are_in_place() {
     }
 }
 
-/// A weight gradient is added to its accumulator by the product itself, without memory of its own.
+/// The product itself adds a weight gradient to its accumulator, without extra memory.
 #[test]
 fn gradients_are_accumulated_in_place() {
     let mesh = Mesh::new(&[("only", 1)]);
@@ -422,7 +422,7 @@ fn gradients_are_accumulated_in_place() {
     }
 }
 
-/// Runs `work` on another thread and fails if it takes longer than any of it should.
+/// Runs `work` on another thread and fails if it takes longer than any of these tests should.
 fn within_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
@@ -433,7 +433,7 @@ fn within_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> 
 fn one_failing_device_stops_all() {
     let error = within_time(|| {
         let mut programs = two_stages();
-        // The second stage needs more memory than allowed; the first waits for what it would send.
+        // The second stage needs more memory than allowed, while the first waits for its message.
         let both = &mut programs.programs[1].bodies[0];
         let w = both.reads[2].0;
         let big = both.graph.broadcast(w, &[2, 1000], &[0]);
@@ -466,7 +466,8 @@ fn a_read_of_what_was_never_written_is_an_error() {
         programs.programs[0].bodies[0].frees = vec![BufferId(2)];
         let mut session = Session::new(&programs, &Options::default()).unwrap();
         let (_, _, inputs) = batch(&mut Random(24));
-        // The forward writes after it frees, so sends succeed; freeing on sending makes the backward fail.
+        // The forward body writes after it frees, so sends succeed. If sending frees the buffer, the backward body
+        // fails.
         session.step(&inputs, &scalars()).unwrap();
         for call in &mut programs.programs[0].schedule {
             if let Call::Send { free, .. } = call {
@@ -562,7 +563,7 @@ fn the_op_that_makes_a_nan_is_named() {
         }
     };
     let text = stopped(false, 1.0).expect("0 / 0 is noticed");
-    assert!(text.contains("divide") && text.contains("made a NaN of numbers"), "{text}");
+    assert!(text.contains("divide") && text.contains("made a NaN from inputs without NaN"), "{text}");
     assert!(!text.contains("infinity"), "{text}");
     let text = stopped(true, 100.0).expect("infinity - infinity is noticed");
     assert!(text.contains("subtract") && text.contains("the first infinity was made by"), "{text}");

@@ -1,5 +1,5 @@
-//! What the devices of each lane do and hold over a step, in the form that grows least with the step: kinds of calls, each with
-//! its ops and with what it changes of what is held, and the calls of the schedule with what they wait.
+//! The timeline and memory of each lane's devices over a step, in a form whose size grows little with the step. Each
+//! kind of call has its ops and its change of memory. The schedule lists calls with the waits before them.
 
 use super::Table;
 use crate::simulate::named_and_ops;
@@ -17,7 +17,8 @@ use altiplano_planner::timing::{BodyWork, StageTiming};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What memory is drawn as: parameters, gradients, optimizer state, activations, and all that lives within a body or beside it.
+/// The classes in which memory is drawn: parameters, gradients, optimizer state, activations, and everything that lives
+/// within a body or beside it.
 const SHARES: usize = 5;
 type Bytes = [i64; SHARES];
 
@@ -31,10 +32,10 @@ fn share(category: Category) -> usize {
     }
 }
 
-/// A call as it was played: stage, call, start and end.
+/// A simulated call: stage, call, start and end.
 pub type Played = (usize, PipelineCall, f64, f64);
 
-/// A block of devices that do the same at the same time.
+/// A block of devices that do the same work at the same time.
 #[derive(Serialize)]
 pub struct Lane {
     pub name: String,
@@ -46,54 +47,54 @@ pub struct Lane {
     pub peak_bytes: u64,
     pub busy_s: f64,
     pub bubble_s: f64,
-    /// Held before the step.
+    /// Bytes held before the step.
     pub lasting: Bytes,
     pub kinds: Vec<Kind>,
-    /// Of each call its kind, its microbatch, and the seconds that the lane waits before it.
+    /// For each call its kind, its microbatch, and the seconds that the lane waits before it.
     pub calls: Vec<(usize, u32, f64)>,
 }
 
-/// Calls that take and hold the same.
+/// Calls with the same time and memory.
 #[derive(Serialize)]
 pub struct Kind {
     pub stage: usize,
-    /// `forward`, `backward`, `weights`, or `finish`: what happens once, after the last of these.
+    /// `forward`, `backward`, `weights`, or `finish`: the work done once after the last of these.
     pub phase: &'static str,
     pub seconds: f64,
-    /// Its list of ops, and the number that stands for the `*` in their names, to which each op adds its own.
+    /// Its list of ops, and the number that replaces the `*` in their names; each op adds its own offset.
     pub body: usize,
     pub first_number: u64,
-    /// Part of the call that has gone by, and the change of what is held since its start, by share.
+    /// The fraction of the call that has passed, and the change of memory since its start, by class.
     pub memory: Vec<(f64, Bytes)>,
 }
 
 /// A kernel or a collective of a body.
 #[derive(Serialize)]
 pub struct OpFacts {
-    /// As the model calls it, with `*` for the first number.
+    /// The model's name for it, with `*` for the first number.
     pub name: String,
-    /// The ops that it is.
+    /// The ops that it computes.
     pub ops: String,
     pub what: String,
-    /// Whether it sends, and so runs beside what computes.
+    /// True if it communicates, and so runs beside computation.
     pub sends: bool,
     pub seconds: f64,
-    /// Bytes read and written, or those sent.
+    /// Bytes read and written, or bytes sent.
     pub bytes: u64,
 }
 
-/// An op within a body: which it is, what it adds to the first number (negative: its name has none), and the seconds since the end
-/// of the one before it that computes, or that sends, as it does.
+/// An op in a body: its number, its offset to the first number (negative if its name has none), and the seconds since
+/// the end of the previous op that computes or, for a communicating op, communicates.
 pub type Placed = (usize, i64, f64);
 
-/// The bodies of all lanes. Those that are made of the same ops are one.
+/// The bodies of all lanes. Bodies with the same ops are shared.
 #[derive(Default)]
 pub struct Bodies {
     pub ops: Table<OpFacts>,
     pub lists: Table<Vec<Placed>>,
 }
 
-/// A plan as the judge knows it.
+/// A plan with its predictions.
 pub struct Judged<'a> {
     pub plan: &'a Plan,
     pub programs: &'a Programs,
@@ -102,7 +103,7 @@ pub struct Judged<'a> {
     pub prices: &'a [Prices<'a>],
 }
 
-/// An op with its place, before its body is looked up.
+/// An op with its time, before its body is looked up.
 struct Spanned {
     facts: OpFacts,
     number: Option<u64>,
@@ -111,7 +112,7 @@ struct Spanned {
 }
 
 impl Judged<'_> {
-    /// A lane from its calls as they were played, what it holds, and how much of the step it works.
+    /// A lane, from its simulated calls and its memory, with the fraction of the step that it works.
     pub fn lane(
         &self,
         lane: usize,
@@ -181,7 +182,7 @@ impl Judged<'_> {
         }
     }
 
-    /// The ops of a stage's body, or of what all stages of a lane do once.
+    /// The ops of a stage's body, or those that all stages of a lane run once.
     fn ops(&self, lane: usize, stage: usize, phase: &str) -> Vec<Spanned> {
         let timing = &self.timings[stage].1;
         let body = |phase| self.work[stage].iter().filter(move |w| w.phase == phase);
@@ -205,7 +206,7 @@ impl Judged<'_> {
         }
     }
 
-    /// The ops of some bodies of a stage, with these starts and ends one after the other.
+    /// The ops of some bodies of a stage, with consecutive starts and ends.
     fn spanned<'b>(
         &self,
         stage: usize,
@@ -232,7 +233,7 @@ impl Judged<'_> {
     }
 }
 
-/// What an op is called and does; and the first number of its name.
+/// The name and work of an op, and the first number of its name.
 fn facts(
     body: &Body,
     kernel: &Kernel,
@@ -267,7 +268,8 @@ pub fn over(collective: &Collective, mesh: &Mesh) -> String {
     format!("{} over {}", collective.name(), axes.join(", "))
 }
 
-/// A name with `*` for its first number, and that number. A number with leading zeros stays, since it would lose them.
+/// Replaces the first number of a name by `*`, and returns it. A number with leading zeros stays, since these would be
+/// lost.
 fn numbered(name: &str) -> (String, Option<u64>) {
     let Some(start) = name.find(|c: char| c.is_ascii_digit()) else { return (name.to_string(), None) };
     let rest = name[start..].trim_start_matches(|c: char| c.is_ascii_digit());
@@ -280,7 +282,7 @@ fn numbered(name: &str) -> (String, Option<u64>) {
 }
 
 impl Bodies {
-    /// The number of a list of ops, and the least number in their names.
+    /// The number of a list of ops, and the smallest number in their names.
     fn number(&mut self, ops: Vec<Spanned>) -> (usize, u64) {
         let first = ops.iter().filter_map(|op| op.number).min().unwrap_or(0);
         let mut end_s = [0.0f64; 2];
@@ -288,7 +290,7 @@ impl Bodies {
         for op in ops {
             let end_s = &mut end_s[usize::from(op.facts.sends)];
             let gap_s = op.from_s - *end_s;
-            // Sums of seconds differ in their last digits, which would make bodies differ that are equal.
+            // Sums of seconds differ in their last digits, which would make equal bodies differ.
             let gap_s = (gap_s * 1e12).round() / 1e12;
             *end_s = op.to_s;
             let number = op.number.map_or(-1, |n| (n - first) as i64);
@@ -298,8 +300,8 @@ impl Bodies {
     }
 }
 
-/// The calls of a lane that take time, each with the kinds of what belongs to it: what is received before it and sent after it,
-/// which takes none. All that happens once a step is the last.
+/// The calls of a lane that take time, each with the kinds of its sends and receives, which take none. All work done
+/// once per step is the last call.
 fn grouped(programs: &Programs, lane: usize, memory: &LaneMemory) -> Vec<Vec<u32>> {
     let mut calls: Vec<Vec<u32>> = Vec::new();
     let mut received: Vec<u32> = Vec::new();
@@ -319,11 +321,11 @@ fn grouped(programs: &Programs, lane: usize, memory: &LaneMemory) -> Vec<Vec<u32
     calls
 }
 
-/// Moments of a body that are told at most.
+/// Maximum number of moments of a body.
 const MOST_MOMENTS: usize = 24;
 
-/// What some calls that are one change of what is held. Bodies share its time, the rest happens at their start and end. Of a body
-/// the fullest point of each of some stretches is told, and its end; its points are taken to be as long as each other.
+/// The change of memory in a group of calls. Bodies share its time; the rest happens at its start and end. A body is
+/// divided into stretches of equal length. Each contributes its fullest point, and the body its end.
 fn moments(memory: &LaneMemory, calls: &[u32]) -> Vec<(f64, Bytes)> {
     let kind = |&k: &u32| &memory.kinds[k as usize];
     let runs = |k: &&u32| matches!(kind(k).call, CallKind::Run(_));
@@ -339,7 +341,7 @@ fn moments(memory: &LaneMemory, calls: &[u32]) -> Vec<(f64, Bytes)> {
         }
         for stretch in (0..last).collect::<Vec<_>>().chunks(last.div_ceil(MOST_MOMENTS)) {
             let total = |&point: &usize| course[point].iter().sum::<i64>();
-            // Of equals the first.
+            // Among equal points the first.
             let Some(fullest) = stretch.iter().copied().rev().max_by_key(total) else { continue };
             let at = done + width * fullest as f64 / last as f64;
             if course[fullest] != moments.last().map_or(Bytes::default(), |m: &(f64, Bytes)| m.1) {

@@ -1,5 +1,5 @@
-//! The model's graph by layers: what is computed where, in which layout, for how many seconds, and what is sent because an op wants
-//! a value in another layout than it has. Layers that are alike are told once.
+//! The model's graph by layers: ops with their layouts and seconds, and the resharding before them. Equal layers are
+//! described once.
 
 use super::lanes::over;
 use super::questions::{Questions, is_asked};
@@ -20,11 +20,11 @@ pub struct Layers {
     classes: Vec<Class>,
 }
 
-/// What equal layers do, as the first of them says it.
+/// The description of equal layers, by the first of them.
 #[derive(Serialize)]
 struct Class {
     ops: Vec<OpRow>,
-    /// Of one microbatch's forward, each op by itself, by the prices of the search.
+    /// Seconds of one microbatch's forward pass, op by op, by the prices of the search.
     compute_s: f64,
     reshards_s: f64,
     parameter_elements: u64,
@@ -41,23 +41,23 @@ struct OpRow {
     axes: Vec<String>,
     is_partial: bool,
     seconds: f64,
-    /// What it reads: the rows before it, by how far back they are, and parameters by name.
+    /// Its operands: preceding rows by distance, and parameters by name.
     reads: Vec<u32>,
     parameters: Vec<String>,
-    /// What is sent before it can start.
+    /// Resharding before it can start.
     reshards: Vec<Resharded>,
-    /// The answer to why it is laid out so, where there is one on the page.
+    /// The number of the question about its layout, if the page answers it.
     why: Option<usize>,
 }
 
-/// A collective that brings an operand into the layout that an op wants.
+/// A collective that brings an operand into the layout that an op needs.
 #[derive(Serialize)]
 struct Resharded {
     value: String,
     from: String,
     to: String,
     collective: String,
-    /// Of one device: the larger of what it has and what it gets.
+    /// Bytes of one device: the larger of its input and its output.
     bytes: u64,
     seconds: f64,
 }
@@ -75,7 +75,7 @@ impl Layers {
         let mut told: Vec<Class> = Vec::new();
         let mut class_of = Vec::with_capacity(members.len());
         for (stage, prices) in plan.stages.iter().zip(prices) {
-            // A layout that a value was once brought into stays for whoever wants it later.
+            // A resharded value is reused by later ops that need the same layout.
             let mut brought: BTreeSet<(ValueId, Sharding)> = BTreeSet::new();
             for layer in stage.layers.clone() {
                 let members = &members[layer as usize];
@@ -92,7 +92,7 @@ impl Layers {
 }
 
 impl Class {
-    /// What layers have in common that are told once: all but the numbers in names.
+    /// A key for equal layers: everything but the numbers in names.
     fn signature(&self) -> Vec<String> {
         let reshard = |r: &Resharded| format!("{} {} {} {} {}", r.from, r.to, r.collective, r.bytes, r.seconds);
         let row = |r: &OpRow| {
@@ -174,7 +174,7 @@ fn class(
     }
 }
 
-/// The layout in which a stage has a value; `None` where it is made as it is wanted.
+/// The layout of a value in a stage; `None` if it is produced in whatever layout is needed.
 fn layout(plan: &Plan, stage: &Stage, v: ValueId) -> Option<Sharding> {
     if let Some(value) = stage.shardings.get(&v) {
         return Some(plan.graph.rule(v).shardings(&value.strategy, &stage.mesh).result);

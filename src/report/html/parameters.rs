@@ -1,5 +1,5 @@
-//! The parameters as the plan lays them out: one row for each on each stage that has it, with the bytes that a device holds of it,
-//! of its gradient and of its optimizer state.
+//! The parameters in the plan's layouts. Each has one row per stage that stores it, with the bytes per device of the
+//! parameter, its gradient and its optimizer state.
 
 use super::questions::Questions;
 use crate::report::words;
@@ -8,7 +8,7 @@ use altiplano_ir::program::{BufferId, BufferKind, Programs};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Rows, and the texts that they repeat, which they name by number.
+/// The rows, and a table of their texts, to which they refer by number.
 #[derive(Serialize)]
 pub struct Parameters {
     texts: Vec<String>,
@@ -21,7 +21,8 @@ struct Row {
     stage: usize,
     shape: Vec<u64>,
     dtype: usize,
-    /// The layout in words, and the shardings of the parameter, of what sums its gradient and of its state as the plan writes them.
+    /// The layout in words, and the shardings of the parameter, its accumulated gradient and its state in the plan's
+    /// notation.
     layout: usize,
     sharding: usize,
     gradient: usize,
@@ -30,7 +31,7 @@ struct Row {
     local_bytes: u64,
     gradient_bytes: u64,
     state_bytes: u64,
-    /// The answer to why it is laid out so, where there is one on the page.
+    /// The number of the question about its layout, if the page answers it.
     why: Option<usize>,
 }
 
@@ -74,7 +75,7 @@ impl Parameters {
     }
 }
 
-/// Bytes that a device of a stage holds of each parameter, of the sum of its gradients and of its state.
+/// Bytes per device of a stage for each parameter, its accumulated gradient and its state.
 fn held_bytes<'a>(plan: &Plan, programs: &'a Programs, stage: usize) -> BTreeMap<&'a str, [u64; 3]> {
     let program = &programs.programs[plan.lane_of(stage)];
     let mut held: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
@@ -85,7 +86,7 @@ fn held_bytes<'a>(plan: &Plan, programs: &'a Programs, stage: usize) -> BTreeMap
             BufferKind::State { parameter, .. } => (parameter, 2),
             _ => continue,
         };
-        // What is in the memory of the host is not on the device.
+        // Offloaded buffers are not on the device.
         if buffer.stage as usize == stage && !buffer.host {
             held.entry(name).or_default()[of] += program.local_bytes(id);
         }

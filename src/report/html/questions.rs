@@ -1,5 +1,5 @@
-//! Why values are laid out as they are, for a bounded number of them: of values that differ only in the numbers in their names, on
-//! meshes that are alike, the first stands for all, and those are asked about first that are largest.
+//! Explains the layouts of a bounded number of values. Among values that differ only in the numbers in their names, on
+//! equal meshes, the first stands for all. The largest values come first.
 
 use super::numberless;
 use crate::Error;
@@ -12,37 +12,37 @@ use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Parameters, and results of products and lookups, that are asked about at most.
+/// Maximum numbers of parameters, and of results of products and lookups.
 const MOST_PARAMETERS: usize = 16;
 const MOST_ACTIVATIONS: usize = 16;
-/// Nodes of all the stages together that are solved again for them at most; one question is always asked.
+/// Maximum number of nodes of all stages together that are solved again. One question is always answered.
 const MOST_NODES: usize = 24_000;
-/// Layouts of each that are told at most.
+/// Maximum number of layouts per question.
 const MOST_LAYOUTS: usize = 12;
 
 #[derive(Serialize)]
 pub struct Questions {
     answers: Vec<Answer>,
-    /// Distinct values that are left to the command line.
+    /// Number of distinct values left to the command line.
     left_out: usize,
-    /// The answer of each kind of value.
+    /// The answer for each kind of value.
     #[serde(skip)]
     numbers: BTreeMap<Key, usize>,
 }
 
-/// What values that are one question have in common: whether they are parameters, name without numbers, type, and layout.
+/// The key of values with the same question: whether they are parameters, their name without numbers, type, and layout.
 type Key = (bool, String, String, String);
 
-/// The layouts that a value could have in a stage.
+/// The possible layouts of a value in a stage.
 #[derive(Serialize)]
 struct Answer {
     name: String,
     is_parameter: bool,
-    /// Values that are the same but for a number in their names, this one included.
+    /// Number of values that differ only in a number in their names, this one included.
     alike: usize,
     stage: usize,
     ty: String,
-    /// Seconds of a microbatch, and the most that a device holds of what it has, as the judge has them.
+    /// Predicted seconds of a microbatch, and peak bytes relative to the device's memory.
     microbatch_s: f64,
     peak_bytes: u64,
     device_bytes: u64,
@@ -50,7 +50,7 @@ struct Answer {
     more_layouts: usize,
 }
 
-/// A layout, by the estimates of the search; `null` seconds where something else forbids it.
+/// A layout, with the estimates of the search; `null` seconds if another constraint rules it out.
 #[derive(Serialize)]
 struct Choice {
     layout: String,
@@ -61,7 +61,7 @@ struct Choice {
     over_bytes: u64,
 }
 
-/// Values that are one question.
+/// Values with the same question.
 struct Asked {
     key: Key,
     value: ValueId,
@@ -78,7 +78,7 @@ impl Questions {
         asked.sort_by_key(|a| (Reverse(a.bytes), a.value, a.stage));
         let (parameters, activations): (Vec<Asked>, Vec<Asked>) = asked.into_iter().partition(|a| a.is_parameter);
         let num_asked = parameters.len() + activations.len();
-        // Both kinds in turns, the largest first, until their stages together are too much to solve again.
+        // Alternate between both kinds, largest first, until their stages together are too large to solve again.
         let mut chosen: Vec<(usize, Asked)> = parameters.into_iter().enumerate().take(MOST_PARAMETERS).collect();
         chosen.extend(activations.into_iter().enumerate().take(MOST_ACTIVATIONS));
         chosen.sort_by_key(|(rank, asked)| (*rank, !asked.is_parameter));
@@ -102,12 +102,12 @@ impl Questions {
         Ok(Questions { answers, left_out, numbers })
     }
 
-    /// The answer for a parameter of a stage, where it was asked about.
+    /// The answer for a parameter of a stage, if there is one.
     pub fn of_parameter(&self, plan: &Plan, stage: &Stage, v: ValueId, name: &str, storage: &Storage) -> Option<usize> {
         self.numbers.get(&key_of_parameter(plan, stage, v, name, storage)).copied()
     }
 
-    /// The same for a value that is computed.
+    /// The same for a computed value.
     pub fn of_value(&self, plan: &Plan, stage: &Stage, v: ValueId, value: &ValueSharding) -> Option<usize> {
         self.numbers.get(&key_of_value(plan, stage, v, value)).copied()
     }
@@ -148,7 +148,7 @@ fn answer(plan: &Plan, asked: &Asked, why: Why) -> Answer {
     }
 }
 
-/// What could be asked about: of values with the same name but for its numbers, type and layout the first.
+/// Candidate questions: the first of all values with the same name except for numbers, type and layout.
 fn distinct(plan: &Plan) -> Vec<Asked> {
     let mut found: BTreeMap<Key, Asked> = BTreeMap::new();
     let mut add = |v: ValueId, name: &str, stage: usize, key: Key| {
@@ -168,7 +168,7 @@ fn distinct(plan: &Plan) -> Vec<Asked> {
     found.into_values().collect()
 }
 
-/// Results whose layouts decide on those of what is computed from them.
+/// Returns whether a value's layout determines those of values computed from it.
 pub fn is_asked(plan: &Plan, v: ValueId) -> bool {
     let node = plan.graph.node(v);
     node.ty.rank() > 0 && (node.op.is_contraction() || matches!(node.op, Op::Gather(_)))

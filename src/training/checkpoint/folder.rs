@@ -1,4 +1,5 @@
-//! The folder of a run's checkpoints: held by one run at a time, and free of what a run that died left half done.
+//! The folder of a run's checkpoints. One run at a time locks it, and opening it removes the leftovers of a run that
+//! died.
 
 use crate::error::Error;
 use crate::training::checkpoint::{CheckpointProblem, Checkpoints, MANIFEST, Manifest, Shard, hex};
@@ -6,17 +7,17 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// What is being written, or taken away, has this at the end of its name, and is none of the checkpoints.
+/// Suffix of folders that are being written or removed, and are no checkpoints.
 const PART: &str = ".part";
 const LOCK: &str = "lock";
 
-/// A folder that this process holds; others are kept out until it is dropped or the process ends, however it ends.
+/// A folder that this process has locked. Others are kept out until it is dropped or the process ends in any way.
 pub struct Folder {
     pub options: Checkpoints,
     _lock: File,
 }
 
-/// A checkpoint by its name; whether it is whole is another question.
+/// A checkpoint found by its name, not verified yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     pub step: u64,
@@ -24,7 +25,7 @@ pub struct Found {
 }
 
 impl Folder {
-    /// Makes the folder where there is none, takes hold of it and removes leftovers.
+    /// Creates the folder if necessary, locks it and removes leftovers.
     pub fn open(options: &Checkpoints) -> Result<Folder, Error> {
         let folder = &options.folder;
         let io = |error| CheckpointProblem::Io(error).at(folder);
@@ -32,7 +33,7 @@ impl Folder {
         let file = folder.join(LOCK);
         let opened = OpenOptions::new().create(true).read(true).write(true).truncate(false).open(&file);
         let mut lock = opened.map_err(|error| CheckpointProblem::Io(error).at(&file))?;
-        // The system lets go of the lock of a process that ends, so that none is left behind.
+        // The system releases the lock of a process that ends, so no stale lock remains.
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -60,13 +61,13 @@ impl Folder {
         }
     }
 
-    /// Where a checkpoint is written before it is whole.
+    /// The folder of a checkpoint while it is written.
     pub(super) fn part(folder: &Path, step: u64) -> PathBuf {
         folder.join(format!("{}{PART}", name(step)))
     }
 
-    /// Gives a checkpoint that is whole its name. What has this name already (it was damaged, or this run would have started
-    /// after it) is taken away.
+    /// Renames a complete checkpoint to its final name. An existing folder of that name is removed: it was damaged, or
+    /// this run would have started after it.
     pub(super) fn publish(folder: &Path, step: u64) -> std::io::Result<PathBuf> {
         let place = folder.join(name(step));
         if place.exists() {
@@ -77,7 +78,7 @@ impl Folder {
         Ok(place)
     }
 
-    /// Takes away what is older than the newest `keep` up to `step`.
+    /// Removes all but the newest `keep` checkpoints up to `step`.
     pub(super) fn prune(folder: &Path, step: u64, keep: u64) -> Result<(), Error> {
         let older: Vec<Found> = list(folder)?.into_iter().filter(|found| found.step <= step).collect();
         let surplus = older.len().saturating_sub(usize::try_from(keep.max(1)).unwrap_or(usize::MAX));
@@ -104,7 +105,7 @@ pub fn list(folder: &Path) -> Result<Vec<Found>, Error> {
     Ok(found)
 }
 
-/// The manifest of a checkpoint all of whose files are as it says.
+/// Reads the manifest of a checkpoint and verifies all of its files.
 pub fn verify(place: &Path) -> Result<Manifest, Error> {
     let text = match std::fs::read(place.join(MANIFEST)) {
         Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
@@ -122,7 +123,7 @@ pub fn verify(place: &Path) -> Result<Manifest, Error> {
 
 fn check_shard(place: &Path, shard: &Shard) -> Result<(), CheckpointProblem> {
     let file = shard.name.clone();
-    // Only what is in the folder belongs to the checkpoint.
+    // Only files in the folder itself belong to the checkpoint.
     if Path::new(&file).file_name().is_none_or(|name| name != file.as_str()) {
         return Err(CheckpointProblem::Missing { file });
     }
@@ -146,20 +147,20 @@ fn check_shard(place: &Path, shard: &Shard) -> Result<(), CheckpointProblem> {
     if hex(crc.finalize()) == shard.crc32 { Ok(()) } else { Err(CheckpointProblem::Checksum { file }) }
 }
 
-/// Renames before it removes, so that nothing half removed keeps a checkpoint's name.
+/// Renames before it removes, so that no half-removed folder has a checkpoint's name.
 fn discard(place: &Path) -> std::io::Result<()> {
     let mut part = place.as_os_str().to_owned();
     part.push(PART);
     let part = PathBuf::from(part);
-    // A checkpoint that is written under this name was published or left behind.
+    // The temporary name is taken by the checkpoint about to be published, or by a leftover.
     let part = if part.exists() { part.with_extension(format!("old{PART}")) } else { part };
     std::fs::rename(place, &part)?;
     std::fs::remove_dir_all(&part)
 }
 
-/// What was renamed or made in a folder lasts once the folder itself is written.
+/// Flushes a folder, which makes renames and new files in it durable.
 pub(super) fn sync_folder(folder: &Path) -> std::io::Result<()> {
-    // Other systems do not open folders, and write them with the files.
+    // Other systems cannot open folders, and flush them with the files.
     if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
 }
 
@@ -167,7 +168,7 @@ fn name(step: u64) -> String {
     format!("step-{step:06}")
 }
 
-/// The step in the name of a checkpoint, or in that of one being replaced (`step-000120.old`).
+/// The step in the name of a checkpoint, or of one being replaced (`step-000120.old`).
 fn step_of(name: &str) -> Option<u64> {
     let digits = name.strip_prefix("step-")?;
     let digits = digits.strip_suffix(".old").unwrap_or(digits);

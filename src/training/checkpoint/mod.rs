@@ -1,7 +1,8 @@
-//! Checkpoints: all that a run needs to go on, written so that a reader never takes half of one for a whole.
+//! Checkpoints: everything that a run needs to resume, written so that a reader never takes half of one for a complete
+//! one.
 //!
-//! A checkpoint is a folder of tensor files and a manifest, which is written last and has a checksum of each file. Tensors are
-//! whole, whatever the plan split, so a checkpoint fits any plan of the same model and optimizer.
+//! A checkpoint is a folder of tensor files and a manifest, which is written last and has a checksum of each file.
+//! Tensors are whole, however the plan splits them. So a checkpoint fits any plan of the same model and optimizer.
 
 mod folder;
 mod read;
@@ -28,28 +29,28 @@ pub const FORMAT: &str = "altiplano.checkpoint";
 pub const VERSION: u32 = 1;
 pub const MANIFEST: &str = "manifest.json";
 
-/// Where and when a run writes checkpoints.
+/// Options of a run's checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoints {
     pub folder: PathBuf,
-    /// Steps between two; else there is one at the end, and where the run is interrupted.
+    /// Steps between two checkpoints. There is always one at the end, and after an interrupt.
     pub every: Option<u64>,
-    /// How many are kept; else all.
+    /// Number of checkpoints to keep; all if absent.
     pub keep: Option<u64>,
-    /// Go on from the newest.
+    /// Resume from the newest.
     pub resume: bool,
-    /// Bytes of tensors in one file, where a single tensor has no more.
+    /// Maximum bytes of tensors in one file, unless a single tensor has more.
     pub shard_bytes: u64,
 }
 
 impl Checkpoints {
-    /// Checkpoints at the end and where the run is interrupted.
+    /// Checkpoints at the end and after an interrupt.
     pub fn new(folder: impl Into<PathBuf>) -> Checkpoints {
         Checkpoints { folder: folder.into(), every: None, keep: None, resume: false, shard_bytes: 256 << 20 }
     }
 }
 
-/// What a checkpoint says of itself (`manifest.json`, docs/checkpoint.schema.json).
+/// The metadata of a checkpoint (`manifest.json`, docs/checkpoint.schema.json).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -58,59 +59,59 @@ pub struct Manifest {
     pub model: String,
     /// See [`model_hash`].
     pub graph_hash: String,
-    /// Steps that were done.
+    /// Number of completed steps.
     pub step: u64,
     pub optimizer: Optimizer,
-    /// The norm down to which gradients were scaled, where they were.
+    /// The norm to which gradients were clipped, if they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_norm: Option<f64>,
-    /// What the loss was scaled by, where it was.
+    /// The loss scaling, if there was any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<LossScale>,
     pub data: DataState,
     pub files: Vec<Shard>,
-    /// CRC-32 of the manifest as it is without this, in hex.
+    /// CRC-32 of the manifest without this field, in hex.
     pub checksum: String,
 }
 
-/// Where a run is in its data, and what chose it.
+/// A run's position in its data, and the options that selected the data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataState {
-    /// None where batches are made up.
+    /// `None` for synthetic batches.
     pub file: Option<String>,
-    /// What was in it; none of checkpoints that did not say so yet.
+    /// Fingerprint of the file; absent in older checkpoints.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<DataContent>,
-    /// Of weights, made-up batches and random bits.
+    /// Seed of weights, synthetic batches and random bits.
     pub seed: u64,
-    /// Of the order of samples; none where they come as they are in the file.
+    /// Seed of the order of samples; `None` for file order.
     pub shuffle: Option<u64>,
     #[serde(flatten)]
     pub position: Position,
 }
 
-/// What tells a file of data, or the files of a folder, from others wherever it lies.
+/// A fingerprint of a data file, or of the files of a folder, independent of their location.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataContent {
     pub bytes: u64,
-    /// CRC-32, in hex, of how long each file is and how it begins and ends, in the order of their names.
+    /// CRC-32, in hex, of the length, beginning and end of each file, in the order of their names.
     pub crc32: String,
-    /// The same of samples at equal distances in between; earlier versions did not look there.
+    /// The same over samples at equal distances in between; absent in earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sampled_crc32: Option<String>,
 }
 
 impl DataContent {
-    /// Whether nothing that both know differs.
+    /// Returns whether the fingerprints agree in all parts that both have.
     pub(crate) fn is_same(&self, other: &DataContent) -> bool {
         let samples = self.sampled_crc32.iter().zip(&other.sampled_crc32).all(|(a, b)| a == b);
         (self.bytes, &self.crc32) == (other.bytes, &other.crc32) && samples
     }
 }
 
-/// How much of the data was taken.
+/// The amount of data taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     pub batches: u64,
@@ -123,18 +124,18 @@ pub struct Position {
 pub struct Shard {
     pub name: String,
     pub bytes: u64,
-    /// In hex.
+    /// CRC-32 of the file, in hex.
     pub crc32: String,
 }
 
-/// What a tensor of a checkpoint is.
+/// The identity of a checkpoint's tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorOf<'a> {
     Parameter { name: &'a str },
     State { parameter: &'a str, slot: &'a str },
 }
 
-/// All tensors of a run of a plan: its parameters, each that is trained with its state, and the state that the whole step has.
+/// All tensors of a run of a plan: its parameters, the state of each trained one, and the state of the whole step.
 pub fn tensors_of(plan: &Plan) -> impl Iterator<Item = TensorOf<'_>> {
     let of_parameter = |(v, name): (_, _)| {
         let slots = match plan.graph.is_trained(v) {
@@ -166,15 +167,15 @@ impl TensorOf<'_> {
     }
 }
 
-/// What is wrong with a checkpoint or the folder that it is in.
+/// Faults of a checkpoint or its folder.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointProblem {
     #[error("{0}")]
     Io(std::io::Error),
-    #[error("another run{by} writes its checkpoints here; end it, or give this one a folder of its own")]
+    #[error("another run{by} writes its checkpoints here; end it, or give this run its own folder")]
     InUse { by: String },
     #[error(
-        "there are checkpoints of an earlier run (the last is of step {step}): add --resume to go on with it, or give this one a folder of its own"
+        "there are checkpoints of an earlier run (the last is of step {step}): add --resume to continue it, or give this run its own folder"
     )]
     NotEmpty { step: u64 },
     #[error("not a checkpoint: its manifest is no {FORMAT} JSON")]
@@ -202,26 +203,26 @@ pub enum CheckpointProblem {
     OtherModel { found: String, expected: String },
     #[error("the checkpoint is of another optimizer: it was made with {found}, and the plan has {expected}")]
     OtherOptimizer { found: String, expected: String },
-    #[error("the checkpoint was made with {}, and this run has {}; say the same --clip-norm", clip(*found), clip(*expected))]
+    #[error("the checkpoint was made with {}, and this run has {}; use the same --clip-norm", clip(*found), clip(*expected))]
     OtherClip { found: Option<f64>, expected: Option<f64> },
     #[error(
-        "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a run of its own from the checkpoint's weights"
+        "the checkpoint was made on {found}, and this run has {expected}; give it the same --data, or start a new run from the checkpoint's weights"
     )]
     OtherData { found: String, expected: String },
-    #[error("the checkpoint was made with {}, and this run has {}; say the same --loss-scale", scale(*found), scale(*expected))]
+    #[error("the checkpoint was made with {}, and this run has {}; use the same --loss-scale", scale(*found), scale(*expected))]
     OtherScale { found: Option<LossScale>, expected: Option<LossScale> },
     #[error("there is no checkpoint")]
     None,
-    #[error("of {} none is whole; the newest: {newest}", plural(*count, "checkpoint"))]
+    #[error("none of {} is complete; the newest: {newest}", plural(*count, "checkpoint"))]
     NoneWhole { count: u64, newest: Box<Error> },
     #[error("the last checkpoint, of step {step}, was not written: {error}")]
     NotWritten { step: u64, error: Box<Error> },
-    #[error("writing ended early; nothing was kept of it")]
+    #[error("writing ended early, and nothing was kept")]
     Abandoned,
 }
 
 impl DataState {
-    /// Fails where a run that goes on has other data. Files may have moved, and checkpoints that did not say what was in theirs fit any.
+    /// Fails if a resumed run has other data. Files may have moved. A checkpoint without a fingerprint fits any data.
     pub fn expect_same(&self, other: &DataState) -> Result<(), CheckpointProblem> {
         let is_unknown = self.file.is_some() && self.content.is_none();
         let is_same = match (&self.content, &other.content) {
@@ -241,7 +242,7 @@ impl DataState {
                 format!("'{file}' ({bytes} bytes, CRC-32 {crc32}{samples})")
             }
             (Some(file), None) => format!("'{file}'"),
-            (None, _) => "batches that are made up".to_string(),
+            (None, _) => "synthetic batches".to_string(),
         }
     }
 }
@@ -251,7 +252,7 @@ fn clip(norm: Option<f64>) -> String {
 }
 
 fn scale(scale: Option<LossScale>) -> String {
-    scale.map_or("the loss as it is".to_string(), |scale| format!("the loss scaled: {scale}"))
+    scale.map_or("no loss scaling".to_string(), |scale| format!("the loss scaled: {scale}"))
 }
 
 fn same_name(found: &str, expected: &str) -> &'static str {
@@ -259,7 +260,7 @@ fn same_name(found: &str, expected: &str) -> &'static str {
 }
 
 impl CheckpointProblem {
-    /// Whether the checkpoint lost what it had, so that an older one is the best there is.
+    /// Returns whether the checkpoint is damaged, so that an older one is the best available.
     fn is_damage(&self) -> bool {
         match self {
             CheckpointProblem::Io(error) => error.kind() != std::io::ErrorKind::PermissionDenied,
@@ -272,14 +273,14 @@ impl CheckpointProblem {
         }
     }
 
-    /// An error about a place.
+    /// Attaches a place to the problem.
     pub fn at(self, place: &Path) -> Error {
         Error::Checkpoint { place: place.to_path_buf(), problem: Box::new(self) }
     }
 }
 
 impl Manifest {
-    /// What a run of this plan would write after `step` steps, files aside.
+    /// The manifest of a run of this plan after `step` steps, without its files.
     pub fn new(plan: &Plan, step: u64, data: DataState) -> Manifest {
         Manifest {
             format: FORMAT.to_string(),
@@ -296,14 +297,14 @@ impl Manifest {
         }
     }
 
-    /// The text of the file, with its checksum.
+    /// The manifest as JSON, with its checksum.
     pub fn to_json(&self) -> String {
         let sealed = Manifest { checksum: self.expected_checksum(), ..self.clone() };
-        // Plain data of strings and numbers has a JSON form.
+        // Strings and numbers always have a JSON form.
         serde_json::to_string_pretty(&sealed).unwrap_or_default() + "\n"
     }
 
-    /// Reads the text of a file and checks that it is whole.
+    /// Parses a manifest and verifies its checksum.
     pub fn from_json(text: &str) -> Result<Manifest, CheckpointProblem> {
         let value: serde_json::Value = serde_json::from_str(text).map_err(|_| CheckpointProblem::NotAManifest)?;
         if value.get("format").and_then(|f| f.as_str()) != Some(FORMAT) {
@@ -326,7 +327,7 @@ impl Manifest {
         hex(crc32fast::hash(&serde_json::to_vec(&bare).unwrap_or_default()))
     }
 
-    /// Whether a plan can go on from here.
+    /// Fails if a plan cannot resume from this checkpoint.
     pub fn expect_fits(&self, plan: &Plan) -> Result<(), CheckpointProblem> {
         if self.graph_hash != model_hash(plan.own().0) {
             return Err(CheckpointProblem::OtherModel { found: self.model.clone(), expected: plan.model.clone() });
@@ -350,10 +351,10 @@ fn hex(crc: u32) -> String {
     format!("{crc:08x}")
 }
 
-/// A fingerprint of a model that all its plans share: of the graph for one sample and without pins. Constants that scale with the
-/// batch are rounded, since scaling them to a microbatch and back does.
+/// A fingerprint of a model that all its plans share: of the graph for one sample, without pins. Constants that scale
+/// with the batch are rounded, since scaling to a microbatch and back rounds them too.
 pub fn model_hash(graph: &Graph) -> String {
-    // Where the graph cannot be of one sample, its sizes are told by its parameters.
+    // If the graph cannot have one sample, its parameters alone determine the fingerprint.
     let mut one = rebatch(graph, 1).unwrap_or_else(|_| {
         let mut leaves = Graph::new(&graph.name);
         for (v, _) in graph.parameters() {

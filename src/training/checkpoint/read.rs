@@ -1,4 +1,4 @@
-//! Reading checkpoints: the newest that is whole, its tensors one file at a time, or its weights alone.
+//! Reads checkpoints: finds the newest complete one, and loads its tensors one file at a time, or its weights alone.
 
 use crate::error::Error;
 use crate::training::checkpoint::{CheckpointProblem, MANIFEST, Manifest, TensorOf, list, tensors_of, verify};
@@ -9,8 +9,8 @@ use altiplano_runtime::data::read_safetensors;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The newest checkpoint of a folder that is whole, and where it is; none where there are no checkpoints. `on_damaged` is told of
-/// newer ones that are not whole.
+/// The newest complete checkpoint of a folder, and its place; `None` if there are no checkpoints. `on_damaged` receives
+/// the errors of newer, damaged ones.
 pub fn newest(
     folder: &Path,
     mut on_damaged: impl FnMut(&Error) -> Result<(), Error>,
@@ -37,7 +37,7 @@ pub fn newest(
     }
 }
 
-/// Visits all tensors of a checkpoint that was verified, of which one file is in memory at a time.
+/// Visits all tensors of a verified checkpoint, with one file in memory at a time.
 pub fn for_each_tensor(
     manifest: &Manifest,
     place: &Path,
@@ -52,14 +52,14 @@ pub fn for_each_tensor(
     Ok(())
 }
 
-/// Loads all parameters and state of a checkpoint, which must have each of them.
+/// Loads all parameters and state of a checkpoint, all of which must be present.
 pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path) -> Result<(), Error> {
     let name = |of: TensorOf<'_>| match of {
         TensorOf::Parameter { name } => (name.to_string(), None),
         TensorOf::State { parameter, slot } => (parameter.to_string(), Some(slot.to_string())),
     };
     let mut missing: BTreeSet<(String, Option<String>)> = tensors_of(plan).map(name).collect();
-    // Loading a parameter rounds it into its master copy, which is why state follows all parameters.
+    // Loading a parameter also sets its master copy, rounded; so the state must be loaded after all parameters.
     for of_state in [false, true] {
         for_each_tensor(manifest, place, |of, tensor| {
             match of {
@@ -85,7 +85,7 @@ pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path)
     }
 }
 
-/// The weights of a checkpoint, or of the newest that is whole in a folder of them, with its manifest.
+/// Loads the weights of a checkpoint, or of the newest complete one in a folder, with its manifest.
 pub fn weights(
     place: &Path,
     on_damaged: impl FnMut(&Error) -> Result<(), Error>,

@@ -1,5 +1,5 @@
-//! Writing a checkpoint beside the training: tensors are copied between two steps and handed over file by file to a thread, which
-//! holds few of them at a time.
+//! Writes a checkpoint in the background. Tensors are copied between two steps and passed file by file to a thread,
+//! which holds few of them at a time.
 
 use crate::error::Error;
 use crate::training::checkpoint::folder::sync_folder;
@@ -14,18 +14,18 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Files whose tensors wait to be written; the training waits where there would be more.
+/// Maximum number of files waiting to be written; training blocks beyond it.
 const WAITING: usize = 2;
 
 /// Writes the checkpoints of a run, one at a time.
 pub struct Writer {
-    /// None where another process writes, to which this one gives its parts.
+    /// `None` if another process writes, to which this one contributes its parts.
     folder: Option<Folder>,
     options: Checkpoints,
     in_flight: Option<(u64, JoinHandle<Result<PathBuf, Error>>)>,
 }
 
-/// What became of a checkpoint.
+/// The outcome of a checkpoint.
 pub struct Written {
     pub step: u64,
     pub result: Result<PathBuf, Error>,
@@ -42,13 +42,12 @@ impl Writer {
         Writer { folder: Some(folder), options, in_flight: None }
     }
 
-    /// For a process that only gives its parts to the one that writes.
+    /// A writer for a process that only contributes its parts.
     pub fn contributing(options: Checkpoints) -> Writer {
         Writer { folder: None, options, in_flight: None }
     }
 
-    /// Whether there is to be a checkpoint after a step that is neither the last nor interrupted.
-    /// Copies what the engine holds and starts to write it. The one before has to be [`Self::finish`]ed.
+    /// Copies the engine's tensors and starts to write them. The previous checkpoint must be [`Self::finish`]ed.
     pub fn start(&mut self, plan: &Plan, engine: &mut Engine, manifest: Manifest) -> Result<(), Error> {
         let options = self.options.clone();
         if self.folder.is_none() {
@@ -63,17 +62,17 @@ impl Writer {
             .map_err(|error| CheckpointProblem::Io(error).at(&place))?;
         self.in_flight = Some((step, thread));
         hand_over(plan, engine, self.options.shard_bytes, Some(&sender))?;
-        // A thread that ended early has an error to tell.
+        // If the thread ended early, `finish` returns its error.
         let _ = sender.send(Part::Manifest(Box::new(manifest)));
         Ok(())
     }
 
-    /// What became of the checkpoint being written, once that is known.
+    /// The outcome of the checkpoint in progress, once it is known.
     pub fn poll(&mut self) -> Option<Written> {
         if self.in_flight.as_ref().is_some_and(|(_, thread)| thread.is_finished()) { self.finish() } else { None }
     }
 
-    /// Waits for the checkpoint being written.
+    /// Waits for the checkpoint in progress.
     pub fn finish(&mut self) -> Option<Written> {
         let (step, thread) = self.in_flight.take()?;
         let abandoned = |_| Err(CheckpointProblem::Abandoned.at(&self.options.folder));
@@ -82,7 +81,7 @@ impl Writer {
 }
 
 impl Drop for Writer {
-    /// The folder stays held until nothing writes into it.
+    /// The folder stays locked until nothing writes to it.
     fn drop(&mut self) {
         self.finish();
     }
@@ -95,7 +94,7 @@ fn hand_over(
     shard_bytes: u64,
     sender: Option<&SyncSender<Part>>,
 ) -> Result<(), Error> {
-    // Where the writing ended early, nothing waits for more. All processes of a run gather all tensors nevertheless.
+    // If the writer ended early, drop the tensors. All processes of a run must gather all tensors nevertheless.
     let give = |tensors| sender.map_or(Ok(()), |sender| sender.send(Part::Tensors(tensors)).map_err(drop));
     let mut gone = false;
     let (mut tensors, mut bytes) = (Vec::new(), 0);
@@ -115,12 +114,12 @@ fn hand_over(
     Ok(())
 }
 
-/// Writes what arrives beside the checkpoints, and puts it among them when it is whole.
+/// Writes the received parts to a temporary folder, and renames it when it is complete.
 fn write(folder: &Path, step: u64, keep: Option<u64>, parts: &Receiver<Part>) -> Result<PathBuf, Error> {
     let part = Folder::part(folder, step);
     let written = write_part(folder, &part, step, parts);
     if written.is_err() {
-        // Where even this fails, the next run removes it.
+        // If even this fails, the next run removes it.
         let _ = std::fs::remove_dir_all(&part);
     }
     let place = written?;

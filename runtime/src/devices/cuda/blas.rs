@@ -1,4 +1,5 @@
-//! Matmuls by cuBLASLt: a description is prepared once, with the algorithm that the library thinks best for it, and called many times.
+//! Matmuls by cuBLASLt. A description is prepared once, with the algorithm that the library ranks first, and called
+//! many times.
 
 use super::context::Stream;
 use super::error::CudaError;
@@ -17,7 +18,7 @@ use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::{addr_of, from_ref, null_mut};
 
-/// Single precision may be multiplied with eleven bits of the mantissa, as tensor cores do.
+/// Precision of single-precision products; TF32 tensor cores use eleven bits of the mantissa.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SinglePrecision {
     #[default]
@@ -25,19 +26,19 @@ pub enum SinglePrecision {
     Tf32,
 }
 
-/// Types of operands and result.
+/// Types of the operands and the result.
 type Types = [DType; 3];
 
-/// In bytes, of the left operand, the right one and the result.
+/// Alignment in bytes of the left operand, the right one and the result.
 type Alignments = [u32; 3];
 
-/// cuBLASLt for one device, which is used by one thread at a time.
+/// cuBLASLt for one device, used by one thread at a time.
 #[derive(Debug)]
 pub struct Blas {
     functions: BlasFunctions,
     handle: sys::cublasLtHandle_t,
     precision: SinglePrecision,
-    /// What algorithms may use.
+    /// Workspace limit for algorithms.
     workspace_bytes: u64,
     prepared: HashMap<(Gemm, Types, Alignments), Prepared>,
 }
@@ -51,31 +52,31 @@ pub struct Addresses {
     pub lhs: u64,
     pub rhs: u64,
     pub result: u64,
-    /// As many bytes as the library was told of.
+    /// Workspace of at least the size that the library was given.
     pub workspace: u64,
 }
 
-/// A description in the library's terms; its handles are destroyed with [`Blas`].
+/// A description as library handles, which [`Blas`] destroys.
 #[derive(Clone, Copy, Debug)]
 struct Prepared {
     operation: sys::cublasLtMatmulDesc_t,
-    /// Of `a`, `b` and `c`.
+    /// Layouts of `a`, `b` and `c`.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
     workspace_bytes: usize,
-    /// Whether factors are read in double precision.
+    /// True if scaling factors are in double precision.
     double: bool,
 }
 
 impl Blas {
-    /// What is enough for the algorithms of Hopper, by NVIDIA's advice.
+    /// Enough for the algorithms of Hopper, by NVIDIA's advice.
     pub const WORKSPACE_BYTES: u64 = 32 << 20;
 
-    /// The context must be current.
+    /// Opens cuBLASLt. The device's context must be current.
     pub fn open(search: &Search, precision: SinglePrecision) -> Result<Blas, CudaError> {
         let functions = BlasFunctions::of(&search.open(Kind::CublasLt)?)?;
         let mut handle = null_mut();
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         done(&functions, "cublasLtCreate", unsafe { (functions.cublasLtCreate)(&mut handle) })?;
         let workspace_bytes = Blas::WORKSPACE_BYTES;
         Ok(Blas { functions, handle, precision, workspace_bytes, prepared: HashMap::new() })
@@ -89,17 +90,17 @@ impl Blas {
         self.prepared(description, types, alignments).map(|_| ())
     }
 
-    /// Multiplies. Addresses are those of the regions; where matrices start in them the call says.
+    /// Multiplies. The addresses are those of the regions; the call says where matrices start in them.
     ///
     /// # Safety
-    /// The regions hold what the call says, and stay until this is done.
+    /// The regions must hold the matrices of the call and stay allocated until it is done.
     pub unsafe fn run(&mut self, stream: &Stream, call: &MatmulCall, at: Addresses) -> Result<(), CudaError> {
         let (description, starts) = gemm(call);
         let accumulate = description.accumulate;
         let types = [call.lhs.dtype, call.rhs.dtype, call.result.dtype];
         let alignments = alignments(&description, &starts, types);
         let prepared = self.prepared(description, types, alignments)?;
-        // Factors of the product and of what is there already, in the type that sums have.
+        // Scaling factors of the product and of the existing result, in the type of the sums.
         let (ones, zeros): ([u64; 2], u64) = ([1f64.to_bits(), u64::from(1f32.to_bits())], 0);
         let one = from_ref(if prepared.double { &ones[0] } else { &ones[1] }).cast::<c_void>();
         let beta = if accumulate { one } else { from_ref(&zeros).cast() };
@@ -109,7 +110,7 @@ impl Blas {
             let b = place(at.lhs, lhs, types[0]).cast_const();
             let c = place(at.result, result, types[2]);
             let [of_a, of_b, of_c] = prepared.layouts;
-            // SAFETY: handles were prepared for these types and shapes; the rest is the caller's promise.
+            // SAFETY: handles were prepared for these types and shapes; the caller guarantees the rest.
             let status = unsafe {
                 (self.functions.cublasLtMatmul)(
                     self.handle,
@@ -153,7 +154,7 @@ impl Blas {
             [DType::F32, DType::F32, DType::F32] if self.precision == SinglePrecision::Tf32 => {
                 (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, Data::CUDA_R_32F)
             }
-            // Operands are of one type; the result has it too, or is not rounded.
+            // Operands have one type. The result has it as well, or is unrounded.
             [l, r, result] if l == r && (result == l || result == DType::F32) && l != DType::F64 => {
                 (Compute::CUBLAS_COMPUTE_32F, Data::CUDA_R_32F)
             }
@@ -163,7 +164,7 @@ impl Blas {
         let (lhs, rhs, result) =
             (lhs.ok_or_else(unsupported)?, rhs.ok_or_else(unsupported)?, result.ok_or_else(unsupported)?);
         let mut operation = null_mut();
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         let status = unsafe { (f.cublasLtMatmulDescCreate)(&mut operation, compute, scale) };
         done(f, "cublasLtMatmulDescCreate", status)?;
         for (attribute, transposed) in
@@ -171,7 +172,7 @@ impl Blas {
         {
             // `CUBLAS_OP_N` is 0, `CUBLAS_OP_T` 1.
             let value = i32::from(transposed);
-            // SAFETY: the attribute is of that type, and is copied.
+            // SAFETY: the attribute has this type, and is copied.
             let status = unsafe {
                 (f.cublasLtMatmulDescSetAttribute)(operation, attribute, from_ref(&value).cast(), size_of::<i32>())
             };
@@ -189,12 +190,12 @@ impl Blas {
         let f = &self.functions;
         let mut layout = null_mut();
         let Stored { rows, columns, leading, stride, .. } = *matrix;
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         let status = unsafe { (f.cublasLtMatrixLayoutCreate)(&mut layout, data, rows, columns, leading as i64) };
         done(f, "cublasLtMatrixLayoutCreate", status)?;
         let (count, stride) = (count as i32, stride as i64);
         let set = |attribute, value: *const c_void, bytes| {
-            // SAFETY: the attribute is of the type that it is given as, and is copied.
+            // SAFETY: the attribute has the type of `value`, and is copied.
             let status = unsafe { (f.cublasLtMatrixLayoutSetAttribute)(layout, attribute, value, bytes) };
             done(f, "cublasLtMatrixLayoutSetAttribute", status)
         };
@@ -203,7 +204,7 @@ impl Blas {
         Ok(layout)
     }
 
-    /// The algorithm that the library puts first, and the workspace that it needs; none where it has none.
+    /// The algorithm that the library ranks first, and its workspace; `None` if the library has none.
     fn best(
         &self,
         operation: sys::cublasLtMatmulDesc_t,
@@ -212,7 +213,7 @@ impl Blas {
     ) -> Result<Option<(sys::cublasLtMatmulAlgo_t, usize)>, CudaError> {
         let f = &self.functions;
         let mut preference = null_mut();
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         let status = unsafe { (f.cublasLtMatmulPreferenceCreate)(&mut preference) };
         done(f, "cublasLtMatmulPreferenceCreate", status)?;
         let bytes = self.workspace_bytes;
@@ -224,7 +225,8 @@ impl Blas {
         ];
         let mut found = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut count = 0;
-        // SAFETY: the attributes are of these types; one result and their number are written; the preference is destroyed once.
+        // SAFETY: the attributes have these types. The call writes one result and its count. The preference is
+        // destroyed once.
         let status = unsafe {
             let set = f.cublasLtMatmulPreferenceSetAttribute;
             let most = Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
@@ -251,13 +253,14 @@ impl Blas {
             (f.cublasLtMatmulPreferenceDestroy)(preference);
             status
         };
-        // The library says so where nothing supports what is asked for.
+        // The library returns these if nothing supports the request.
         if status == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as u32 || status == 0 && count == 0 {
             return Ok(None);
         }
         done(f, "cublasLtMatmulAlgoGetHeuristic", status)?;
         let found = found.as_ptr();
-        // SAFETY: both fields are plain numbers, which were written. The status beside them may be one that its enum has not.
+        // SAFETY: both fields are plain numbers, which were written. The status beside them may be one that its enum
+        // lacks.
         let both = unsafe { (addr_of!((*found).algo).read(), addr_of!((*found).workspaceSize).read()) };
         Ok(Some(both))
     }
@@ -267,7 +270,7 @@ impl Drop for Blas {
     fn drop(&mut self) {
         let f = &self.functions;
         for prepared in self.prepared.values() {
-            // SAFETY: each was made once and is destroyed once.
+            // SAFETY: each was created once and is destroyed once.
             unsafe {
                 for layout in prepared.layouts {
                     (f.cublasLtMatrixLayoutDestroy)(layout);
@@ -280,7 +283,7 @@ impl Drop for Blas {
     }
 }
 
-/// How the operands and the result of all products of a call are aligned.
+/// Alignment of the operands and the result, over all products of a call.
 fn alignments(g: &Gemm, starts: &[Starts], types: Types) -> Alignments {
     let [lhs, rhs, result] = types.map(DType::bytes);
     [
@@ -290,7 +293,7 @@ fn alignments(g: &Gemm, starts: &[Starts], types: Types) -> Alignments {
     ]
 }
 
-/// The library's name of a type, where it multiplies such.
+/// The library's name of a type, if it multiplies that type.
 fn data(dtype: DType) -> Option<Data> {
     match dtype {
         DType::F64 => Some(Data::CUDA_R_64F),
@@ -305,7 +308,7 @@ fn done(functions: &BlasFunctions, call: &'static str, status: u32) -> Result<()
     if status == 0 {
         return Ok(());
     }
-    // SAFETY: it returns a text that lasts as long as the library, or none.
+    // SAFETY: the call returns a text that lasts as long as the library, or null.
     let name = unsafe { (functions.cublasLtGetStatusName)(status) };
     let name = match name.is_null() {
         true => format!("code {status}"),

@@ -1,21 +1,21 @@
-//! Elements as the bytes that a GPU has of them, and reductions over these on the host.
+//! Converts elements to and from the bytes that a GPU stores, and reduces such bytes on the host.
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 
-/// Elements in the type's own format.
+/// Encodes elements in the type's own format.
 pub fn encode(dtype: DType, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
     let width = dtype.bytes() as usize;
     let element = |value: f64| dtype.to_bits(dtype.round(value)).to_le_bytes().into_iter().take(width);
     values.into_iter().flat_map(element).collect()
 }
 
-/// Elements from the type's own format.
+/// Decodes elements from the type's own format.
 pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(dtype.bytes() as usize).map(|chunk| element(dtype, chunk)).collect()
 }
 
-/// Combines elements that several members have, in their order.
+/// Reduces the elements of several members, in their order.
 pub fn reduced(dtype: DType, reducer: Reducer, members: &[&[u8]]) -> Vec<u8> {
     let size = dtype.bytes() as usize;
     let length = members.first().map_or(0, |first| first.len());
@@ -27,7 +27,7 @@ pub fn reduced(dtype: DType, reducer: Reducer, members: &[&[u8]]) -> Vec<u8> {
             let value = values.reduce(|a, b| match reducer {
                 Reducer::Sum => a + b,
                 Reducer::Product => a * b,
-                // A NaN wins, as it does everywhere else.
+                // A NaN is propagated, as everywhere else.
                 Reducer::Max if a.is_nan() || b.is_nan() => f64::NAN,
                 Reducer::Min if a.is_nan() || b.is_nan() => f64::NAN,
                 Reducer::Max => a.max(b),
@@ -59,7 +59,7 @@ fn element(dtype: DType, bytes: &[u8]) -> f64 {
     dtype.from_bits(u64::from_le_bytes(bits))
 }
 
-/// Of up to eight bytes, with its sign.
+/// An integer of up to eight bytes, sign-extended.
 fn integer(dtype: DType, bytes: &[u8]) -> i128 {
     let negative = dtype.is_signed_integer() && bytes.last().is_some_and(|byte| byte & 0x80 != 0);
     let mut all = if negative { [0xff; 16] } else { [0; 16] };
@@ -85,7 +85,7 @@ mod tests {
             check(dtype, &[0.0, 1.0, 200.0, 255.0]);
         }
         check(DType::Bool, &[0.0, 1.0]);
-        // One as a GPU stores it.
+        // The value 1 as a GPU stores it.
         assert_eq!(encode(DType::BF16, [1.0]), [0x80, 0x3f]);
         assert_eq!(encode(DType::I32, [-2.0]), [0xfe, 0xff, 0xff, 0xff]);
     }

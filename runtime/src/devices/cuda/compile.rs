@@ -1,7 +1,7 @@
-//! Text of kernels to machine code of a GPU, by NVRTC, which needs no GPU itself.
+//! Compiles kernels to machine code by NVRTC, which needs no GPU.
 //!
-//! Each kernel is compiled once on a machine: what comes out is kept in a folder under the hash of all that it depends on. A file there
-//! holds that too, and a checksum, so that neither a collision nor a file that was cut off is taken for code.
+//! Each kernel is compiled once per machine and cached in a folder, under the hash of everything that it depends on. A
+//! cached file also holds that key and a checksum. So neither a hash collision nor a truncated file is taken for code.
 
 use super::driver::Architecture;
 use super::error::CudaError;
@@ -15,33 +15,33 @@ use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// NVRTC, and where it keeps what it compiled.
+/// NVRTC with its cache.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     functions: NvrtcFunctions,
     pub found: Found,
-    /// Made where it is missing; none keeps nothing.
+    /// Folder of the cache, created on demand; nothing is cached without one.
     cache: Option<PathBuf>,
 }
 
 /// Kernels as machine code.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Compiled {
-    /// By name.
+    /// Images by kernel name.
     pub images: BTreeMap<String, Vec<u8>>,
-    /// Those that were compiled, as opposed to found.
+    /// Number of kernels that were compiled rather than found in the cache.
     pub compiled: usize,
-    /// Those that could not be kept, for want of a folder that can be written to.
+    /// Number of kernels that could not be cached, for lack of a writable folder.
     pub unkept: usize,
 }
 
-/// Whether an image was found or made.
+/// The origin of an image.
 enum Origin {
     Cache,
     Compiler { kept: bool },
 }
 
-/// The first bytes of a file in the cache. Another form of file needs another number.
+/// The first bytes of a cached file, with the version of its format.
 const MAGIC: &[u8] = b"altiplano kernel 1\n";
 
 impl Compiler {
@@ -51,7 +51,7 @@ impl Compiler {
         Ok(Compiler { functions, found, cache })
     }
 
-    /// Compiles kernels side by side, equal ones once.
+    /// Compiles kernels in parallel, equal ones once.
     pub fn compile<'a>(
         &self,
         kernels: impl IntoIterator<Item = &'a Text>,
@@ -74,14 +74,14 @@ impl Compiler {
         Ok(all)
     }
 
-    /// What is compiled for, so that it runs on a device of this architecture.
+    /// The architecture to compile for, so that the code runs on `device`.
     fn target(&self, device: Architecture) -> Result<Architecture, CudaError> {
         let f = &self.functions;
         let mut count: c_int = 0;
-        // SAFETY: it writes one number.
+        // SAFETY: the call writes one number.
         self.done("nvrtcGetNumSupportedArchs", unsafe { (f.nvrtcGetNumSupportedArchs)(&mut count) })?;
         let mut numbers: Vec<c_int> = vec![0; count.max(0) as usize];
-        // SAFETY: it writes as many numbers as it just said.
+        // SAFETY: the call writes as many numbers as it just returned.
         self.done("nvrtcGetSupportedArchs", unsafe { (f.nvrtcGetSupportedArchs)(numbers.as_mut_ptr()) })?;
         let known = |number: &c_int| Architecture { major: *number as u32 / 10, minor: *number as u32 % 10 };
         let supported: Vec<Architecture> = numbers.iter().map(known).collect();
@@ -92,10 +92,10 @@ impl Compiler {
         })
     }
 
-    /// The machine code of one kernel.
+    /// Compiles one kernel, or finds it in the cache.
     fn image(&self, name: &str, source: &str, target: Architecture) -> Result<(Vec<u8>, Origin), CudaError> {
         let source = format!("{PRELUDE}\n{source}");
-        // Products are rounded before they are added to, so that a value which two kernels compute is the same in both.
+        // Without fused multiply-add, so that a value that two kernels compute is the same in both.
         let fixed = ["--std=c++17", "-w", "--fmad=false"].map(String::from);
         let options = [&[format!("--gpu-architecture={target}")], &fixed[..]].concat();
         let key = format!("NVRTC {}\n{}\n{source}", self.found.version, options.join(" "));
@@ -111,7 +111,7 @@ impl Compiler {
     fn compiled(&self, name: &str, source: &str, options: &[String]) -> Result<Vec<u8>, CudaError> {
         let f = &self.functions;
         let text = |text: &str| {
-            // Neither our texts nor our options have zeros in them.
+            // Neither the texts nor the options contain zeros.
             CString::new(text).map_err(|_| CudaError::Compile { kernel: name.to_string(), log: "a zero byte".into() })
         };
         let (source, file) = (text(source)?, text(&format!("{name}.cu"))?);
@@ -119,11 +119,11 @@ impl Compiler {
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         let mut program = Program { functions: f, handle: std::ptr::null_mut() };
         let none = std::ptr::null();
-        // SAFETY: the texts end with zeros and outlive the call; no headers are given; a handle is written.
+        // SAFETY: the texts end with zeros and outlive the call; no headers are given; the call writes a handle.
         let status =
             unsafe { (f.nvrtcCreateProgram)(&mut program.handle, source.as_ptr(), file.as_ptr(), 0, none, none) };
         self.done("nvrtcCreateProgram", status)?;
-        // SAFETY: the program was just made; there are as many options as is said, and they outlive the call.
+        // SAFETY: the program was just created. The options match their count and outlive the call.
         let status = unsafe { (f.nvrtcCompileProgram)(program.handle, options.len() as c_int, options.as_ptr()) };
         if status != 0 {
             let log = program.bytes(f.nvrtcGetProgramLogSize, f.nvrtcGetProgramLog).unwrap_or_default();
@@ -146,7 +146,7 @@ impl Compiler {
     }
 
     fn text_of(&self, status: u32) -> String {
-        // SAFETY: it returns a text that lasts as long as the library, for any number.
+        // SAFETY: the call returns a text that lasts as long as the library, for any number.
         let text = unsafe { (self.functions.nvrtcGetErrorString)(status) };
         match text.is_null() {
             true => format!("code {status}"),
@@ -156,27 +156,27 @@ impl Compiler {
     }
 }
 
-/// A program of NVRTC's, which goes with its value.
+/// An NVRTC program, destroyed with its value.
 struct Program<'a> {
     functions: &'a NvrtcFunctions,
     handle: nvrtcProgram,
 }
 
 impl Program<'_> {
-    /// What one function writes, of which another tells the size; or the status of the one that fails.
+    /// Reads bytes whose size one function returns and another writes. Returns the status of the one that fails.
     fn bytes(
         &self,
         size_of: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> u32,
         write: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> u32,
     ) -> Result<Vec<u8>, u32> {
         let mut size = 0usize;
-        // SAFETY: the program exists; one number is written.
+        // SAFETY: the program exists; the call writes one number.
         let status = unsafe { size_of(self.handle, &mut size) };
         if status != 0 {
             return Err(status);
         }
         let mut bytes = vec![0u8; size];
-        // SAFETY: as many bytes are written as was just said.
+        // SAFETY: the call writes as many bytes as `size_of` returned.
         let status = unsafe { write(self.handle, bytes.as_mut_ptr().cast()) };
         if status == 0 { Ok(bytes) } else { Err(status) }
     }
@@ -185,18 +185,18 @@ impl Program<'_> {
 impl Drop for Program<'_> {
     fn drop(&mut self) {
         if !self.handle.is_null() {
-            // SAFETY: it was made by NVRTC and is not used again.
+            // SAFETY: NVRTC created it, and it is not used again.
             unsafe { (self.functions.nvrtcDestroyProgram)(&mut self.handle) };
         }
     }
 }
 
-/// The newest of the supported that runs on a device: code runs on later versions of the same generation.
+/// The newest supported architecture that runs on a device. Code runs on later versions of the same generation.
 fn target(device: Architecture, supported: &[Architecture]) -> Option<Architecture> {
     supported.iter().copied().filter(|a| a.major == device.major && a.minor <= device.minor).max()
 }
 
-/// The image in a file of the cache, if that is whole and was compiled from the same.
+/// The image in a cached file, if the file is complete and has the same key.
 fn kept(file: &Path, key: &str) -> Option<Vec<u8>> {
     let bytes = std::fs::read(file).ok()?;
     let (checksum, rest) = bytes.strip_prefix(MAGIC)?.split_first_chunk::<16>()?;
@@ -208,7 +208,7 @@ fn kept(file: &Path, key: &str) -> Option<Vec<u8>> {
     (found == key.as_bytes()).then(|| image.to_vec())
 }
 
-/// Writes a file of the cache at once: a reader sees all of it, or what was there before.
+/// Writes a cached file atomically: a reader sees all of it, or the old content.
 fn keep(file: &Path, key: &str, image: &[u8]) -> std::io::Result<()> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let rest = [&(key.len() as u64).to_le_bytes(), key.as_bytes(), image].concat();

@@ -1,8 +1,7 @@
-//! What a device is used through: memory, streams, events, kernels and graphs of a GPU's context, each of which goes with its value.
+//! The resources of a GPU's context: memory, streams, events, kernels and graphs, each released with its value.
 //!
-//! Everything is asynchronous as in the driver: what reads or writes host memory, and what a kernel does with addresses, is for the
-//! caller to wait for and to have right, and is marked `unsafe`. What fails while something is dropped is passed over: the context
-//! is broken then, and the next call says so.
+//! Everything is asynchronous, as in the driver. Functions whose callers must wait, or guarantee valid addresses, are
+//! marked `unsafe`. Errors on drop are ignored: the context is then broken, and the next call reports it.
 
 use super::driver::{Driver, Gpu};
 use super::error::CudaError;
@@ -12,7 +11,7 @@ use std::ffi::{CString, c_int, c_uint, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
-/// The primary context of a GPU, which all who use the GPU in this process share.
+/// The primary context of a GPU, shared by all of its users in this process.
 #[derive(Debug)]
 pub struct Context {
     functions: DriverFunctions,
@@ -22,7 +21,7 @@ pub struct Context {
     pub gpu: Gpu,
 }
 
-// SAFETY: a context may be used by any thread, and by several at once, that has made it current.
+// SAFETY: any thread that has made a context current may use it, even concurrently with others.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -35,7 +34,7 @@ pub struct Memory {
     bytes: u64,
 }
 
-/// Memory of the host that the device reads and writes directly.
+/// Host memory that the device accesses directly.
 #[derive(Debug)]
 pub struct Pinned {
     context: Arc<Context>,
@@ -43,20 +42,20 @@ pub struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: it is memory like any other, owned by its value.
+// SAFETY: it is ordinary memory, owned by its value.
 unsafe impl Send for Pinned {}
 
-/// A queue of work, which runs in order.
+/// A queue of work that runs in order.
 #[derive(Debug)]
 pub struct Stream {
     context: Arc<Context>,
     raw: sys::CUstream,
 }
 
-// SAFETY: the driver's handles may be used by any thread.
+// SAFETY: any thread may use the driver's handles.
 unsafe impl Send for Stream {}
 
-/// A point in a stream that others may wait for.
+/// A point in a stream for which others may wait.
 #[derive(Debug)]
 pub struct Event {
     context: Arc<Context>,
@@ -66,7 +65,7 @@ pub struct Event {
 // SAFETY: as for streams.
 unsafe impl Send for Event {}
 
-/// Kernels as they were loaded.
+/// A loaded module of kernels.
 #[derive(Debug)]
 struct Module {
     context: Arc<Context>,
@@ -75,7 +74,7 @@ struct Module {
 
 // SAFETY: as for streams.
 unsafe impl Send for Module {}
-// SAFETY: it is only looked up in.
+// SAFETY: it is only used for lookups.
 unsafe impl Sync for Module {}
 
 /// A kernel that can be launched.
@@ -89,14 +88,14 @@ pub struct Function {
 // SAFETY: as for streams.
 unsafe impl Send for Function {}
 
-/// A kernel's argument.
+/// An argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Argument {
     Address(u64),
     Int(i32),
 }
 
-/// Work of several streams, recorded once, that is launched as a whole.
+/// Work of several streams that is recorded once and launched as a whole.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<Context>,
@@ -110,10 +109,10 @@ impl Context {
     pub fn new(driver: &Driver, gpu: &Gpu) -> Result<Arc<Context>, CudaError> {
         let (functions, errors) = driver.functions();
         let mut device = 0;
-        // SAFETY: it writes a handle.
+        // SAFETY: the call writes a handle.
         errors.done("cuDeviceGet", unsafe { (functions.cuDeviceGet)(&mut device, gpu.index as c_int) })?;
         let mut raw = null_mut();
-        // SAFETY: it writes a handle.
+        // SAFETY: the call writes a handle.
         let status = unsafe { (functions.cuDevicePrimaryCtxRetain)(&mut raw, device) };
         errors.done("cuDevicePrimaryCtxRetain", status)?;
         let context = Arc::new(Context { functions, errors, device, raw, gpu: gpu.clone() });
@@ -121,25 +120,25 @@ impl Context {
         Ok(context)
     }
 
-    /// Every thread calls this once before it uses anything of the context.
+    /// Makes the context current. Every thread must call this before it uses the context.
     pub fn make_current(&self) -> Result<(), CudaError> {
-        // SAFETY: the context is held as long as this value.
+        // SAFETY: this value keeps the context alive.
         self.done("cuCtxSetCurrent", unsafe { (self.functions.cuCtxSetCurrent)(self.raw) })
     }
 
-    /// Bytes that are free on the device, of all.
+    /// Free bytes on the device.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: two numbers are written.
+        // SAFETY: the call writes two numbers.
         self.done("cuMemGetInfo", unsafe { (self.functions.cuMemGetInfo_v2)(&mut free, &mut total) })?;
         Ok(free as u64)
     }
 
-    /// Memory with anything in it. `what` is said where there is not enough.
+    /// Allocates uninitialised memory. The error for too little memory names `what`.
     pub fn allocate(self: &Arc<Context>, what: &str, bytes: u64) -> Result<Memory, CudaError> {
         let mut address = 0;
         let wanted = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        // SAFETY: an address is written.
+        // SAFETY: the call writes an address.
         let status = unsafe { (self.functions.cuMemAlloc_v2)(&mut address, wanted) };
         if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32 {
             let (index, free_bytes) = (self.gpu.index, self.free_bytes()?);
@@ -150,54 +149,54 @@ impl Context {
         Ok(Memory { context: self.clone(), address, bytes })
     }
 
-    /// Memory of the host, all zeros.
+    /// Allocates host memory, filled with zeros.
     pub fn pinned(self: &Arc<Context>, bytes: usize) -> Result<Pinned, CudaError> {
         let mut start = null_mut();
-        // SAFETY: an address is written.
+        // SAFETY: the call writes an address.
         self.done("cuMemHostAlloc", unsafe { (self.functions.cuMemHostAlloc)(&mut start, bytes.max(1), 0) })?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| CudaError::Call {
             call: "cuMemHostAlloc",
             name: "it gave no memory".to_string(),
             text: String::new(),
         })?;
-        // SAFETY: it is as long as was asked for.
+        // SAFETY: the allocation has this length.
         unsafe { start.as_ptr().write_bytes(0, bytes) };
         Ok(Pinned { context: self.clone(), start, bytes })
     }
 
-    /// A stream that waits for no other.
+    /// Creates a stream that does not synchronise with others implicitly.
     pub fn stream(self: &Arc<Context>) -> Result<Stream, CudaError> {
         let mut raw = null_mut();
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as c_uint;
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         self.done("cuStreamCreate", unsafe { (self.functions.cuStreamCreate)(&mut raw, flags) })?;
         Ok(Stream { context: self.clone(), raw })
     }
 
-    /// An event without a time.
+    /// Creates an event without a timestamp.
     pub fn event(self: &Arc<Context>) -> Result<Event, CudaError> {
         let mut raw = null_mut();
         let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as c_uint;
-        // SAFETY: a handle is written.
+        // SAFETY: the call writes a handle.
         self.done("cuEventCreate", unsafe { (self.functions.cuEventCreate)(&mut raw, flags) })?;
         Ok(Event { context: self.clone(), raw })
     }
 
-    /// The kernel of this name in an image that a [`super::Compiler`] made, each block of which gets so many bytes of shared memory.
+    /// Loads the kernel `name` from an image of [`super::Compiler`]. Each block gets `shared_bytes` of shared memory.
     pub fn function(self: &Arc<Context>, name: &str, image: &[u8], shared_bytes: u32) -> Result<Function, CudaError> {
-        // PTX would have to end with a zero; machine code does not mind one.
+        // PTX would need a terminating zero, and machine code tolerates one.
         let image = [image, &[0]].concat();
         let mut raw = null_mut();
-        // SAFETY: the image is whole, as its checksum or its compiler said, and is copied.
+        // SAFETY: the image is complete, as its checksum or its compiler guarantees, and is copied.
         let status = unsafe { (self.functions.cuModuleLoadData)(&mut raw, image.as_ptr().cast()) };
         self.done("cuModuleLoadData", status)?;
         let module = Arc::new(Module { context: self.clone(), raw });
         let name = CString::new(name).unwrap_or_default();
         let mut raw = null_mut();
-        // SAFETY: the name ends with a zero; a handle is written.
+        // SAFETY: the name ends with a zero; the call writes a handle.
         let status = unsafe { (self.functions.cuModuleGetFunction)(&mut raw, module.raw, name.as_ptr()) };
         self.done("cuModuleGetFunction", status)?;
-        // What any device has need not be asked for.
+        // Every device has this much without a request.
         if shared_bytes > 48 << 10 {
             let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the kernel exists.
@@ -214,7 +213,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it was retained once; everything made in it holds it, and so is gone.
+        // SAFETY: it was retained once. Everything created in it holds a reference, and so is gone.
         unsafe { (self.functions.cuDevicePrimaryCtxRelease_v2)(self.device) };
     }
 }
@@ -224,7 +223,7 @@ impl Memory {
         self.bytes
     }
 
-    /// The address of `bytes` bytes from `offset` on, where they are within it.
+    /// The address of `bytes` bytes at `offset`, if they are in bounds.
     pub fn range(&self, offset: u64, bytes: u64) -> Option<u64> {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes).then_some(self.address + offset)
@@ -233,43 +232,43 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: it was allocated by this driver and is freed once; the driver waits for work that uses it.
+        // SAFETY: this driver allocated it, and it is freed once. The driver waits for work that uses it.
         unsafe { (self.context.functions.cuMemFree_v2)(self.address) };
     }
 }
 
 impl Pinned {
     /// # Safety
-    /// No copy from or to these bytes is under way.
+    /// No copy from or to these bytes may be in progress.
     pub unsafe fn bytes(&self) -> &[u8] {
-        // SAFETY: it is as long as was asked for, and initialised.
+        // SAFETY: the allocation has this length and is initialised.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
     /// # Safety
-    /// No copy from or to these bytes is under way.
+    /// No copy from or to these bytes may be in progress.
     pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and this is the only one who has it.
+        // SAFETY: as above, and this is the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 
-    /// The address of `bytes` bytes from `offset` on, where they are within it.
+    /// The address of `bytes` bytes at `offset`, if they are in bounds.
     pub fn range(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
         let end = offset.checked_add(bytes)?;
-        // SAFETY: the result is within what was allocated, or just behind it.
+        // SAFETY: the result is within the allocation, or one past its end.
         (end <= self.bytes).then(|| unsafe { self.start.as_ptr().add(offset) })
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: it was allocated by this driver and is freed once.
+        // SAFETY: this driver allocated it, and it is freed once.
         unsafe { (self.context.functions.cuMemFreeHost)(self.start.as_ptr().cast()) };
     }
 }
 
 impl Stream {
-    /// Waits until all that was put into it is done, and says what failed of it.
+    /// Waits until all work in the stream is done, and returns its error.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: the stream exists.
         self.done("cuStreamSynchronize", unsafe { (self.functions().cuStreamSynchronize)(self.raw) })
@@ -280,32 +279,32 @@ impl Stream {
         self.done("cuEventRecord", unsafe { (self.functions().cuEventRecord)(event.raw, self.raw) })
     }
 
-    /// What is put into the stream from now on waits for what was recorded of another.
+    /// Makes later work in this stream wait for a recorded event.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both exist.
         self.done("cuStreamWaitEvent", unsafe { (self.functions().cuStreamWaitEvent)(self.raw, event.raw, 0) })
     }
 
     /// # Safety
-    /// Both ranges stay, and the host's is not touched, until this is done.
+    /// Both ranges must stay allocated, and the host's untouched, until the copy is done.
     pub unsafe fn upload(&self, to: u64, from: *const u8, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let status = unsafe { (self.functions().cuMemcpyHtoDAsync_v2)(to, from.cast(), bytes as usize, self.raw) };
         self.done("cuMemcpyHtoDAsync", status)
     }
 
     /// # Safety
-    /// Both ranges stay, and the host's is not touched, until this is done.
+    /// Both ranges must stay allocated, and the host's untouched, until the copy is done.
     pub unsafe fn download(&self, to: *mut u8, from: u64, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let status = unsafe { (self.functions().cuMemcpyDtoHAsync_v2)(to.cast(), from, bytes as usize, self.raw) };
         self.done("cuMemcpyDtoHAsync", status)
     }
 
     /// # Safety
-    /// Both ranges are on the device, stay until this is done, and do not overlap.
+    /// Both ranges must be on the device, not overlap, and stay allocated until the copy is done.
     pub unsafe fn copy(&self, to: u64, from: u64, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let status = unsafe { (self.functions().cuMemcpyDtoDAsync_v2)(to, from, bytes as usize, self.raw) };
         self.done("cuMemcpyDtoDAsync", status)
     }
@@ -313,14 +312,15 @@ impl Stream {
     /// Sets bytes to zero.
     ///
     /// # Safety
-    /// The range is on the device and stays until this is done.
+    /// The range must be on the device and stay allocated until this is done.
     pub unsafe fn zero(&self, to: u64, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         self.done("cuMemsetD8Async", unsafe { (self.functions().cuMemsetD8Async)(to, 0, bytes as usize, self.raw) })
     }
 
     /// # Safety
-    /// The arguments are those that the kernel takes, and the addresses among them hold what it expects until it is done.
+    /// The arguments must match the kernel's parameters. Addresses among them must hold what it expects until it is
+    /// done.
     pub unsafe fn launch(
         &self,
         function: &Function,
@@ -328,30 +328,30 @@ impl Stream {
         threads: (u32, u32),
         arguments: &[Argument],
     ) -> Result<(), CudaError> {
-        // The driver reads each argument, of the size that it knows, at an address of its own.
+        // The driver reads each argument through a pointer, with the size that it knows.
         let mut words: Vec<u64> = arguments.iter().map(|argument| argument.word()).collect();
         let mut places: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
         let (f, (x, y), no) = (self.functions(), threads, null_mut());
-        // SAFETY: the arguments are copied before this returns; the rest is the caller's promise.
+        // SAFETY: the call copies the arguments; the caller guarantees the rest.
         let (places, shared) = (places.as_mut_ptr(), function.shared_bytes);
         let status = unsafe { (f.cuLaunchKernel)(function.raw, blocks, 1, 1, x, y, 1, shared, self.raw, places, no) };
         drop(words);
         self.done("cuLaunchKernel", status)
     }
 
-    /// Records what `work` puts into this stream, and into those that wait for it and that it waits for, instead of running it.
+    /// Records the work that `work` enqueues, instead of running it. This includes other streams that wait for this one
+    /// and for which it waits.
     pub fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         let (f, mode) = (self.functions(), CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         // SAFETY: the stream exists.
         self.done("cuStreamBeginCapture", unsafe { (f.cuStreamBeginCapture_v2)(self.raw, mode) })?;
         let worked = work();
         let mut recorded = null_mut();
-        // It must be ended whatever happened.
-        // SAFETY: a handle is written.
+        // The capture must be ended in any case. SAFETY: the call writes a handle.
         let ended = self.done("cuStreamEndCapture", unsafe { (f.cuStreamEndCapture)(self.raw, &mut recorded) });
         worked.and(ended)?;
         let mut raw = null_mut();
-        // SAFETY: what was recorded is used once, then destroyed; a handle is written.
+        // SAFETY: the recorded graph is used once, then destroyed; the call writes a handle.
         let status = unsafe {
             let status = (f.cuGraphInstantiateWithFlags)(&mut raw, recorded, 0);
             (f.cuGraphDestroy)(recorded);
@@ -362,13 +362,13 @@ impl Stream {
     }
 
     /// # Safety
-    /// What was promised of everything in the graph when it was recorded holds again.
+    /// Everything that was guaranteed when the graph was recorded must hold again.
     pub unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
-        // SAFETY: both exist; the rest is the caller's promise.
+        // SAFETY: both exist; the caller guarantees the rest.
         self.done("cuGraphLaunch", unsafe { (self.functions().cuGraphLaunch)(graph.raw, self.raw) })
     }
 
-    /// The stream as other libraries of CUDA's take it.
+    /// The stream's handle, for other CUDA libraries.
     pub(super) fn raw(&self) -> sys::CUstream {
         self.raw
     }
@@ -384,20 +384,20 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: it is destroyed once; what is in it still runs.
+        // SAFETY: it is destroyed once; its pending work still runs.
         unsafe { (self.functions().cuStreamDestroy_v2)(self.raw) };
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: it is destroyed once; who waits for it still does.
+        // SAFETY: it is destroyed once; pending waits still complete.
         unsafe { (self.context.functions.cuEventDestroy_v2)(self.raw) };
     }
 }
 
 impl Function {
-    /// Where it was loaded.
+    /// The context in which it was loaded.
     pub fn context(&self) -> &Arc<Context> {
         &self.module.context
     }
@@ -418,7 +418,7 @@ impl Drop for Graph {
 }
 
 impl Argument {
-    /// As bytes that begin with the argument's own, on machines with the least significant byte first, as all with these GPUs are.
+    /// The argument's bytes, in the low bytes of a word. All machines with these GPUs are little-endian.
     fn word(self) -> u64 {
         match self {
             Argument::Address(address) => address,

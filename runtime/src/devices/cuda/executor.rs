@@ -1,7 +1,8 @@
-//! Runs the tape of a device on a GPU. The tape decides everything; here its commands become calls of the driver and of libraries.
+//! Runs the tape of a device on a GPU. The tape decides everything; this module turns its commands into calls of the
+//! driver and libraries.
 //!
-//! Memory is one allocation, host memory one more, and both have fixed addresses: so a step that exchanges nothing with other
-//! devices is recorded once as a graph and launched as a whole from then on.
+//! Device memory is one allocation, host memory another, and both have fixed addresses. So a step without communication
+//! is recorded once as a graph, and launched as a whole from then on.
 
 use super::blas::{Addresses, Blas, SinglePrecision};
 use super::bytes::{decode, encode};
@@ -21,7 +22,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::program::BufferId;
 use std::sync::Arc;
 
-/// Why a device cannot be set up, or stopped.
+/// Reasons why a device cannot be set up, or stops.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecutorError {
     #[error("setting up the device of rank {rank}: {error}")]
@@ -34,14 +35,16 @@ pub enum ExecutorError {
     Command { at: Box<At>, error: Box<CudaError> },
     #[error("{at}: {error}")]
     Exchange { at: Box<At>, error: Box<KernelError> },
-    #[error("{at} made a NaN of numbers")]
+    #[error("{at} made a NaN from inputs without NaN")]
     NaN { at: Box<At> },
-    #[error("the device of rank {rank} has no lasting region of buffer {buffer}, or of other than {bytes} bytes")]
+    #[error(
+        "the device of rank {rank} has no lasting region of buffer {buffer}, or one of another size than {bytes} bytes"
+    )]
     NoBuffer { rank: u32, buffer: BufferId, bytes: usize },
 }
 
 impl ExecutorError {
-    /// Whether a group of devices is at fault, of which another one may be gone.
+    /// Returns whether the error concerns a group of devices, another of which may be gone.
     pub fn is_of_group(&self) -> bool {
         match self {
             ExecutorError::SetUp { error, .. } | ExecutorError::Command { error, .. } => {
@@ -52,65 +55,65 @@ impl ExecutorError {
     }
 }
 
-/// A command of a tape.
+/// A command of a tape, for messages.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("command {command} of the tape of rank {rank} ({what})")]
 pub struct At {
     pub rank: u32,
-    /// Its position.
+    /// Index of the command in the tape.
     pub command: usize,
-    /// What it does, and to what.
+    /// The operation and its regions.
     pub what: String,
 }
 
-/// How tapes are run.
+/// Options of running tapes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Running {
     pub precision: SinglePrecision,
-    /// Look through what every command leaves, one after the other.
+    /// Check the results of every command for NaN, one command at a time.
     pub check_nan: bool,
 }
 
-/// How a device exchanges something with others.
+/// A device's means of communicating with others.
 pub enum Peers {
-    /// Through the host, between the threads of a process. Whoever exchanges waits for what is before it in its stream.
+    /// Through the host, between the threads of a process. An exchange first waits for its stream.
     Host(Mailbox),
-    /// Through NCCL, with a channel for each communicator of the tape, in streams as anything else.
+    /// Through NCCL, with a channel for each communicator of the tape, asynchronously in streams.
     Nccl(Vec<Channel>),
 }
 
-/// A device that runs its tape. It belongs to the thread that made it.
+/// A device that runs its tape. It stays on the thread that created it.
 pub struct Executor {
     tape: Arc<Tape>,
     running: Running,
-    /// For profilers.
+    /// Ranges for profilers.
     ranges: Option<Arc<Ranges>>,
     streams: Vec<Stream>,
     events: Vec<Event>,
-    /// By launch.
+    /// Kernels, by launch.
     kernels: Vec<Kernel>,
     fills: Vec<Option<Function>>,
     blas: Option<Blas>,
     peers: Peers,
     graph: Option<Graph>,
-    /// By command, for those that move something between host and device: where in `host`.
+    /// For each command that copies between host and device, its position in `host`.
     staged: Vec<Option<usize>>,
     host: Pinned,
-    /// What the tape has in the memory of the host.
+    /// The part of the tape's arena in host memory.
     offloaded: Pinned,
     arena: Memory,
     workspace: Memory,
     context: Arc<Context>,
 }
 
-/// A loop program as it is launched.
+/// A loop program with its launch configuration.
 struct Kernel {
     function: Function,
     threads: (u32, u32),
     blocks: u32,
 }
 
-/// Why a command failed, before it is said which.
+/// The failure of a command, before the command is known.
 enum Failure {
     Cuda(CudaError),
     Exchange(Box<KernelError>),
@@ -129,7 +132,7 @@ impl From<KernelError> for Failure {
     }
 }
 
-/// Sizes of elements that are filled, as powers of two.
+/// Element types that can be filled, by the logarithm of their size.
 const FILLS: [&str; 4] = ["unsigned char", "unsigned short", "unsigned int", "unsigned long long"];
 
 impl Executor {
@@ -159,7 +162,7 @@ impl Executor {
         running: Running,
     ) -> Result<Executor, CudaError> {
         context.make_current()?;
-        // First of all, since there is no use in compiling for what has no room.
+        // Allocate first: compiling is pointless if memory is too small.
         let what = format!("the arena of the device of rank {}", tape.rank);
         let arena = context.allocate(&what, tape.arena.bytes)?;
         let widths = |what: &What| match what {
@@ -170,7 +173,7 @@ impl Executor {
         let fill_texts: Vec<Option<Text>> = (0..FILLS.len()).map(|w| is_filled(w).then(|| fill_text(w))).collect();
         let compiled = compiler.compile(texts.iter().chain(fill_texts.iter().flatten()), context.gpu.architecture)?;
         let load = |text: &Text| loaded(context, &compiled, text);
-        // So many blocks keep every multiprocessor busy; each takes rows as long as there are some.
+        // This many blocks keep every multiprocessor busy; each takes rows in a loop.
         let most = u64::from(context.gpu.multiprocessors.max(1)) * 32;
         let kernel = |text: &Text| {
             let blocks = text.blocks.clamp(1, most) as u32;
@@ -196,7 +199,7 @@ impl Executor {
         let staged: Vec<Option<usize>> = tape.commands.iter().map(&mut stage).collect();
         let workspace = context.allocate("matmuls' workspace", if multiplies { Blas::WORKSPACE_BYTES } else { 0 })?;
         let streams = tape.streams.iter().map(|_| context.stream()).collect::<Result<Vec<_>, _>>()?;
-        // One more for each stream, by which the streams of a graph begin and end together.
+        // One more event for each stream, by which the streams of a graph fork and join.
         let events = tape.num_events as usize + tape.streams.len();
         let executor = Executor {
             running,
@@ -220,16 +223,16 @@ impl Executor {
         Ok(executor)
     }
 
-    /// Zeros everywhere, and constants where they are.
+    /// Zeroes all memory and writes the constants.
     fn fill_lasting(&self) -> Result<(), CudaError> {
         let stream = self.context.stream()?;
         if let Some(start) = self.arena.range(0, self.arena.bytes()) {
-            // SAFETY: the arena stays until this is done, which is waited for.
+            // SAFETY: the arena stays allocated until this is done, which is awaited below.
             unsafe { stream.zero(start, self.arena.bytes()) }?;
         }
         let bytes = self.tape.arena.host_bytes as usize;
         if let Some(start) = self.offloaded.range(0, bytes) {
-            // SAFETY: it is as long, and no copy is under way before the first step.
+            // SAFETY: it has this length, and no copy is in progress before the first step.
             unsafe { start.write_bytes(0, bytes) };
         }
         stream.synchronize()?;
@@ -240,44 +243,44 @@ impl Executor {
         Ok(())
     }
 
-    /// Writes a region from its start, and waits for it.
+    /// Writes a region from its start, and waits for the copy.
     fn write(&self, stream: &Stream, region: RegionId, bytes: &[u8]) -> Result<(), CudaError> {
         if let Some(to) = self.in_host(region, bytes.len()) {
-            // SAFETY: it has room for them, and between steps no copy is under way.
+            // SAFETY: it has room for the bytes, and no copy is in progress between steps.
             unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         } else if let Some(address) = self.address(region, bytes.len() as u64) {
-            // SAFETY: both stay until this is done, which is waited for.
+            // SAFETY: both stay allocated until this is done, which is awaited below.
             unsafe { stream.upload(address, bytes.as_ptr(), bytes.len() as u64) }?;
         }
         stream.synchronize()
     }
 
-    /// Reads a region, when all before it is done, and waits for it.
+    /// Reads a region once all earlier work of the stream is done.
     fn read(&self, stream: &Stream, region: RegionId) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0; self.used_bytes(region) as usize];
         if let Some(from) = self.in_host(region, bytes.len()) {
             stream.synchronize()?;
-            // SAFETY: there are as many, and what was to be copied there is.
+            // SAFETY: it has this many bytes, and all copies to it are done.
             unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len()) };
         } else if let Some(address) = self.address(region, bytes.len() as u64) {
-            // SAFETY: both stay until this is done, which is waited for.
+            // SAFETY: both stay allocated until this is done, which is awaited below.
             unsafe { stream.download(bytes.as_mut_ptr(), address, bytes.len() as u64) }?;
         }
         stream.synchronize()?;
         Ok(bytes)
     }
 
-    /// From here on its steps are told to profilers by these names.
+    /// Reports later steps to profilers with these ranges.
     pub(super) fn tell(&mut self, ranges: Option<Ranges>) {
         self.ranges = ranges.map(Arc::new);
     }
 
-    /// From here on it exchanges through these, one for each communicator of its tape.
+    /// Uses these channels from now on, one for each communicator of the tape.
     pub fn meet(&mut self, channels: Vec<Channel>) {
         self.peers = Peers::Nccl(channels);
     }
 
-    /// Sets a buffer that lasts: this device's part of it, in the device's format.
+    /// Writes a lasting buffer: this device's part of it, in the device's format.
     pub fn load(&mut self, buffer: BufferId, bytes: &[u8]) -> Result<(), ExecutorError> {
         let rank = self.tape.rank;
         let region = self.tape.lasting(buffer).filter(|&region| self.used_bytes(region) == bytes.len() as u64);
@@ -286,7 +289,7 @@ impl Executor {
         written.map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })
     }
 
-    /// This device's part of a buffer that lasts.
+    /// Reads this device's part of a lasting buffer.
     pub fn fetch(&self, buffer: BufferId) -> Result<Vec<u8>, ExecutorError> {
         let rank = self.tape.rank;
         let region = self.tape.lasting(buffer).ok_or(ExecutorError::NoBuffer { rank, buffer, bytes: 0 })?;
@@ -294,7 +297,8 @@ impl Executor {
         read.map_err(|error| ExecutorError::SetUp { rank, error: Box::new(error) })
     }
 
-    /// Runs a step. `give` fills what the host gives; what the host takes comes back in the tape's order.
+    /// Runs a step. `give` fills the values that the host provides; the values that it takes are returned in the tape's
+    /// order.
     pub fn step(&mut self, mut give: impl FnMut(&Given, &mut [u8])) -> Result<Vec<(Taken, Vec<u8>)>, ExecutorError> {
         let rank = self.tape.rank;
         let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
@@ -303,7 +307,7 @@ impl Executor {
         for (command, place) in tape.commands.iter().zip(&self.staged) {
             if let (What::Upload { given, to }, Some(place)) = (&command.what, place) {
                 let bytes = self.used_bytes(*to) as usize;
-                // SAFETY: all streams were waited for at the end of the step before.
+                // SAFETY: the previous step ended by waiting for all streams.
                 give(given, &mut unsafe { self.host.bytes_mut() }[*place..*place + bytes]);
             }
         }
@@ -327,25 +331,26 @@ impl Executor {
         for (command, place) in tape.commands.iter().zip(&self.staged) {
             if let (What::Download { taken: what, from }, Some(place)) = (&command.what, place) {
                 let bytes = self.used_bytes(*from) as usize;
-                // SAFETY: all streams were waited for.
+                // SAFETY: all streams are done.
                 taken.push((*what, unsafe { self.host.bytes() }[*place..*place + bytes].to_vec()));
             }
         }
         Ok(taken)
     }
 
-    /// Whether a step is the same work each time, with nothing on the host in between.
+    /// Returns whether a step is the same work each time, without host work in between.
     fn is_recordable(&self) -> bool {
         let stays = |c: &Command| !matches!(c.what, What::Collective { .. } | What::Exchange { .. });
         !self.running.check_nan && !self.streams.is_empty() && self.tape.commands.iter().all(stays)
     }
 
-    /// Records the step where it was not yet, and launches it. What is recorded has ranges then; when it is launched, the step has.
+    /// Launches the recorded step, which it first records if necessary. Profiler ranges of commands are open only while
+    /// recording; a launch has the range of its step.
     fn replay(&mut self, mut open: Option<&mut Open<'_>>) -> Result<(), ExecutorError> {
         let rank = self.tape.rank;
         let set_up = |error| ExecutorError::SetUp { rank, error: Box::new(error) };
         if self.graph.is_none() {
-            // Streams take part in what is recorded once they wait for the first, and have to be waited for at its end.
+            // A stream joins the capture when it waits for the first. The first must wait for it at the end.
             let streams = std::mem::take(&mut self.streams);
             let mut failure = None;
             let recorded = streams[0].capture(|| {
@@ -381,13 +386,13 @@ impl Executor {
             self.graph = Some(recorded.map_err(set_up)?);
         }
         match &self.graph {
-            // SAFETY: memory of host and device is that of this executor, as when it was recorded.
+            // SAFETY: this executor's memory is the same as when the graph was recorded.
             Some(graph) => unsafe { self.streams[0].replay(graph) }.map_err(set_up),
             None => Ok(()),
         }
     }
 
-    /// Puts a command into its stream.
+    /// Issues a command to its stream.
     fn issue(&mut self, index: usize) -> Result<(), ExecutorError> {
         let tape = self.tape.clone();
         let command = &tape.commands[index];
@@ -407,7 +412,7 @@ impl Executor {
         if self.running.check_nan { self.check(index) } else { Ok(()) }
     }
 
-    /// What devices exchange, between what it waits for and what it records.
+    /// Communicates, with the command's waits before and its event after.
     fn exchange(&mut self, command: &Command) -> Result<(), Failure> {
         let stream = command.stream.0 as usize;
         for event in &command.waits {
@@ -423,7 +428,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Into the stream, where it waits for the other members.
+    /// Enqueues the communication in the stream, where it waits for the other members.
     fn exchange_by_nccl(&self, command: &Command) -> Result<(), Failure> {
         let stream = &self.streams[command.stream.0 as usize];
         let channel = |communicator: &CommunicatorId| match &self.peers {
@@ -431,10 +436,10 @@ impl Executor {
             Peers::Host(_) => None,
         };
         let none = Failure::Tape("it has no communicator");
-        let beyond = Failure::Tape("a region lies beyond the arena");
+        let beyond = Failure::Tape("a region exceeds the arena");
         let start = |region: RegionId| self.address(region, self.used_bytes(region));
-        // SAFETY (of both below): regions are of the arena, as is checked, which stays until all streams were waited for; the tape says
-        // that nothing else uses them until this is done.
+        // SAFETY (of both below): regions are in the arena, as is checked, which stays allocated until all streams are
+        // done. The tape guarantees that nothing else uses them meanwhile.
         match &command.what {
             What::Collective { communicator, kind, dtype, elements, from, to } => {
                 let Some(channel) = channel(communicator) else { return Err(none) };
@@ -458,7 +463,7 @@ impl Executor {
         Ok(())
     }
 
-    /// By way of the host.
+    /// Communicates through the host.
     fn exchange_by_host(&mut self, command: &Command) -> Result<(), Failure> {
         let tape = self.tape.clone();
         let stream = command.stream.0 as usize;
@@ -508,7 +513,7 @@ impl Executor {
         }
     }
 
-    /// Fails where a command left a NaN. All that it read was looked through before.
+    /// Fails if a command made a NaN. Its inputs were checked before.
     fn check(&self, index: usize) -> Result<(), ExecutorError> {
         let command = &self.tape.commands[index];
         let stream = &self.streams[command.stream.0 as usize];
@@ -536,7 +541,7 @@ impl Executor {
         Box::new(At { rank: self.tape.rank, command, what })
     }
 
-    /// Tells all devices to stop, which nobody waits for then.
+    /// Tells all devices to stop, so that none waits for this one.
     pub fn stop_all(&self) {
         match &self.peers {
             Peers::Host(mailbox) => mailbox.stop_all(),
@@ -548,12 +553,12 @@ impl Executor {
         self.arena.range(self.tape.region(region).offset, bytes)
     }
 
-    /// Where a region is in the memory of the host, if it is there.
+    /// The address of a region in host memory, if it is there.
     fn in_host(&self, region: RegionId, bytes: usize) -> Option<*mut u8> {
         self.offloaded.range(self.tape.in_host(region)? as usize, bytes)
     }
 
-    /// Those of a region's elements.
+    /// Bytes of a region's elements.
     fn used_bytes(&self, region: RegionId) -> u64 {
         let region = self.tape.region(region);
         region.elements * region.dtype.bytes()
@@ -562,14 +567,14 @@ impl Executor {
 
 impl Drop for Executor {
     fn drop(&mut self) {
-        // Memory must not go while something still works on it. What fails here has failed before.
+        // Memory must outlive the work on it. Errors here were reported before.
         for stream in &self.streams {
             let _ = stream.synchronize();
         }
     }
 }
 
-/// Puts a command that exchanges nothing into its stream, between what it waits for and what it records.
+/// Issues a command without communication to its stream, with its waits before and its event after.
 fn issue(
     tape: &Tape,
     streams: &[Stream],
@@ -588,15 +593,15 @@ fn issue(
     let address = |region: RegionId| {
         let region = tape.region(region);
         let bytes = region.elements * region.dtype.bytes();
-        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region lies beyond the arena"))?;
+        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region exceeds the arena"))?;
         Ok::<_, Failure>((address, bytes, region.dtype))
     };
     let in_host = |bytes: u64| {
         let place = staged[index].and_then(|place| host.range(place, bytes as usize));
-        place.ok_or(Failure::Tape("it has no place on the host"))
+        place.ok_or(Failure::Tape("it has no staging memory on the host"))
     };
-    // SAFETY (of all below): regions are the tape's, which says that nothing else uses them until this is done; they are part of the
-    // arena, as is checked, which stays until all streams were waited for, as do kernels and what is on the host.
+    // SAFETY (of all below): regions are in the arena, as is checked. The arena, kernels and host memory stay allocated
+    // until all streams are done. The tape guarantees that nothing else uses the regions meanwhile.
     match &command.what {
         What::Launch { launch, regions, coordinates } => {
             let kernel = &kernels[launch.0 as usize];
@@ -606,7 +611,7 @@ fn issue(
             }
             arguments.extend(coordinates.iter().map(|&at| Argument::Int(at as i32)));
             expect_arguments(&tape.launches[launch.0 as usize], regions.len(), coordinates.len())?;
-            // SAFETY: as above, and there are as many arguments as parameters.
+            // SAFETY: as above, and the arguments match the parameters.
             unsafe { stream.launch(&kernel.function, kernel.blocks, kernel.threads, &arguments) }?;
         }
         What::Matmul(call) => {
@@ -634,7 +639,7 @@ fn issue(
                 let elements = bytes / dtype.bytes();
                 let arguments = [to, u64::from_le_bytes(word), elements].map(Argument::Address);
                 let blocks = elements.div_ceil(256).min(4096) as u32;
-                // SAFETY: as above; all arguments have eight bytes or are the first of them.
+                // SAFETY: as above; all arguments have eight bytes, or the kernel reads their first bytes.
                 unsafe { stream.launch(fill, blocks, (256, 1), &arguments) }?;
             }
         }
@@ -643,14 +648,14 @@ fn issue(
             let bytes = used(*from).min(used(*to));
             let kept = |offset: u64| {
                 let place = offloaded.range(offset as usize, bytes as usize);
-                place.ok_or(Failure::Tape("a region lies beyond the arena"))
+                place.ok_or(Failure::Tape("a region exceeds the arena"))
             };
-            // SAFETY (of all three): as above, and what is offloaded stays as long.
+            // SAFETY (of all three): as above, and offloaded memory stays allocated as long.
             match (tape.in_host(*from), tape.in_host(*to)) {
                 (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
                 (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
                 (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
-                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within the memory of the host")),
+                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within host memory")),
             }
         }
         What::Upload { to, .. } => {
@@ -664,7 +669,7 @@ fn issue(
             unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
         }
         What::Collective { .. } | What::Exchange { .. } => {
-            return Err(Failure::Tape("what is exchanged cannot be recorded"));
+            return Err(Failure::Tape("communication cannot be recorded"));
         }
     }
     if let Some(EventId(event)) = command.records {
@@ -673,22 +678,22 @@ fn issue(
     Ok(())
 }
 
-/// A kernel reads as many arguments as its program has parameters and coordinates.
+/// Checks that a launch has as many arguments as its program has parameters and coordinates.
 fn expect_arguments(launch: &Launch, regions: usize, coordinates: usize) -> Result<(), Failure> {
     match launch.params.len() == regions && launch.coordinates.len() == coordinates {
         true => Ok(()),
-        false => Err(Failure::Tape("it has other arguments than its program has parameters")),
+        false => Err(Failure::Tape("its arguments do not match the parameters of its program")),
     }
 }
 
-/// The kernel of this name among those that were compiled.
+/// Loads the kernel of this name from the compiled ones.
 fn loaded(context: &Arc<Context>, compiled: &Compiled, text: &Text) -> Result<Function, CudaError> {
     let name = text.name.as_str();
     let missing = || CudaError::Compile { kernel: name.to_string(), log: "nothing came out".to_string() };
     context.function(name, compiled.images.get(name).ok_or_else(missing)?, text.shared_bytes)
 }
 
-/// Sets elements of `1 << width` bytes.
+/// A kernel that sets elements of `1 << width` bytes.
 fn fill_text(width: usize) -> Text {
     let (name, ty) = (format!("fill_{}", 1 << width), FILLS[width]);
     let source = format!(
@@ -699,7 +704,7 @@ fn fill_text(width: usize) -> Text {
     Text { name, source, threads: (256, 1), blocks: u64::MAX, shared_bytes: 0 }
 }
 
-/// What a command moves between host and device.
+/// The region that a command copies from or to the host.
 fn staged_region(what: &What) -> Option<RegionId> {
     match what {
         What::Upload { to, .. } => Some(*to),
@@ -708,7 +713,7 @@ fn staged_region(what: &What) -> Option<RegionId> {
     }
 }
 
-/// First and last byte of a message in its region.
+/// Byte range of a message in its region.
 fn range(message: &Message, dtype: DType) -> (usize, usize) {
     let start = (message.part.from * dtype.bytes()) as usize;
     (start, start + (message.part.elements * dtype.bytes()) as usize)
@@ -729,7 +734,7 @@ fn written(tape: &Tape, what: &What) -> Vec<RegionId> {
     }
 }
 
-/// `matmul to %12 of body 3`.
+/// Describes a command, as in `matmul to %12 of body 3`.
 fn described(tape: &Tape, what: &What) -> String {
     let name = what.verb();
     let content = |region: RegionId| match &tape.region(region).content {

@@ -1,14 +1,14 @@
-//! The functions of CUDA's libraries that are called, as tables that are filled when a library is opened.
+//! Tables of the CUDA functions that are called, filled when a library is opened.
 //!
-//! Signatures are checked against `cudarc`'s when this is compiled. Status codes come back as numbers, since a newer library may
-//! return one that `cudarc`'s enums do not have.
+//! Signatures are checked against those of `cudarc` at compile time. Status codes are numbers, since a newer library
+//! may return one that `cudarc`'s enums lack.
 
 use super::error::CudaError;
 use super::library::Opened;
 use cudarc::{cublaslt::sys as cublaslt, driver::sys as driver, nccl::sys as nccl, nvrtc::sys as nvrtc};
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
-/// A table of functions: those that return a status, and others that are not checked against `cudarc`.
+/// Declares a table of functions: those that return a status, and others that are not checked against `cudarc`.
 macro_rules! functions {
     (
         $(#[$doc:meta])* $table:ident of $sys:ident returning $status:ident;
@@ -39,7 +39,7 @@ macro_rules! functions {
 }
 
 functions! {
-    /// What of the driver every version has.
+    /// Driver functions that every version has.
     DriverVersion of driver returning CUresult;
     fn cuInit(c_uint);
     fn cuDriverGetVersion(*mut c_int);
@@ -159,7 +159,7 @@ functions! {
         *const c_void, *mut c_void, usize, nccl::ncclDataType_t, nccl::ncclRedOp_t, nccl::ncclComm_t, nccl::cudaStream_t,
     );
     fn ncclAllGather(*const c_void, *mut c_void, usize, nccl::ncclDataType_t, nccl::ncclComm_t, nccl::cudaStream_t);
-    // Its result is a status too, which may be one that is not known here.
+    // These return a status as well, which may be unknown here.
     else ncclCommGetAsyncError(nccl::ncclComm_t, *mut u32) -> u32;
     else ncclGetErrorString(u32) -> *const c_char;
 }

@@ -1,6 +1,8 @@
-//! Collectives among devices of one process through the host: what each has is downloaded, exchanged between threads, and uploaded.
+//! Collectives among devices of one process through the host: data is downloaded, exchanged between threads, and
+//! uploaded.
 //!
-//! It is slow and needs nothing: several devices of a plan may share one GPU, which NCCL refuses, so that plans for many are checked on one.
+//! This is slow but needs no library. Several devices of a plan may share one GPU, which NCCL refuses. So plans for
+//! many GPUs can be verified on one.
 
 use super::bytes::reduced;
 use crate::error::KernelError;
@@ -8,7 +10,7 @@ use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::tape::{CollectiveKind, Communicator, Purpose};
 use altiplano_ir::dtype::DType;
 
-/// What this member has of a collective after it, from what all have before it.
+/// Computes this member's result of a collective from the data of all members.
 pub fn collective(
     mailbox: &mut Mailbox,
     communicator: &Communicator,
@@ -39,14 +41,14 @@ pub fn collective(
     })
 }
 
-/// Sends to a rank, which never waits.
+/// Sends bytes to a rank without blocking.
 pub fn send(mailbox: &Mailbox, communicator: &Communicator, to: u32, bytes: &[u8]) {
     let mut words = vec![0u64; bytes.len().div_ceil(8)];
     bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
     mailbox.send(to as usize, tag(communicator), Payload::Words(words));
 }
 
-/// Waits for as many bytes from a rank.
+/// Receives the given number of bytes from a rank.
 pub fn receive(
     mailbox: &mut Mailbox,
     communicator: &Communicator,
@@ -62,7 +64,7 @@ pub fn receive(
     }
 }
 
-/// Two devices agree on the order of what is for one purpose.
+/// The message tag of a communicator. Two devices agree on the order of the messages of one purpose.
 fn tag(communicator: &Communicator) -> Tag {
     match communicator.purpose {
         Purpose::Collectives => Tag::Collective,
@@ -79,7 +81,7 @@ mod tests {
     #[test]
     fn members_get_what_the_collective_gives() {
         let check = |kind: CollectiveKind, given: [&[f64]; 3], expected: [&[f64]; 3]| {
-            // The group's order is not that of the ranks.
+            // The group's order differs from that of the ranks.
             let communicator = Communicator { ranks: vec![2, 0, 1], purpose: Purpose::Collectives };
             let got: Vec<Vec<f64>> = std::thread::scope(|scope| {
                 let run = |mut mailbox: Mailbox| {

@@ -1,7 +1,7 @@
-//! Row-major matmuls in the terms of cuBLASLt, whose matrices are column major.
+//! Translates row-major matmuls for cuBLASLt, whose matrices are column major.
 //!
-//! A row-major matrix is, in memory, the column-major one that is its transpose. So `lhs x rhs` is had as `rhs^T x lhs^T`, which is the
-//! transpose of the result: operands swap, and nothing is moved.
+//! A row-major matrix has the same memory as the column-major matrix that is its transpose. So `lhs x rhs` is computed
+//! as `rhs^T x lhs^T`, the transpose of the result: operands swap, and no data moves.
 
 use crate::tape::{Batch, MatmulCall, Matrix};
 
@@ -14,25 +14,25 @@ pub struct Gemm {
     pub a: Stored,
     pub b: Stored,
     pub c: Stored,
-    /// How many products, whose operands lie [`Stored::stride`] apart.
+    /// Number of products, whose matrices are [`Stored::stride`] apart.
     pub count: u64,
     pub accumulate: bool,
 }
 
-/// A matrix as it lies in memory, before it is transposed.
+/// A matrix as stored, before any transposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stored {
     pub transposed: bool,
-    /// Elements of a column, which are neighbours.
+    /// Length of a column, whose elements are contiguous.
     pub rows: u64,
     pub columns: u64,
-    /// Elements from one column to the next, at least `rows`.
+    /// Distance between columns in elements, at least `rows`.
     pub leading: u64,
-    /// Elements from one product's matrix to the next one's.
+    /// Distance between the matrices of consecutive products.
     pub stride: u64,
 }
 
-/// First elements of the operands and of the result of one call of the library.
+/// Indices of the first elements of the operands and the result of one library call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Starts {
     pub lhs: u64,
@@ -43,7 +43,7 @@ pub struct Starts {
 /// Regions begin at multiples of this many bytes.
 const REGION_BYTES: u64 = 256;
 
-/// A call as one description and the places where the library is called with it. `a` is the right operand, `b` the left one.
+/// Describes a call and the starts of all library calls. `a` is the right operand, `b` the left one.
 pub fn gemm(call: &MatmulCall) -> (Gemm, Vec<Starts>) {
     let one = Batch { count: 1, lhs: 0, rhs: 0, result: 0 };
     let (outer, last) = match call.batches.split_last() {
@@ -75,17 +75,17 @@ pub fn gemm(call: &MatmulCall) -> (Gemm, Vec<Starts>) {
     (description, starts)
 }
 
-/// The bytes that all of an operand's matrices begin at multiples of, up to those that regions do.
+/// The common alignment in bytes of all matrices of an operand, at most that of regions.
 pub fn alignment(starts: impl Iterator<Item = u64>, stride: u64, element_bytes: u64) -> u32 {
     let odd = starts.chain([stride]).fold(REGION_BYTES, |all, elements| all | (elements * element_bytes));
     1 << odd.trailing_zeros()
 }
 
-/// A row-major matrix of `rows` by `columns` as the library sees its memory.
+/// A row-major matrix of `rows` by `columns`, as the library sees its memory.
 fn stored(matrix: &Matrix, rows: u64, columns: u64, stride: u64) -> Stored {
-    // What lies side by side is a row, or of a transposed matrix a column; the library calls either a column.
+    // The contiguous elements are a row or, in a transposed matrix, a column. The library calls either a column.
     let (side_by_side, runs) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
-    // How far a single run lies from the next has no meaning, but must be valid.
+    // With a single run, the stride between runs has no meaning but must be valid.
     let leading = if runs == 1 { matrix.leading.max(side_by_side) } else { matrix.leading };
     Stored { transposed: matrix.transposed, rows: side_by_side, columns: runs, leading, stride }
 }
@@ -97,7 +97,8 @@ mod tests {
     use altiplano_ir::dtype::DType;
     use proptest::prelude::*;
 
-    /// What cuBLASLt's documentation says of a call: `op(a) x op(b)`, element `[i, j]` of a matrix at `i + j * leading`.
+    /// A call as defined by cuBLASLt's documentation: `op(a) x op(b)`, with element `[i, j]` of a matrix at `i + j *
+    /// leading`.
     fn library(g: &Gemm, a: &[f64], b: &[f64], c: &mut [f64], starts: Starts) {
         for matrix in [&g.a, &g.b, &g.c] {
             assert!(matrix.leading >= matrix.rows, "refused by the library: {matrix:?}");
@@ -119,7 +120,7 @@ mod tests {
         }
     }
 
-    /// What [`MatmulCall`] says of itself.
+    /// A call as defined by [`MatmulCall`].
     fn reference(call: &MatmulCall, lhs: &[f64], rhs: &[f64], result: &mut [f64]) {
         let mut places = vec![(call.lhs.from, call.rhs.from, call.result.from)];
         for b in &call.batches {
@@ -139,7 +140,7 @@ mod tests {
         }
     }
 
-    /// A matrix with slack between its runs, and how many elements it takes.
+    /// A matrix with slack between its runs, and the number of elements that it spans.
     fn matrix(transposed: bool, rows: u64, columns: u64, slack: u64, from: u64) -> (Matrix, u64) {
         let (inner, runs) = if transposed { (rows, columns) } else { (columns, rows) };
         let matrix = Matrix { region: RegionId(0), dtype: DType::F32, from, leading: inner + slack, transposed };
@@ -166,9 +167,9 @@ mod tests {
             (lhs_t, rhs_t, accumulate) in any::<(bool, bool, bool)>(),
             slack in (0u64..3, 0u64..3, 0u64..3),
             from in (0u64..4, 0u64..4, 0u64..4),
-            // An operand that all batches share has no stride.
+            // An operand shared by all batches has no stride.
             shared in any::<[bool; 2]>(),
-            // A single row may say that it lies anywhere.
+            // The stride of a single row is arbitrary.
             degenerate in any::<bool>(),
         ) {
             let (mut lhs, lhs_size) = matrix(lhs_t, m, k, slack.0, from.0);

@@ -1,13 +1,13 @@
-//! Where CUDA's libraries are: what each is called, where it is looked for, and how to get it where it is not found.
+//! Locates CUDA's libraries: their names, their locations, and how to get a missing one.
 //!
-//! Wheels from PyPI hold a library under its versioned name alone, in a folder that no loader searches; so folders can be given, and
-//! those of the active Python environment are among them.
+//! Wheels from PyPI hold a library under its versioned name alone, in a folder that no loader searches. So folders can
+//! be given, and those of the active Python environment are among them.
 
 use super::error::CudaError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// A library.
+/// A CUDA library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Driver,
@@ -16,14 +16,14 @@ pub enum Kind {
     Nccl,
 }
 
-/// Places to look in before those that the system's loader searches.
+/// Locations that are searched before those of the system's loader.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Search {
     /// Folders of libraries, of a toolkit, or of Python packages.
     pub folders: Vec<PathBuf>,
 }
 
-/// `12.8`, or `2.28.9`.
+/// A version, such as `12.8` or `2.28.9`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     pub major: u32,
@@ -31,16 +31,16 @@ pub struct Version {
     pub patch: Option<u32>,
 }
 
-/// A library that was found, as `altiplano devices` tells of it.
+/// A library that was found, as `altiplano devices` lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     pub kind: Kind,
-    /// Where the loader has it from, as far as it says.
+    /// The file that was loaded, as far as the loader reports it.
     pub file: PathBuf,
     pub version: Version,
 }
 
-/// A library that is open, for good: threads of CUDA's own run in it until the process ends.
+/// An open library. It is never closed, since CUDA's own threads run in it until the process ends.
 #[derive(Clone, Debug)]
 pub(super) struct Opened {
     pub kind: Kind,
@@ -79,7 +79,7 @@ impl Kind {
         }
     }
 
-    /// What to do where it is missing.
+    /// Instructions for a missing library.
     pub fn remedy(self) -> &'static str {
         match self {
             Kind::Driver => {
@@ -99,7 +99,7 @@ impl Kind {
 }
 
 impl Search {
-    /// Opens a library: in the folders given, else where the loader looks, else in a toolkit's usual place.
+    /// Opens a library: from the given folders, else from the loader's path, else from a toolkit's usual location.
     pub(super) fn open(&self, kind: Kind) -> Result<Opened, CudaError> {
         let mut unloadable = None;
         for candidate in self.candidates(kind.names()) {
@@ -117,14 +117,14 @@ impl Search {
         Err(unloadable.unwrap_or(CudaError::MissingLibrary { kind }))
     }
 
-    /// A library that nothing depends on, under one of these names.
+    /// Opens an optional library under one of these names.
     pub(super) fn open_if_there(&self, names: &[&str]) -> Option<&'static libloading::Library> {
         self.candidates(names).into_iter().find_map(|candidate| load(&candidate).ok())
     }
 
-    /// What may be a library of one of these names, in the order in which it is tried.
+    /// Candidate files for these names, in the order in which they are tried.
     fn candidates(&self, names: &[&str]) -> Vec<PathBuf> {
-        // By an absolute path, since what a library asks for by name is then looked for beside it.
+        // Absolute paths, so that the loader looks for dependencies beside the library.
         let absolute = |folder: &PathBuf| std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
         let given = self.folders.iter().flat_map(|folder| places(&absolute(folder)));
         let usual = ["/usr/local/cuda/lib64", "/usr/lib/wsl/lib"].map(PathBuf::from);
@@ -138,9 +138,9 @@ impl Opened {
     /// The address of a function, as a function pointer of type `F`.
     ///
     /// # Safety
-    /// `F` is a pointer to an `extern "C"` function of the signature that the library gives this name.
+    /// `F` must be a pointer to an `extern "C"` function with the signature of the library's function of this name.
     pub(super) unsafe fn function<F: Copy>(&self, name: &'static str) -> Result<F, CudaError> {
-        // SAFETY: the signature is the caller's promise, and the library is never closed.
+        // SAFETY: the caller guarantees the signature, and the library is never closed.
         let found = unsafe { self.library.get::<F>(name) };
         found.map(|symbol| *symbol).map_err(|_| CudaError::MissingFunction {
             kind: self.kind,
@@ -151,19 +151,19 @@ impl Opened {
 }
 
 impl Version {
-    /// As CUDA counts: 12080 is 12.8.
+    /// From CUDA's number: 12080 is 12.8.
     pub(super) fn of_cuda(number: i32) -> Version {
         let number = number.max(0) as u32;
         Version { major: number / 1000, minor: number % 1000 / 10, patch: None }
     }
 
-    /// As NCCL counts since 2.9: 22809 is 2.28.9.
+    /// From NCCL's number, since 2.9: 22809 is 2.28.9.
     pub(super) fn of_nccl(number: i32) -> Version {
         let number = number.max(0) as u32;
         Version { major: number / 10_000, minor: number / 100 % 100, patch: Some(number % 100) }
     }
 
-    /// As cuBLAS counts: 130100 is 13.1.0.
+    /// From cuBLAS's number: 130100 is 13.1.0.
     pub(super) fn of_cublas(number: usize) -> Version {
         let number = u32::try_from(number).unwrap_or(0);
         Version { major: number / 10_000, minor: number / 100 % 100, patch: Some(number % 100) }
@@ -177,22 +177,24 @@ impl fmt::Display for Version {
     }
 }
 
-/// Where a folder may hold libraries: itself, a toolkit's subfolders, and those of NVIDIA's Python packages.
+/// Folders below `folder` that may hold libraries: itself, a toolkit's subfolders, and those of NVIDIA's Python
+/// packages.
 fn places(folder: &Path) -> Vec<PathBuf> {
     let mut found = vec![folder.to_path_buf(), folder.join("lib64"), folder.join("lib")];
     let packages = std::fs::read_dir(folder.join("nvidia")).into_iter().flatten().flatten();
     let mut packages: Vec<PathBuf> = packages.map(|entry| entry.path().join("lib")).collect();
-    // The newest first: cu13 before cu12 and before what has no version.
+    // Newest first: cu13 before cu12, and those without a version last.
     packages.sort_by(|a, b| b.cmp(a));
     found.append(&mut packages);
     found
 }
 
-/// Opens a file and what it will ask the loader for by name, which stays open.
+/// Opens a file, and the libraries that it will later open by name.
 fn load(file: &Path) -> Result<&'static libloading::Library, String> {
-    // SAFETY: loading runs the initialisers of a library that the user installed as one of NVIDIA's, as any program that links it does.
+    // SAFETY: loading runs the library's initialisers. The user installed it as one of NVIDIA's, as for any program
+    // that links it.
     let library = unsafe { libloading::Library::new(file) }.map_err(|error| told(&error))?;
-    // NVRTC opens its builtins by their name alone, which succeeds where they are open already.
+    // NVRTC opens its builtins by name alone, which succeeds if they are open already.
     let folder = file.parent().filter(|folder| folder.is_absolute());
     for entry in folder.into_iter().flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten()) {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -206,18 +208,18 @@ fn load(file: &Path) -> Result<&'static libloading::Library, String> {
     Ok(Box::leak(Box::new(library)))
 }
 
-/// What the loader says, which `libloading` has as the source of its error.
+/// The loader's message, which `libloading` holds as the source of its error.
 fn told(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), |source| source.to_string())
 }
 
-/// Whether the loader did not find the file itself, as opposed to one that it cannot load or lacks a part of.
+/// Returns whether the file itself is missing, as opposed to one that fails to load or lacks a dependency.
 fn is_absent(candidate: &Path, problem: &str) -> bool {
     let name = candidate.to_string_lossy();
     problem.strip_prefix(name.as_ref()).is_some_and(|rest| rest.contains("No such file"))
 }
 
-/// The path of a library that was opened by name, which Linux lists among the mappings of the process.
+/// The path of a library opened by name, from the process's memory mappings on Linux.
 fn loaded_from(candidate: &Path) -> Option<PathBuf> {
     if candidate.is_absolute() {
         return Some(candidate.to_path_buf());

@@ -1,7 +1,8 @@
-//! NVIDIA GPUs. The driver, NVRTC, cuBLASLt and NCCL are opened where they are found, and all functions of each looked up before the
-//! first is called, so that what is missing, or too old, is an error that says how to get it.
+//! NVIDIA GPUs. The driver, NVRTC, cuBLASLt and NCCL are opened at run time. All functions of a library are looked up
+//! before the first call, so that a missing or old one is an error that says how to get it.
 //!
-//! Types and signatures are those of `cudarc`; its own loading panics where a library or a function is absent, so it is not used.
+//! Types and signatures are those of `cudarc`. Its own loading panics if a library or a function is missing, so it is
+//! not used.
 
 mod blas;
 mod bytes;

@@ -1,8 +1,8 @@
-//! NCCL: what devices on several GPUs exchange, without the host. A member of a group is a thread with a GPU of its own, in this process or
-//! in another one.
+//! NCCL: direct communication between devices on several GPUs. A member of a group is a thread with its own GPU, in
+//! this process or in another one.
 //!
-//! What NCCL starts may wait for ever where another member is gone. So a watchdog asks every communicator for errors, and aborts all of
-//! them when one has an error or takes too long; calls that wait then return.
+//! NCCL operations may wait forever if another member is gone. So a watchdog polls every communicator for errors. It
+//! aborts all of them if one has an error or takes too long, and blocked calls then return.
 
 use super::context::Stream;
 use super::error::CudaError;
@@ -26,7 +26,7 @@ pub struct Nccl {
     members: Arc<Mutex<Vec<Arc<Member>>>>,
 }
 
-/// What all members of a group are given, by one of them, to find each other.
+/// The id by which the members of a group find each other; one member creates it for all.
 #[derive(Clone, Copy)]
 pub struct GroupId(sys::ncclUniqueId);
 
@@ -36,24 +36,24 @@ struct Member {
     raw: Mutex<Option<Handle>>,
     rank: u32,
     group: Communicator,
-    /// Since when what it does has not come to an end, and what that is.
+    /// The operation in progress and its start time.
     busy: Mutex<Option<(Instant, &'static str)>>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Handle(sys::ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, one at a time, which the lock around it ensures.
+// SAFETY: any thread may use a communicator, one at a time, which the lock around it ensures.
 unsafe impl Send for Handle {}
 
-/// A member of a group, which is destroyed with its value.
+/// A member of a group, destroyed with its value.
 #[derive(Debug)]
 pub struct Channel {
     nccl: Nccl,
     member: Arc<Member>,
 }
 
-/// A thread that looks after communicators and aborts all of them where one is in trouble.
+/// A thread that monitors communicators and aborts all of them if one is in trouble.
 #[derive(Debug)]
 pub struct Watchdog {
     stop: Option<Sender<()>>,
@@ -62,7 +62,7 @@ pub struct Watchdog {
 }
 
 impl GroupId {
-    /// To be told to other processes.
+    /// The id as words for other processes.
     pub fn words(&self) -> [u64; GroupId::WORDS] {
         let mut words = [0; GroupId::WORDS];
         for (word, bytes) in words.iter_mut().zip(self.0.internal.chunks_exact(8)) {
@@ -93,16 +93,16 @@ impl Nccl {
     pub fn group_id(&self) -> Result<GroupId, CudaError> {
         // SAFETY: it is plain bytes.
         let mut id: sys::ncclUniqueId = unsafe { std::mem::zeroed() };
-        // SAFETY: an id is written.
+        // SAFETY: the call writes an id.
         let status = unsafe { (self.functions.ncclGetUniqueId)(&mut id) };
         self.done(status, "ncclGetUniqueId").map(|()| GroupId(id))
     }
 
-    /// Joins a group, which all its members do at once. The context of the member's GPU must be current.
+    /// Joins a group; all its members must do so at once. The context of the member's GPU must be current.
     pub fn join(&self, id: GroupId, group: &Communicator, rank: u32) -> Result<Channel, CudaError> {
         let member = group.ranks.iter().position(|&r| r == rank).unwrap_or(0) as c_int;
         let mut raw = null_mut();
-        // SAFETY: a handle is written; the id is of this group.
+        // SAFETY: the call writes a handle; the id belongs to this group.
         let status = unsafe { (self.functions.ncclCommInitRank)(&mut raw, group.ranks.len() as c_int, id.0, member) };
         self.done(status, "ncclCommInitRank")?;
         let raw = Mutex::new(Some(Handle(raw)));
@@ -111,17 +111,18 @@ impl Nccl {
         Ok(Channel { nccl: self.clone(), member })
     }
 
-    /// Aborts all communicators: whoever waits for them stops waiting.
+    /// Aborts all communicators, which unblocks all waits for them.
     pub fn abort_all(&self) {
         for member in lock(&self.members).iter() {
             if let Some(Handle(raw)) = lock(&member.raw).take() {
-                // SAFETY: it is taken, so that nobody uses it again.
+                // SAFETY: it is taken, so that it is not used again.
                 unsafe { (self.functions.ncclCommAbort)(raw) };
             }
         }
     }
 
-    /// The first member that has an error or has been at something for longer than `limit`. Called now and then by a watchdog.
+    /// The first member that has an error, or whose operation takes longer than `limit`. The watchdog calls it
+    /// periodically.
     pub fn trouble(&self, limit: Duration) -> Option<CudaError> {
         for member in lock(&self.members).iter() {
             let busy = *lock(&member.busy);
@@ -129,7 +130,7 @@ impl Nccl {
             let problem = match *lock(&member.raw) {
                 Some(Handle(raw)) => {
                     let mut status = 0;
-                    // SAFETY: the communicator exists; a number is written.
+                    // SAFETY: the communicator exists; the call writes a number.
                     let asked = unsafe { (self.functions.ncclCommGetAsyncError)(raw, &mut status) };
                     let status = if asked != 0 { asked } else { status };
                     let is_fine = status == sys::ncclResult_t::ncclSuccess as u32
@@ -148,7 +149,7 @@ impl Nccl {
         None
     }
 
-    /// What members of this process have begun and not ended, in words: `all-reduce among ranks 0, 1`.
+    /// The operations in progress of this process's members, in words: `all-reduce among ranks 0, 1`.
     pub fn under_way(&self) -> Option<String> {
         let members = lock(&self.members);
         let busy = members.iter().filter_map(|member| Some((member, (*lock(&member.busy))?)));
@@ -159,7 +160,7 @@ impl Nccl {
         Some(format!("{op} among devices {}{more}", ranks.join(", ")))
     }
 
-    /// Looks after all communicators, until the value that is returned goes.
+    /// Monitors all communicators until the returned value is dropped.
     pub fn watch(&self, limit: Duration) -> Watchdog {
         let (stop, stopped) = channel::<()>();
         let (nccl, found) = (self.clone(), Arc::new(Mutex::new(None)));
@@ -184,7 +185,7 @@ impl Nccl {
     }
 
     fn text_of(&self, status: u32) -> String {
-        // SAFETY: it returns a text that lasts as long as the library, for any number.
+        // SAFETY: the call returns a text that lasts as long as the library, for any number.
         let text = unsafe { (self.functions.ncclGetErrorString)(status) };
         match text.is_null() {
             true => format!("code {status}"),
@@ -195,7 +196,7 @@ impl Nccl {
 }
 
 impl Watchdog {
-    /// Why all communicators were aborted, if they were.
+    /// The reason why all communicators were aborted, if they were.
     pub fn found(&self) -> Option<CudaError> {
         lock(&self.found).clone()
     }
@@ -204,16 +205,16 @@ impl Watchdog {
 impl Drop for Watchdog {
     fn drop(&mut self) {
         self.stop = None;
-        // A thread that panicked has nothing more to say.
+        // A thread that panicked has nothing more to report.
         let _ = self.thread.take().map(|thread| thread.join());
     }
 }
 
 impl Channel {
-    /// Puts a collective into a stream: `elements` as [`CollectiveKind`] counts them.
+    /// Enqueues a collective in a stream, with `elements` as [`CollectiveKind`] counts them.
     ///
     /// # Safety
-    /// Addresses are of regions as long as the collective needs, which stay until it is done.
+    /// The addresses must be of regions as long as the collective needs, which stay allocated until it is done.
     pub unsafe fn collective(
         &self,
         stream: &Stream,
@@ -229,29 +230,29 @@ impl Channel {
         match kind {
             CollectiveKind::AllReduce(reducer) => {
                 let reduction = self.reduction(reducer, dtype)?;
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 self.call("all-reduce", |raw| unsafe {
                     (f.ncclAllReduce)(from, to, count, data, reduction, raw, stream)
                 })
             }
             CollectiveKind::ReduceScatter(reducer) => {
                 let reduction = self.reduction(reducer, dtype)?;
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 self.call("reduce-scatter", |raw| unsafe {
                     (f.ncclReduceScatter)(from, to, count, data, reduction, raw, stream)
                 })
             }
             CollectiveKind::AllGather => {
-                // SAFETY: the caller's promise.
+                // SAFETY: guaranteed by the caller.
                 self.call("all-gather", |raw| unsafe { (f.ncclAllGather)(from, to, count, data, raw, stream) })
             }
         }
     }
 
-    /// Puts messages to and from members (member, address, elements) into a stream, which all go at once.
+    /// Enqueues messages to and from members (member, address, elements) in a stream; they run concurrently.
     ///
     /// # Safety
-    /// Addresses are of as many elements, which stay until all are done.
+    /// The addresses must be of this many elements, which stay allocated until all messages are done.
     pub unsafe fn exchange(
         &self,
         stream: &Stream,
@@ -263,11 +264,11 @@ impl Channel {
         let f = &self.nccl.functions;
         let stream = stream.raw().cast();
         self.call("exchange", |raw| {
-            // SAFETY: it begins a group, which is ended below whatever happens in between.
+            // SAFETY: this starts a group, which is ended below in any case.
             let mut status = unsafe { (f.ncclGroupStart)() };
             for &(member, from, elements) in sends {
                 if status == 0 {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     status = unsafe {
                         (f.ncclSend)(from as *const c_void, elements as usize, data, member as c_int, raw, stream)
                     };
@@ -275,13 +276,13 @@ impl Channel {
             }
             for &(member, to, elements) in receives {
                 if status == 0 {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     status = unsafe {
                         (f.ncclRecv)(to as *mut c_void, elements as usize, data, member as c_int, raw, stream)
                     };
                 }
             }
-            // SAFETY: it was started above.
+            // SAFETY: the group was started above.
             let ended = unsafe { (f.ncclGroupEnd)() };
             if status == 0 { ended } else { status }
         })
@@ -292,7 +293,7 @@ impl Channel {
         self.nccl.abort_all();
     }
 
-    /// What was started is done, as its stream says; the watchdog asks no more.
+    /// Marks the started operations as done, once the stream has completed them; the watchdog then ignores them.
     pub fn finished(&self) {
         *lock(&self.member.busy) = None;
     }
@@ -300,7 +301,7 @@ impl Channel {
     fn call(&self, op: &'static str, call: impl FnOnce(sys::ncclComm_t) -> u32) -> Result<(), CudaError> {
         let Member { raw, rank, group, busy } = &*self.member;
         let failed = |problem: String| Err(CudaError::Group { rank: *rank, ranks: group.ranks.clone(), op, problem });
-        // The lock is let go before the call, which may wait for ever until the watchdog aborts it.
+        // The lock is released before the call, which may block until the watchdog aborts it.
         let handle = *lock(raw);
         let Some(Handle(raw)) = handle else { return failed("the group was aborted".to_string()) };
         lock(busy).get_or_insert((Instant::now(), op));
@@ -323,19 +324,20 @@ impl Channel {
 impl Drop for Channel {
     fn drop(&mut self) {
         if let Some(Handle(raw)) = lock(&self.member.raw).take() {
-            // SAFETY: it is taken, so that nobody uses it again. Aborting, unlike destroying, does not wait for other members.
+            // SAFETY: it is taken, so that it is not used again. Aborting, unlike destroying, does not wait for other
+            // members.
             unsafe { (self.nccl.functions.ncclCommAbort)(raw) };
         }
         lock(&self.nccl.members).retain(|member| !Arc::ptr_eq(member, &self.member));
     }
 }
 
-/// A lock whose holder panicked protects what it did before: handles and times, which are whole.
+/// Ignores poisoning: the protected handles and times are always consistent.
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// NCCL's name of a type. What is only moved may be of any type of that size.
+/// NCCL's name of a type. Data that is only moved may use any type of the same size.
 fn data(dtype: DType) -> Option<Data> {
     Some(match dtype {
         DType::F64 => Data::ncclFloat64,
@@ -352,7 +354,7 @@ fn data(dtype: DType) -> Option<Data> {
     })
 }
 
-/// NCCL's name of a reduction. Truth values are bytes of 0 and 1: any of them is their maximum, all of them their minimum.
+/// NCCL's name of a reduction. Booleans are bytes of 0 and 1: `or` is their maximum, `and` their minimum.
 fn reduction(reducer: Reducer, dtype: DType) -> Option<Reduction> {
     let logical = dtype == DType::Bool;
     Some(match reducer {

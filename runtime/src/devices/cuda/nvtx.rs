@@ -1,6 +1,6 @@
-//! Ranges for profilers (NVTX), named as the plan names what is run: around each call of a body, and within it around each command.
+//! Ranges for profilers (NVTX), with the plan's names: around each call of a body, and within it around each command.
 //!
-//! NVTX's functions do nothing unless a profiler listens. Where the library is not installed there are no ranges, and nothing is missed.
+//! NVTX functions do nothing unless a profiler listens. If the library is not installed, there are no ranges.
 
 use super::library::Search;
 use crate::tape::{Content, Tape, What};
@@ -8,37 +8,37 @@ use altiplano_ir::program::{Call, Programs};
 use std::ffi::{CString, c_char, c_int};
 use std::fmt::Write;
 
-/// The library under the names that it has in toolkits up to 12 and since then.
+/// Names of the library: in toolkits up to 12, and in later ones.
 const NAMES: [&str; 4] = ["libnvToolsExt.so.1", "libnvToolsExt.so", "libnvtx3interop.so.1", "libnvtx3interop.so"];
 
 type Push = unsafe extern "C" fn(*const c_char) -> c_int;
 type Pop = unsafe extern "C" fn() -> c_int;
 
-/// The ranges of a tape's device, which are opened and closed by its thread.
+/// The ranges of a tape's device, opened and closed by its thread.
 #[derive(Debug)]
 pub struct Ranges {
     push: Push,
     pop: Pop,
     step: CString,
-    /// By call of the schedule.
+    /// Names by call of the schedule.
     calls: Vec<CString>,
-    /// By command of the tape.
+    /// Names by command of the tape.
     commands: Vec<CString>,
 }
 
-/// The ranges that are open within a step, which close when it is dropped.
+/// The open ranges within a step, closed on drop.
 pub struct Open<'a> {
     ranges: &'a Ranges,
-    /// Those of the step and a call, from the outside.
+    /// Number of open ranges: that of the step, and that of a call inside it.
     depth: usize,
     call: Option<u32>,
 }
 
-/// A range that closes when it is dropped.
+/// A range that closes on drop.
 pub struct Range<'a>(&'a Ranges);
 
 impl Ranges {
-    /// Those of a device's tape; none where there is no library.
+    /// The ranges of a device's tape, if the library is installed.
     pub fn new(search: &Search, programs: &Programs, tape: &Tape) -> Option<Ranges> {
         let library = search.open_if_there(&NAMES)?;
         // SAFETY: the signatures are those of nvToolsExt.h, and the library is never closed.
@@ -75,7 +75,8 @@ impl Ranges {
 }
 
 impl<'a> Open<'a> {
-    /// Opens the range of a command, and before it that of its call where that is another than of the command before.
+    /// Opens the range of a command. If the call changes, first closes the range of the old call and opens that of the
+    /// new.
     pub fn command(&mut self, index: usize, call: Option<u32>) -> Range<'a> {
         if call != self.call {
             self.close_to(1);
@@ -85,7 +86,7 @@ impl<'a> Open<'a> {
             }
             self.call = call;
         }
-        // As many as the tape has commands.
+        // There are as many names as the tape has commands.
         self.ranges.push(&self.ranges.commands[index])
     }
 
@@ -105,21 +106,21 @@ impl Drop for Open<'_> {
 
 impl Drop for Range<'_> {
     fn drop(&mut self) {
-        // SAFETY: it closes what this thread opened last.
+        // SAFETY: it closes the range that this thread opened last.
         unsafe { (self.0.pop)() };
     }
 }
 
-/// What NVTX takes: nothing after a zero.
+/// A C string, without zeros inside.
 fn text(name: String) -> CString {
     CString::new(name.replace('\0', "")).unwrap_or_default()
 }
 
-/// `matmul: transformer.h.0.mlp (dot_general)`: what a command does, and for which value by the model's name.
+/// Names a command by its operation and the model's value: `matmul: transformer.h.0.mlp (dot_general)`.
 fn title(programs: &Programs, tape: &Tape, what: &What) -> String {
     let mut title = what.verb().to_string();
     let accesses = tape.accesses(what);
-    // What it writes says what it is for, or where it writes nothing here, what it reads.
+    // Named after the value that it writes or, if it writes none here, the one that it reads.
     let Some(access) = accesses.iter().rev().find(|a| a.writes).or(accesses.first()) else { return title };
     let program = &programs.programs[tape.program as usize];
     // Writing to a string cannot fail.

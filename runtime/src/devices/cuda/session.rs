@@ -1,7 +1,9 @@
-//! A session on GPUs: a thread for each device of the programs, each with the executor of its tape, in one process or in several.
+//! A session on GPUs. It has a thread for each device of the programs, which runs the executor of its tape, in one
+//! process or in several.
 //!
-//! Devices are spread over the GPUs that there are. Where each has one of its own they exchange through NCCL; where several share one,
-//! through the host. Devices of several processes always have their own, and what their hosts agree on goes through a [`World`].
+//! Devices are distributed over the available GPUs. If each has its own, they communicate through NCCL; if several
+//! share one, through the host. Devices of several processes always have their own GPUs, and their hosts coordinate
+//! through a [`World`].
 
 use super::bytes::{decode, encode};
 use super::compile::Compiler;
@@ -33,64 +35,64 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How a session is set up.
+/// Options of a session.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CudaOptions {
     pub search: Search,
-    /// Where compiled kernels are kept.
+    /// Folder of the cache of compiled kernels.
     pub cache: Option<PathBuf>,
     pub running: Running,
-    /// What a device of each program was predicted to hold, for messages; empty where nobody knows.
+    /// Predicted memory per device of each program, for messages; empty if there is no prediction.
     pub predicted_bytes: Vec<u64>,
 }
 
-/// What a step did.
+/// The results of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CudaStep {
     /// Mean or sum of the losses, as the programs say.
     pub loss: f64,
-    /// Of each microbatch.
+    /// The loss of each microbatch.
     pub losses: Vec<f64>,
     /// Wall-clock seconds.
     pub seconds: f64,
 }
 
-/// Programs in execution on GPUs. Dropping it ends its threads.
+/// Running programs on GPUs. Dropping it ends its threads.
 pub struct CudaSession {
     programs: Arc<Programs>,
-    /// Of all devices, by rank.
+    /// The tapes of all devices, by rank.
     tapes: Vec<Arc<Tape>>,
-    /// To the devices of this process, by rank.
+    /// Command channels of this process's devices, by rank.
     orders: BTreeMap<usize, Sender<Order>>,
     replies: Receiver<(usize, Result<Reply, RuntimeError>)>,
     threads: Vec<JoinHandle<()>>,
     stopped: bool,
-    /// Where devices exchange through NCCL.
+    /// Present if devices communicate through NCCL.
     nccl: Option<Arc<Meeting>>,
-    /// Where other processes run the other devices.
+    /// Present if other processes run the other devices.
     world: Option<World>,
 }
 
-/// Which process runs which device, by the ranks of tapes.
+/// The distribution of devices over processes, by the ranks of tapes.
 struct Shares {
     process_of: Vec<usize>,
-    /// The devices of this process, each with the GPU that it takes of those that the process sees.
+    /// The devices of this process, each with the index of its GPU among those that the process sees.
     own: BTreeMap<usize, usize>,
 }
 
-/// How long members of a group may wait for each other before all are stopped: longer than any step that is worth running.
+/// Time limit for members of a group that wait for each other, longer than any reasonable step.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Where devices on several GPUs meet: the groups of all their tapes, and who looks after them.
+/// Communication of devices on several GPUs: the groups of all their tapes, and the watchdog.
 struct Meeting {
     nccl: Nccl,
-    /// In the order in which all join them.
+    /// Groups, in the order in which all devices join them.
     groups: BTreeMap<Communicator, GroupId>,
     watchdog: Watchdog,
 }
 
 impl Meeting {
-    /// Each group has an id from the process of its first member, which all hear of.
+    /// Creates the id of each group in the process of its first member, and distributes it to all.
     fn new(
         search: &Search,
         tapes: &[Arc<Tape>],
@@ -119,8 +121,8 @@ impl Meeting {
         Ok(Arc::new(Meeting { nccl, groups, watchdog }))
     }
 
-    /// Joins the groups of a device, whose context must be current: all devices do in one order, so that nobody waits for who waits
-    /// elsewhere.
+    /// Joins the groups of a device, whose context must be current. All devices join in one order, which avoids
+    /// deadlocks.
     fn join(&self, tape: &Tape) -> Result<Vec<Channel>, CudaError> {
         let mut channels: Vec<Option<Channel>> = tape.communicators.iter().map(|_| None).collect();
         for (group, id) in &self.groups {
@@ -132,11 +134,11 @@ impl Meeting {
     }
 }
 
-/// Tensors of the host, which devices cut their parts from.
+/// Host tensors, from which devices cut their parts.
 type Tensors = BTreeMap<String, HostTensor>;
 
 enum Order {
-    /// The groups of its tape.
+    /// Joins the groups of the tape.
     Join,
     Load {
         buffer: BufferId,
@@ -152,7 +154,7 @@ enum Order {
 }
 
 enum Reply {
-    /// It is set up, or has joined its groups.
+    /// The device is set up, or has joined its groups.
     Ready,
     Loaded,
     Fetched(Vec<u8>),
@@ -165,7 +167,7 @@ impl CudaSession {
         CudaSession::start(programs, options, None)
     }
 
-    /// Sets up this process's share of the devices; all processes of the world must do it.
+    /// Sets up this process's share of the devices; all processes of the world must call it.
     pub fn of_ranks(
         world: World,
         programs: &Programs,
@@ -187,7 +189,7 @@ impl CudaSession {
         let shares = Shares::of(programs, gpus.len(), team.as_ref().map(|(world, layout)| (world, *layout)))?;
         let world = team.map(|(world, _)| world);
         let driver = Driver::open(&options.search)?;
-        // Of several processes each leaves alone what is another's.
+        // With several processes, each uses only its own GPUs.
         let wanted = |at: usize| world.is_none() || shares.own.values().any(|&gpu| gpu == at);
         let context = |(at, gpu)| wanted(at).then(|| Context::new(&driver, gpu)).transpose();
         let contexts = gpus.into_iter().enumerate().map(context).collect::<Result<Vec<_>, CudaError>>()?;
@@ -195,7 +197,7 @@ impl CudaSession {
         let programs = Arc::new(programs.clone());
         let tapes: Vec<Arc<Tape>> = build(&programs, &TapeOptions::default())?.into_iter().map(Arc::new).collect();
         let (reply, replies) = channel();
-        // Each device has a GPU of its own, or some share one, which NCCL refuses.
+        // NCCL needs a GPU for each device. If some share one, they communicate through the host.
         let nccl = match tapes.len() > 1 && (world.is_some() || contexts.len() >= tapes.len()) {
             true => Some(Meeting::new(&options.search, &tapes, &shares, world.as_ref())?),
             false => None,
@@ -227,7 +229,7 @@ impl CudaSession {
             session.orders.insert(rank as usize, order);
         }
         session.answers(session.orders.len())?;
-        // Groups are joined when all their members are there: who joins waits for the others.
+        // Joining a group waits for its other members, so all of them must be set up first.
         if session.nccl.is_some() {
             session.meet()?;
             let asked = session.orders.values().filter(|device| device.send(Order::Join).is_ok()).count();
@@ -236,7 +238,7 @@ impl CudaSession {
         Ok(session)
     }
 
-    /// All processes that run the devices, where there are several.
+    /// The processes that run the devices, if there are several.
     pub fn world(&self) -> Option<&World> {
         self.world.as_ref()
     }
@@ -245,7 +247,7 @@ impl CudaSession {
         self.world.as_ref().map_or(Ok(()), World::meet)
     }
 
-    /// Ends the session, in all processes.
+    /// Ends the session in all processes.
     pub fn finish(mut self) -> Result<(), RuntimeError> {
         let world = self.world.take();
         if let Some(world) = &world {
@@ -255,7 +257,7 @@ impl CudaSession {
         world.map_or(Ok(()), World::finish)
     }
 
-    /// Whether a device of this process holds a part of a parameter.
+    /// Returns whether a device of this process holds a part of a parameter.
     pub fn holds(&self, name: &str) -> bool {
         let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Parameter { name: n } if n == name);
         let of_device = |rank: &usize| {
@@ -294,7 +296,7 @@ impl CudaSession {
         }
     }
 
-    /// Loads a tensor into all buffers of a kind that are held here; returns how many there are anywhere.
+    /// Loads a tensor into all buffers of a kind in this process. Returns the number of such buffers in all processes.
     fn load(
         &mut self,
         name: &str,
@@ -326,32 +328,33 @@ impl CudaSession {
         self.answers(asked).map(|_| found)
     }
 
-    /// A parameter, put together from one program that holds it. Of several processes all must ask, and the first alone gets it.
+    /// Assembles a parameter from one program that holds it. With several processes, all must call it, and only the
+    /// first gets the result.
     pub fn gather_parameter(&mut self, name: &str) -> Result<Option<HostTensor>, RuntimeError> {
         let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Parameter { name: n } if n == name);
         let holder = self.holder(is_it, || RuntimeError::UnknownParameter { name: name.to_string() })?;
         self.gather(holder)
     }
 
-    /// One tensor of optimizer state, as [`Self::gather_parameter`].
+    /// Assembles one tensor of optimizer state, as [`Self::gather_parameter`] does.
     pub fn gather_state(&mut self, parameter: &str, slot: &str) -> Result<Option<HostTensor>, RuntimeError> {
         let unknown = || RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() };
         let holder = self.holder(is_state(parameter, slot), unknown)?;
         self.gather(holder)
     }
 
-    /// [`Self::gather_parameter`] where it is put together here.
+    /// As [`Self::gather_parameter`], if this process assembles the tensor.
     pub fn parameter(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
         self.gather_parameter(name)?.ok_or_else(|| RuntimeError::Elsewhere { name: name.to_string() })
     }
 
-    /// [`Self::gather_state`] where it is put together here.
+    /// As [`Self::gather_state`], if this process assembles the tensor.
     pub fn state(&mut self, parameter: &str, slot: &str) -> Result<HostTensor, RuntimeError> {
         let elsewhere = || RuntimeError::Elsewhere { name: format!("{parameter}/{slot}") };
         self.gather_state(parameter, slot)?.ok_or_else(elsewhere)
     }
 
-    /// What was accumulated of a parameter's gradient in the last step, over all programs that hold a copy of it.
+    /// The accumulated gradient of a parameter in the last step, summed over all programs that hold a copy.
     pub fn accumulator(&mut self, parameter: &str) -> Result<HostTensor, RuntimeError> {
         let is_it = |kind: &BufferKind| matches!(kind, BufferKind::Accumulator { parameter: p } if p == parameter);
         let mut sum: Option<HostTensor> = None;
@@ -368,7 +371,7 @@ impl CudaSession {
         sum.ok_or_else(|| RuntimeError::UnknownParameter { name: parameter.to_string() })
     }
 
-    /// The first buffer of a kind.
+    /// The first program with a buffer of a kind, and that buffer.
     fn holder(
         &self,
         is_it: impl Fn(&BufferKind) -> bool,
@@ -377,15 +380,15 @@ impl CudaSession {
         self.holders(is_it).first().copied().ok_or_else(unknown)
     }
 
-    /// Programs with a buffer of a kind, the first of each.
+    /// All programs with a buffer of a kind, and the first such buffer of each.
     fn holders(&self, is_it: impl Fn(&BufferKind) -> bool) -> Vec<(u32, BufferId)> {
         let of = |program: &Program| program.buffers.iter().position(|b| is_it(&b.kind));
         let all = (0u32..).zip(&self.programs.programs);
         all.filter_map(|(p, program)| Some((p, BufferId(of(program)? as u32)))).collect()
     }
 
-    /// A buffer put together from the devices of its program; where it is a partial sum, added up. Of several processes the first puts
-    /// it together.
+    /// Assembles a buffer from the devices of its program, and reduces partial sums. With several processes, the first
+    /// assembles it.
     fn gather(&mut self, (p, buffer_id): (u32, BufferId)) -> Result<Option<HostTensor>, RuntimeError> {
         self.expect_running()?;
         let programs = self.programs.clone();
@@ -467,22 +470,22 @@ impl CudaSession {
         Ok(CudaStep { loss, losses, seconds })
     }
 
-    /// Whether devices exchange through NCCL, rather than the host.
+    /// Returns whether devices communicate through NCCL, as opposed to the host.
     pub fn uses_nccl(&self) -> bool {
         self.nccl.is_some()
     }
 
-    /// What each device (by rank) holds of its GPU's memory for tensors.
+    /// Bytes of GPU memory that each device (by rank) uses for tensors.
     pub fn held_bytes(&self) -> Vec<u64> {
         self.tapes.iter().map(|tape| tape.arena.bytes).collect()
     }
 
-    /// After an error nothing is asked any more.
+    /// Fails if an earlier error has stopped the session.
     fn expect_running(&self) -> Result<(), RuntimeError> {
         if self.stopped { Err(RuntimeError::Stopped) } else { Ok(()) }
     }
 
-    /// Waits for so many answers.
+    /// Waits for this many replies.
     fn answers(&mut self, asked: usize) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         let mut failure: Option<RuntimeError> = None;
         let mut answers = Vec::with_capacity(asked);
@@ -498,7 +501,7 @@ impl CudaSession {
             }
         }
         self.stopped = failure.is_some();
-        // What the watchdog saw is the cause of whatever was aborted.
+        // The error that the watchdog found is the cause of all aborted operations.
         if let (Some(_), Some(found)) = (&failure, self.nccl.as_ref().and_then(|meeting| meeting.watchdog.found())) {
             failure = Some(found.into());
         }
@@ -510,11 +513,12 @@ impl CudaSession {
 }
 
 impl Shares {
-    /// All devices here, or as the processes of a world share them, of whose GPUs this one sees so many.
+    /// All devices in this process or, with a world, as its processes share them. `gpus` is the number that this
+    /// process sees.
     fn of(programs: &Programs, gpus: usize, team: Option<(&World, &Layout)>) -> Result<Shares, RuntimeError> {
         let devices: Vec<u32> = programs.programs.iter().flat_map(|program| &program.devices).copied().collect();
         let Some((world, layout)) = team else {
-            // A survey that is usable has at least one GPU.
+            // A usable survey has at least one GPU.
             let own = (0..devices.len()).map(|rank| (rank, rank % gpus.max(1))).collect();
             return Ok(Shares { process_of: vec![0; devices.len()], own });
         };
@@ -523,7 +527,7 @@ impl Shares {
         let process = |device: &u32| shares.iter().position(|share| share.contains(device));
         let process_of: Option<Vec<usize>> = devices.iter().map(process).collect();
         let process_of = process_of.ok_or_else(|| failed(RanksError::Devices))?;
-        // A process sees all GPUs of its node, or its own alone.
+        // A process sees all GPUs of its node, or only its own.
         let (me, nodes) = (world.rank(), world.nodes());
         let on_node = |ranks: std::ops::Range<usize>| {
             ranks.filter(|&rank| nodes[rank] == nodes[me]).map(|rank| shares[rank].len()).sum::<usize>()
@@ -542,7 +546,7 @@ impl Shares {
     }
 }
 
-/// Whether a buffer is this state of this parameter.
+/// Returns whether a buffer is this state of this parameter.
 fn is_state(parameter: &str, slot: &str) -> impl Fn(&BufferKind) -> bool {
     move |kind| matches!(kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot)
 }
@@ -551,13 +555,13 @@ impl Drop for CudaSession {
     fn drop(&mut self) {
         self.orders.clear();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has nothing more to say.
+            // A thread that panicked has nothing more to report.
             let _ = thread.join();
         }
     }
 }
 
-/// What a device's thread starts from.
+/// The inputs of a device's thread.
 struct Device {
     programs: Arc<Programs>,
     tape: Arc<Tape>,
@@ -568,7 +572,7 @@ struct Device {
 }
 
 impl Device {
-    /// Sets the device up, then answers until nobody asks.
+    /// Sets up the device, then executes commands until the channel closes.
     fn serve(self, mailbox: Mailbox, orders: &Receiver<Order>, replies: &Sender<(usize, Result<Reply, RuntimeError>)>) {
         let rank = self.tape.rank as usize;
         let CudaOptions { search, running, .. } = &self.options;
@@ -596,7 +600,7 @@ impl Device {
         }
     }
 
-    /// Where there is too little memory, with what most of it is for and what was predicted.
+    /// Adds the largest regions and the predicted memory to an error for too little memory.
     fn explained(&self, mut error: ExecutorError) -> ExecutorError {
         const NAMED: usize = 3;
         let ExecutorError::SetUp { error: cause, .. } = &mut error else { return error };
@@ -614,7 +618,7 @@ impl Device {
             }
             Content::Staging { .. } => "something to send".to_string(),
         };
-        // Of each name the largest: microbatches have tensors of the same one.
+        // The largest region of each name, since the tensors of all microbatches share one.
         let mut largest: BTreeMap<String, u64> = BTreeMap::new();
         for region in &self.tape.regions {
             let most = largest.entry(name(region)).or_default();
@@ -643,7 +647,7 @@ impl Device {
             Order::Step { inputs, scalars } => {
                 let taken = executor.step(|given, bytes| self.give(given, &inputs, &scalars, bytes))?;
                 let loss = |(what, bytes): (Taken, Vec<u8>)| match what {
-                    // The loss is a float of the program's type, of which its bytes tell the width.
+                    // The loss is a float of the program's type.
                     Taken::Loss { microbatch } => {
                         let loss = self.programs.programs[self.tape.program as usize].buffers.iter();
                         let dtype = loss.clone().find(|b| b.kind == BufferKind::Loss)?.ty.dtype;
@@ -656,7 +660,7 @@ impl Device {
         }
     }
 
-    /// Writes what the host gives of a step, which was checked to be there.
+    /// Writes the values that the host provides, which were checked to exist.
     fn give(&self, given: &Given, inputs: &Tensors, scalars: &BTreeMap<String, f64>, bytes: &mut [u8]) {
         let buffers = &self.programs.programs[self.tape.program as usize].buffers;
         let (Given::Input { buffer, .. } | Given::Scalar { buffer }) = given;
@@ -675,7 +679,7 @@ impl Device {
     }
 }
 
-/// A device's part of a tensor, or of the rows of a microbatch where it has more of them than the buffer.
+/// A device's part of a tensor, or of a microbatch's rows if the tensor has more rows than the buffer.
 fn cut(programs: &Programs, tape: &Tape, buffer: &Buffer, tensor: &HostTensor, microbatch: u64) -> Vec<f64> {
     let mesh = &programs.programs[tape.program as usize].mesh;
     let coordinates = mesh.coordinates(tape.position);
@@ -698,7 +702,7 @@ fn each_held(indices: &[Vec<u64>], shape: &[u64], mut visit: impl FnMut(usize)) 
     });
 }
 
-/// Whether a device failed only because another did.
+/// Returns whether a device failed only because another did.
 fn is_consequence(error: &RuntimeError) -> bool {
     let RuntimeError::Executor(error) = error else { return false };
     matches!(&**error, ExecutorError::Exchange { error, .. } if **error == KernelError::Disconnected)

@@ -1,19 +1,19 @@
-//! What of CUDA is here, all at once, and whether it suffices to run programs.
+//! The state of CUDA on this machine, and whether it suffices to run programs.
 
 use super::driver::{Architecture, Driver, Gpu};
 use super::error::CudaError;
 use super::library::{Found, Kind, Search};
 
-/// What a machine has for CUDA programs, and what each missing part would be.
+/// The GPUs and libraries of a machine, each with the error if it is missing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Survey {
     pub gpus: Result<Vec<Gpu>, CudaError>,
-    /// In the order of [`Kind::ALL`].
+    /// Libraries in the order of [`Kind::ALL`].
     pub libraries: Vec<(Kind, Result<Found, CudaError>)>,
 }
 
 impl Survey {
-    /// Looks for everything.
+    /// Looks for all GPUs and libraries.
     pub fn of(search: &Search) -> Survey {
         Survey {
             gpus: Driver::open(search).and_then(|driver| driver.gpus()),
@@ -21,7 +21,7 @@ impl Survey {
         }
     }
 
-    /// The GPUs that programs can run on, or the first thing in the way of that. Several GPUs also need [`Kind::Nccl`], one does not.
+    /// The GPUs that can run programs, or the first obstacle. Several GPUs also need [`Kind::Nccl`]; one does not.
     pub fn usable(&self) -> Result<Vec<&Gpu>, CudaError> {
         let gpus = self.gpus.as_ref().map_err(CudaError::clone)?;
         let new_enough: Vec<&Gpu> = gpus.iter().filter(|gpu| gpu.architecture >= Architecture::OLDEST).collect();
@@ -39,7 +39,7 @@ impl Survey {
         if let Some(error) = self.libraries.iter().find_map(missing) {
             return Err(error);
         }
-        // Machine code of a newer generation of compilers is nothing to an older driver.
+        // An older driver cannot load machine code of a newer compiler.
         let found =
             |wanted: Kind| self.libraries.iter().find_map(|(_, f)| f.as_ref().ok().filter(|f| f.kind == wanted));
         match (found(Kind::Driver), found(Kind::Nvrtc)) {

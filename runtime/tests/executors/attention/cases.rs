@@ -1,6 +1,6 @@
-// Attention in many shapes, alone and with its gradients.
+// Attention in many shapes, with and without gradients.
 
-/// Made-up values around zero; truths that are mostly true.
+/// Synthetic values around zero; booleans are mostly true.
 fn values(ty: &TensorType, seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     Tensor::from_fn(ty.clone(), |_| {
@@ -17,11 +17,11 @@ fn values(ty: &TensorType, seed: u64) -> Tensor {
 enum Mask {
     None,
     Causal,
-    /// Keys that lie ten positions back or more: the first ten queries see none, and weigh all alike.
+    /// Keys at least ten positions back. The first ten queries see none, and weigh all alike.
     Late,
-    /// Numbers that are added, of each head.
+    /// A bias that is added, for each head.
     Bias,
-    /// Truths of each sample.
+    /// A boolean mask for each sample.
     Seen,
 }
 
@@ -59,7 +59,7 @@ fn cases(dtype: DType) -> Vec<Case> {
 }
 
 impl Case {
-    /// A graph of the case, and what of it is wanted.
+    /// The graph of the case, and the values that a kernel must write.
     fn graph(&self) -> (Graph, BTreeSet<ValueId>) {
         let Case { dtype, batch, heads: [heads, kv], lengths: [queries, keys], sizes: [depth, width], .. } = *self;
         let mut g = Graph::new(self.name);
@@ -85,7 +85,7 @@ impl Case {
         if !self.backward {
             return (expand(&g).graph, BTreeSet::from([expand(&g).values[mixed.index()]]));
         }
-        // The loss is not linear in what comes out, so that its gradient needs that.
+        // The loss is not linear in the result, so its gradient depends on the result.
         let mixed = g.convert(mixed, DType::F32);
         let square = g.mul(mixed, mixed);
         let weights = g.emit(Op::Input(Input { name: "weights".into(), ty: g.ty(square).clone() }), &[]);

@@ -1,5 +1,5 @@
-//! Runs local graphs through a session and through the reference interpreter, and compares. A leaf's values on all
-//! devices are one parameter whose first dimension runs over the devices, and so are the results.
+//! Runs local graphs through a session and through the reference interpreter, and compares. The values of a leaf on all
+//! devices form one parameter whose first dimension runs over the devices; results are stacked in the same way.
 
 #![allow(dead_code)]
 
@@ -42,7 +42,7 @@ impl Random {
     /// Values of a type: floats in [-2, 2), small integers, booleans.
     pub fn tensor(&mut self, ty: &TensorType) -> Tensor {
         let data = (0..ty.elements()).map(|_| self.value(ty.dtype)).collect();
-        // Rounded to how the runtime stores them, so that both sides start from the same numbers.
+        // Rounded to their storage format, so that both sides start from the same numbers.
         HostTensor::from_reference(&Tensor::new(ty.clone(), data)).to_reference()
     }
 
@@ -69,7 +69,7 @@ fn stacked(ty: &TensorType, mesh: &Mesh, local: bool) -> (TensorType, Sharding) 
     (ty.with_shape(shape), sharding)
 }
 
-/// One program of one body whose leaves are parameters and whose outputs are states, stacked over devices.
+/// One program of one body. Its leaves are parameters and its outputs states, stacked over devices.
 pub fn programs_of(graph: &Graph, mesh: &Mesh) -> Programs {
     let mut local = Graph::new(graph.name.clone());
     let mut buffers = Vec::new();
@@ -150,8 +150,8 @@ pub fn run_both(graph: &Graph, mesh: &Mesh, leaves: &[Vec<Tensor>]) -> (Vec<Vec<
     (results, expected)
 }
 
-/// Compares within a tolerance relative to the largest element; integers and booleans exactly. What a type of few
-/// bits cannot hold (and many cannot hold 100) is expected to be rounded.
+/// Compares within a tolerance relative to the largest element; integers and booleans exactly. Narrow types round the
+/// expected values first, and many cannot hold 100.
 pub fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
     let narrow = |dtype: DType| dtype.is_float() && dtype.bytes() == 1;
     let mut expected = expected.clone();
