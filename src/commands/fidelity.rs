@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// Predict every row of a table of measured training steps, and say how well predictions agree
 #[derive(Args)]
 pub struct Fidelity {
-    /// CSV: a row a measured step, with its model, machine and degrees; README.md describes the columns
+    /// CSV: a row a measured step, with its model, machine and degrees; docs/simulation.md describes the columns
     table: PathBuf,
     /// Print one JSON document: the figures, and every row with its prediction
     #[arg(long)]

@@ -1,4 +1,4 @@
-//! Tables of measured steps: CSV with a header, a row a measurement. README.md describes the columns.
+//! Tables of measured steps: CSV with a header, a row a measurement. docs/simulation.md describes the columns.
 
 use crate::Error;
 use altiplano_ir::recompute::Recompute;
