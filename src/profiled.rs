@@ -1,5 +1,9 @@
 //! Plans and predictions by a measured profile: the kernels are those that the runtime says it runs, the times those of the profile.
 //! What the profile lacks is priced by the roofline, and counted.
+//!
+//! Devices share the cores of their own node alone. Traffic between nodes is priced in one place (`Profiled::collective_work` and
+//! `message_s`), from measurements of ranks or else from the cluster's figures. A profile changes choices and predictions, and never
+//! the programs of a plan, which is lowered by the figures of its cluster.
 
 use crate::error::Error;
 use crate::model::read_bytes;

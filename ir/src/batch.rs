@@ -5,6 +5,9 @@
 //! dimension makes every dimension it indexes one, through the whole graph, forwards and backwards. Constants
 //! that count summed samples (the divisor of a mean) are found by following sums over the batch to the division
 //! that normalises them. What cannot be decided is said, and a second trace at another size settles it.
+//!
+//! Sizes in a graph are those of one microbatch. Nodes and literals carry marks of the dimensions and constants that scale, and [`rebatch`]
+//! rewrites them.
 
 mod loss;
 

@@ -3,6 +3,9 @@
 //! nothing but the scale, which is found while training goes on (Micikevicius et al. 2018, section 3.2).
 //!
 //! The scale is state of the training step, and how it changes is part of the update, so that whatever executes programs scales alike.
+//!
+//! Every stage computes the scale from the same count of gradients that are not finite. A skipped step selects the old values, so executors
+//! know nothing of it.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};

@@ -4,6 +4,8 @@
 //! notice what is beyond the model's own elements, it is masked by what changes nothing: zero in a sum, the least number in a
 //! softmax. What comes out is an ordinary graph that computes what the model computes. Parameters are zero beyond their own elements
 //! and stay so: no gradient reaches them there.
+//!
+//! A padded plan also carries the model as it is, for everything that loads, saves, compares or reports.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};

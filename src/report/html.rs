@@ -4,6 +4,8 @@
 //! The page's data are the plan and what the judge knows of it, as numbers: a body is told once, as a list of ops with their
 //! seconds, and the schedule is a list of calls of bodies. What is drawn of them is put together in the browser, by the program in
 //! `page/`, whose bundle is part of this file's output.
+//!
+//! Names reach the page as JSON without any `<` and become text nodes; the page's policy lets it load nothing.
 
 mod lanes;
 mod layers;

@@ -3,6 +3,9 @@
 //! What is computed element by element is computed for the elements that are taken, behind the lookup. The gradient of a
 //! lookup of one element a row compares positions with the index, which is computed where it is used, whereas a scatter is
 //! made in memory; and its sum over the row is the one element.
+//!
+//! So a loss over a large vocabulary makes no tensor of the logits' size. Plans for software that makes one are priced with it
+//! ([`fused_loss`](crate::plan::Execution::fused_loss)).
 
 use super::gather::greatest;
 use super::*;

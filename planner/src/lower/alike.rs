@@ -3,6 +3,8 @@
 //! Most stages of a deep model run the same layers under the same shardings on as many devices, so their programs differ in names
 //! alone, and what one of them takes the others take as well. Two lanes are compared node by node, forward and backward: wherever
 //! lowering looks, the one must be what the other is under one renaming of values. What cannot be paired so is lowered by itself.
+//!
+//! The prediction of deduplicated lanes equals that of all programs together, to the bit (`planner/tests/sketches.rs`).
 
 use super::{Cut, Derived};
 use altiplano_ir::expand::Expanded;

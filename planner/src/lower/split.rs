@@ -2,6 +2,8 @@
 //!
 //! The first part computes what is sent and no more. What the second needs of it is left in buffers, unless it is cheap to compute
 //! again from what is there anyway.
+//!
+//! The split is at what the stage sends; the rest are the gradients of weights, which `zb-h1` delays.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;

@@ -2,6 +2,8 @@
 //!
 //! Every rank holds the plan and compiles its own program; what the ranks must agree on is told over MPI, and what becomes of a rank
 //! that is lost is the watch's ([`crate::ranks`]). MPI is found when the crate is built, so all of this is behind the feature `mpi`.
+//!
+//! One thread makes all calls to MPI. The watch makes none, and ends the process whatever that thread waits for.
 
 pub mod collective;
 pub mod measure;

@@ -4,6 +4,8 @@
 //! All of it goes through a [`World`], over MPI where the processes are its ranks ([`crate::mpi`]), and else over connections to the
 //! first one, which is found through a directory that all see ([`rendezvous`]). What devices exchange goes other ways: over MPI, or
 //! through NCCL.
+//!
+//! No process decides alone what the others must do too: signals, checkpoints and losses are agreed on through the [`World`].
 
 pub mod connect;
 mod deputy;
