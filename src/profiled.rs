@@ -1,5 +1,9 @@
 //! Plans and predicts by a measured profile. The runtime lists its kernels, and the profile gives their times. The
 //! roofline prices kernels that the profile lacks, and these are counted.
+//!
+//! Devices share the cores of their own node alone. Traffic between nodes is priced in one place (`Profiled::collective_work` and
+//! `message_s`), from measurements of ranks or else from the cluster's figures. A profile changes choices and predictions, and never
+//! the programs of a plan, which is lowered by the figures of its cluster.
 
 use crate::error::Error;
 use crate::model::read_bytes;

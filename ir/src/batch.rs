@@ -7,6 +7,9 @@
 //! Some constants count summed samples, such as the divisor of a mean. They are found by following sums over the batch
 //! to the division that normalises them. Undecidable cases are reported, and a second trace at another size settles
 //! them.
+//!
+//! Sizes in a graph are those of one microbatch. Nodes and literals carry marks of the dimensions and constants that scale, and [`rebatch`]
+//! rewrites them.
 
 mod loss;
 

@@ -3,6 +3,9 @@
 //! the scale, which is thus found during training (Micikevicius et al. 2018, section 3.2).
 //!
 //! The scale is state of the training step, and the update changes it. So every executor of programs scales alike.
+//!
+//! Every stage computes the scale from the same count of gradients that are not finite. A skipped step selects the old values, so executors
+//! know nothing of it.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};

@@ -4,6 +4,8 @@
 //! notice the additional elements, they are masked by a value without effect: zero in a sum, the smallest number in a
 //! softmax. The result is an ordinary graph with the same semantics as the model. Parameters are zero in their padding
 //! and stay so, because no gradient reaches it.
+//!
+//! A padded plan also carries the model as it is, for everything that loads, saves, compares or reports.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};

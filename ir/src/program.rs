@@ -3,6 +3,14 @@
 //! A program has bodies, buffers and a schedule of calls. Bodies are local graphs that every device of the submesh runs
 //! with its own coordinates. Buffers connect bodies to each other and to the outside. Each body is written once, for
 //! any number of devices and microbatches, so a program for 16,384 devices is not larger than one for 16.
+//!
+//! A schedule has each call of a step once; the last of them may run among those of the next step ([`Program::late`]). Inputs, values,
+//! scalars, sums of gradients and the weights that a step began with are kept by step. One rule, [`Program::turns`], serves executors,
+//! checks and the planner's memory. A flush runs the late calls alone, and then those that update copies of weights
+//! ([`Program::flush`]).
+//!
+//! Stages that share devices are one program, which sends to itself as stages send to each other. A buffer may be in the memory of its
+//! device's host ([`Buffer::host`]). Bodies copy it by ops of their graphs, so storage, time and races follow as for any op.
 
 use crate::graph::{Graph, ValueId};
 use crate::mesh::Mesh;

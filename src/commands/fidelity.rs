@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// Predict every row of a table of measured training steps, and report the accuracy
 #[derive(Args)]
 pub struct Fidelity {
-    /// A CSV file with a measured step per row: its model, machine and degrees (columns in README.md)
+    /// A CSV file with a measured step per row: its model, machine and degrees (columns in docs/simulation.md)
     table: PathBuf,
     /// Print JSON: the figures, and every row with its prediction
     #[arg(long)]

@@ -1,4 +1,4 @@
-//! Tables of measured steps: CSV with a header and one measurement per row. README.md describes the columns.
+//! Tables of measured steps: CSV with a header and one measurement per row. docs/simulation.md describes the columns.
 
 use crate::Error;
 use altiplano_ir::recompute::Recompute;

@@ -4,6 +4,8 @@
 //! The page's data are the plan and its predictions, as numbers. A body is written once, as a list of ops with their
 //! seconds; the schedule is a list of calls of bodies. The program in `page/`, whose bundle is embedded, draws
 //! everything in the browser.
+//!
+//! Names reach the page as JSON without any `<` and become text nodes; the page's policy lets it load nothing.
 
 mod lanes;
 mod layers;

@@ -1,4 +1,7 @@
 //! Trains a plan on the workers of this machine.
+//!
+//! Workers, GPUs and ranks go through one loop of steps ([`train_on`]). Steps of less than a tenth of a second are queued on devices ahead
+//! of time if nobody reads the state in between. A step is timed from the end of the step before to its own end on all devices.
 
 mod bounds;
 pub mod checkpoint;

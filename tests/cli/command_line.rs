@@ -10,6 +10,44 @@ fn the_demo_trains_alike_on_four_workers_and_on_one() {
     assert!(text.trim_end().ends_with("The losses agree."), "{text}");
 }
 
+/// The words of a command line, in which quotes hold some together.
+fn words(command: &str) -> Vec<String> {
+    let parts = command.split('\'').enumerate();
+    parts
+        .flat_map(|(i, part)| match i % 2 {
+            0 => part.split_whitespace().map(String::from).collect(),
+            _ => vec![part.to_string()],
+        })
+        .collect()
+}
+
+#[test]
+fn commands_of_the_readme_run() {
+    let scratch = Scratch::new();
+    std::fs::copy(DEMO, scratch.path("model.mlir")).expect("a model");
+    let config =
+        r#"{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 1024}"#;
+    scratch.file("config.json", config);
+    let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).expect("the README");
+    // Files that PyTorch writes are not here.
+    let commands = readme.lines().filter_map(|line| line.strip_prefix("    $ altiplano "));
+    let commands: Vec<&str> = commands.filter(|c| !c.contains("model.pt2") && !c.contains("model.onnx")).collect();
+    for command in &commands {
+        let in_scratch = |word: String| {
+            let is_file = [".json", ".html", ".mlir"].iter().any(|end| word.ends_with(end)) && !word.contains('/');
+            if is_file {
+                scratch.path(&word).display().to_string()
+            } else {
+                word.replace("examples/models/gpt-small-demo.mlir", DEMO)
+            }
+        };
+        let words: Vec<String> = words(command).into_iter().map(in_scratch).collect();
+        succeeds(&words.iter().map(String::as_str).collect::<Vec<_>>());
+    }
+    assert!(commands.len() >= 9, "{commands:?}");
+    assert!(scratch.path("plan.json").exists() && scratch.path("plan.html").exists());
+}
+
 #[test]
 fn a_plan_is_written_inspected_and_the_same_twice() {
     let scratch = Scratch::new();

@@ -5,6 +5,9 @@
 //!
 //! The gradient of a lookup of one element per row compares positions with the index. Its users compute the comparison
 //! on the fly, whereas a scatter is written to memory. The sum of this gradient over the row is the one element.
+//!
+//! So a loss over a large vocabulary makes no tensor of the logits' size. Plans for software that makes one are priced with it
+//! ([`fused_loss`](crate::plan::Execution::fused_loss)).
 
 use super::gather::greatest;
 use super::*;

@@ -4,6 +4,8 @@
 //! differ only in names, so one prediction serves all of them. Two lanes are compared node by node, forward and
 //! backward: wherever lowering looks, one must be the other under one renaming of values. Lanes that cannot be paired
 //! are lowered separately.
+//!
+//! The prediction of deduplicated lanes equals that of all programs together, to the bit (`planner/tests/plans/sketches.rs`).
 
 use super::{Cut, Derived};
 use altiplano_ir::expand::Expanded;

@@ -3,6 +3,8 @@
 //!
 //! The first part computes only the values that are sent. Values of it that the second part needs pass through buffers,
 //! unless they are cheap to recompute from values that are available anyway.
+//!
+//! The split is at what the stage sends; the rest are the gradients of weights, which `zb-h1` delays.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;

@@ -3,6 +3,8 @@
 //!
 //! Every rank holds the plan and compiles its own program. Ranks agree over MPI, and the watch ([`crate::ranks`])
 //! handles lost ranks. MPI is located when the crate is built, so all of this is behind the feature `mpi`.
+//!
+//! One thread makes all calls to MPI. The watch makes none, and ends the process whatever that thread waits for.
 
 pub mod collective;
 pub mod measure;

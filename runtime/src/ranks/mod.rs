@@ -4,6 +4,8 @@
 //! All of it goes through a [`World`]. It uses MPI if the processes are its ranks ([`crate::mpi`]). Otherwise it uses
 //! connections to the first process, found through a shared directory ([`rendezvous`]). The tensors of devices travel
 //! separately, over MPI or NCCL.
+//!
+//! No process decides alone what the others must do too: signals, checkpoints and losses are agreed on through the [`World`].
 
 pub mod connect;
 mod deputy;
