@@ -105,7 +105,8 @@ fn half_precision() {
 fn small_models_of_many_kinds_as_jax_computes_them() {
     for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space", "windows"] {
         let file = |ending: &str| format!("{}/tests/models/{name}.{ending}", env!("CARGO_MANIFEST_DIR"));
-        for options in PLANS.into_iter().chain([CHOICES[2]]) {            // Some models have too few layers or samples for some degrees.
+        for options in PLANS.into_iter().chain([CHOICES[2]]) {
+            // Some models have too few layers or samples for some degrees.
             if name != "state-space" || !options.contains(&"local:8") {
                 agrees(&file("mlir"), options, Some(&file("safetensors")));
             }
