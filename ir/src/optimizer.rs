@@ -17,15 +17,15 @@ use serde::{Deserialize, Serialize};
 /// sharded. The ratio is 1 if one of the norms is 0. By default, parameters of one dimension (biases and gains) have no
 /// ratio and step by the learning rate alone.
 ///
-/// The papers write a ratio for every layer. But their implementations omit it there, since such a tensor may start at
-/// zero: LAMB's of BERT by name, and LARS's of ResNet-50 for batch normalisation and biases.
+/// The papers write a ratio for every layer. Their implementations omit it for such parameters, which may start at
+/// zero. LAMB's for BERT excludes them by name, and LARS's for ResNet-50 excludes batch normalisation and biases.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Optimizer {
     /// `u = momentum * u + g + weight_decay * p; p -= lr * u`. With zero momentum there is no state.
     Sgd { momentum: f64, weight_decay: f64 },
-    /// Nesterov momentum (Sutskever et al. 2013, equation 7, in the form that frameworks use): `u = momentum * u + g +
-    /// weight_decay * p; p -= lr * (g + weight_decay * p + momentum * u)`.
+    /// Nesterov momentum (Sutskever et al. 2013, equation 7, in the form that frameworks use):
+    /// `u = momentum * u + g + weight_decay * p; p -= lr * (g + weight_decay * p + momentum * u)`.
     Nesterov { momentum: f64, weight_decay: f64 },
     /// Adam (Kingma & Ba 2015), with decay added to the gradient.
     Adam {
@@ -46,8 +46,8 @@ pub enum Optimizer {
         #[serde(default = "yes")]
         bias_correction: bool,
     },
-    /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), with decay added to the gradient: `v = decay * v + (1 - decay) *
-    /// g^2`, `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
+    /// RMSProp (Tieleman & Hinton 2012, lecture 6.5), with decay added to the gradient:
+    /// `v = decay * v + (1 - decay) * g^2`, `u = momentum * u + g / (sqrt(v) + epsilon)`, `p -= lr * u`.
     Rmsprop {
         decay: f64,
         epsilon: f64,
@@ -57,8 +57,8 @@ pub enum Optimizer {
         #[serde(default, skip_serializing_if = "is_false")]
         epsilon_in_root: bool,
     },
-    /// Adagrad (Duchi, Hazan & Singer 2011), with decay added to the gradient: `s += g^2; p -= lr * g / (sqrt(s) +
-    /// epsilon)`.
+    /// Adagrad (Duchi, Hazan & Singer 2011), with decay added to the gradient:
+    /// `s += g^2; p -= lr * g / (sqrt(s) + epsilon)`.
     Adagrad {
         epsilon: f64,
         weight_decay: f64,
@@ -66,9 +66,9 @@ pub enum Optimizer {
         #[serde(default, skip_serializing_if = "is_false")]
         epsilon_in_root: bool,
     },
-    /// Adadelta (Zeiler 2012, algorithm 1), with decay added to the gradient: `v = rho * v + (1 - rho) * g^2`, `d = g *
-    /// sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its usual learning rate
-    /// is 1.
+    /// Adadelta (Zeiler 2012, algorithm 1), with decay added to the gradient: `v = rho * v + (1 - rho) * g^2`,
+    /// `d = g * sqrt(u + epsilon) / sqrt(v + epsilon)`, `u = rho * u + (1 - rho) * d^2`, `p -= lr * d`. Its usual
+    /// learning rate is 1.
     Adadelta { rho: f64, epsilon: f64, weight_decay: f64 },
     /// LARS (You, Gitman & Ginsburg 2017, algorithm 1): `r = trust * |p| / (|g| + weight_decay * |p|)`,
     /// `u = momentum * u + lr * r * (g + weight_decay * p)`, `p -= u`.
@@ -80,11 +80,12 @@ pub enum Optimizer {
         #[serde(default, skip_serializing_if = "is_false")]
         ratio_of_all: bool,
     },
-    /// LARC (Ginsburg, Gitman & You 2018): LARS with a layer's rate limited to the given one. `r = min(trust * |p| /
-    /// (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`, `p -= u`.
+    /// LARC (Ginsburg, Gitman & You 2018): LARS with a layer's rate limited to the given one.
+    /// `r = min(trust * |p| / (|g| + weight_decay * |p|), lr)`, `u = momentum * u + r * (g + weight_decay * p)`,
+    /// `p -= u`.
     Larc { momentum: f64, weight_decay: f64, trust: f64 },
-    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi): `d = m_hat / (sqrt(v_hat) + epsilon) +
-    /// weight_decay * p` with Adam's averages, `p -= lr * |p| / |d| * d`.
+    /// LAMB (You et al. 2020, algorithm 2, with the identity for its phi):
+    /// `d = m_hat / (sqrt(v_hat) + epsilon) + weight_decay * p` with Adam's averages, `p -= lr * |p| / |d| * d`.
     Lamb {
         beta1: f64,
         beta2: f64,

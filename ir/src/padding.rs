@@ -157,10 +157,11 @@ const NEGLIGIBLE: f64 = 0.005;
 const MOST: f64 = 0.2;
 
 /// Padded forms of the model. The first pads only sizes that grow slightly. The second also pads sizes that have no
-/// divisor in common with `near`. The list is empty if there is nothing to pad.
+/// divisor in common with `near`, to a multiple of `near`. The list is empty if there is nothing to pad.
 ///
-/// `near` is a number of devices, such as those of a node. Padded sizes divide by it, into multiples of `unit` if
-/// possible. They also divide by `all` devices if that takes hardly more.
+/// `near` is a number of devices, such as those of a node. A size that grows slightly becomes a multiple of
+/// `near * unit` that `all` devices divide. If that is too much growth, it becomes a multiple of `near * unit`, of
+/// `near`, or of `unit`.
 pub fn variants(graph: &Graph, [unit, near, all]: [u64; 3]) -> Vec<Padded> {
     let good = near.saturating_mul(unit);
     if good <= 1 {

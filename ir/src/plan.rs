@@ -432,8 +432,8 @@ pub struct Plan {
     pub servers: Option<ParameterServers>,
     #[serde(default, skip_serializing_if = "Goal::is_latency")]
     pub goal: Goal,
-    /// The number of stages per lane, a block of devices. With `p` lanes, lane `l` has the stages `l`, `l + p`, `l +
-    /// 2p`, ...
+    /// The number of stages per lane, a block of devices. With `p` lanes, lane `l` has the stages `l`, `l + p`,
+    /// `l + 2p`, ...
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
     pub optimizer: Optimizer,

@@ -186,8 +186,7 @@ pub struct Program {
     /// waiting for others to end the previous one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub flush: Vec<Call>,
-    /// True if GPUs run each pair of products around a large value as one kernel
-    /// ([`crate::plan::Execution::fused_attention`]).
+    /// True if GPUs run the products around large values as one kernel ([`crate::plan::Execution::fused_attention`]).
     pub fused_attention: bool,
 }
 

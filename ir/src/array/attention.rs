@@ -44,8 +44,8 @@ fn broadcast_dims(g: &mut Graph, x: ValueId, shape: &[u64], dims: &[usize]) -> B
     g.push(Op::BroadcastInDim(op), &[x])
 }
 
-/// [`attention_of_heads`] with heads before positions: `q` is `[B, H, S, D]`, `k` is `[B, Hkv, T, D]`, `v` is `[B, Hkv,
-/// T, Dv]`, and the result is `[B, H, S, Dv]`.
+/// [`attention_of_heads`] with heads before positions: `q` is `[B, H, S, D]`, `k` is `[B, Hkv, T, D]`, `v` is
+/// `[B, Hkv, T, Dv]`, and the result is `[B, H, S, Dv]`.
 pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attention) -> Built {
     if [q, k, v].iter().any(|&x| g.shape(x).len() != 4) {
         return Err(ShapeError::Attribute("attention takes queries, keys and values of four dimensions"));
@@ -56,9 +56,10 @@ pub fn attention(g: &mut Graph, q: ValueId, k: ValueId, v: ValueId, how: &Attent
     permute(g, mixed, &[0, 2, 1, 3])
 }
 
-/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, S, H, D]`, `k` of `[B, T, Hkv, D]` and `v` of `[B, T, Hkv,
-/// Dv]`. Each head of the keys serves `H / Hkv` heads of the queries. The mask broadcasts to `[B, H, S, T]`. Booleans
-/// are true for visible keys, and numbers are added to the scores. The result is `[B, S, H, Dv]`.
+/// `softmax(q k^T scale + mask) v` for `q` of shape `[B, S, H, D]`, `k` of `[B, T, Hkv, D]` and `v` of
+/// `[B, T, Hkv, Dv]`. Each head of the keys serves `H / Hkv` heads of the queries. The mask broadcasts to
+/// `[B, H, S, T]`. Booleans are true for visible keys, and numbers are added to the scores. The result is
+/// `[B, S, H, Dv]`.
 pub fn attention_of_heads(
     g: &mut Graph,
     q: ValueId,
@@ -73,8 +74,8 @@ pub fn attention_of_heads(
     attend(g, weights, v, [b, s, heads, width])
 }
 
-/// The weight of each key for each query, as input of [`attend`]: `[B, H, S, T]`, or in groups of heads `[B, Hkv, S, H
-/// / Hkv, T]`.
+/// The weight of each key for each query, as input of [`attend`]: `[B, H, S, T]`, or in groups of heads
+/// `[B, Hkv, S, H / Hkv, T]`.
 pub fn attention_weights(
     g: &mut Graph,
     q: ValueId,

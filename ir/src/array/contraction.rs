@@ -67,8 +67,8 @@ pub struct Conv {
     pub output_padding: Vec<u64>,
 }
 
-/// A convolution of `x` `[N, C, spatial..]` with `w` `[out, in / groups, spatial..]`, or `[in, out / groups,
-/// spatial..]` if transposed.
+/// A convolution of `x` `[N, C, spatial..]` with `w` `[out, in / groups, spatial..]`, or
+/// `[in, out / groups, spatial..]` if transposed.
 pub fn convolution(g: &mut Graph, x: ValueId, w: ValueId, bias: Option<ValueId>, conv: &Conv) -> Built {
     let (shape, kernel) = (g.shape(x).to_vec(), g.shape(w).to_vec());
     let n = shape.len().saturating_sub(2);

@@ -143,9 +143,9 @@ fn combined(g: &mut Graph, before: Mixed, more: Mixed) -> Result<Mixed, ShapeErr
     Ok(Mixed { most, sum, values: added([before.values, more.values])? })
 }
 
-/// The keys that the queries of causal attention see in a round, in which block `i` meets block `(i + round) mod
-/// blocks`. In their own block they see the keys that are not ahead, in earlier blocks all keys, and in later blocks
-/// none. Blocks of different lengths are compared position by position.
+/// The keys that the queries of causal attention see in a round, in which block `i` meets block
+/// `(i + round) mod blocks`. In their own block they see the keys that are not ahead, in earlier blocks all keys, and
+/// in later blocks none. Blocks of different lengths are compared position by position.
 fn seen_in_round(g: &mut Graph, round: u64, [blocks, rows, columns]: [u64; 3], groups: bool) -> Built {
     let spread = |g: &mut Graph, seen: ValueId, [blocks, rows, columns]: [u64; 3]| match groups {
         true => reshape(g, seen, &[blocks, 1, rows, 1, columns]),

@@ -124,8 +124,8 @@ fn with_matrices(
     array::permute(g, y, &order).map(Some)
 }
 
-/// A product that also sums over groups, where a mask keeps each row in one of them: `sum over g, k of x[r, k] mask[g,
-/// r] w[g, k, n]`.
+/// A product that also sums over groups, where a mask keeps each row in one of them:
+/// `sum over g, k of x[r, k] mask[g, r] w[g, k, n]`.
 fn of_masked(g: &mut Graph, dot: &DotGeneral, lhs: ValueId, rhs: ValueId) -> Option<ValueId> {
     if dot.lhs_contract.len() != 2 || !dot.lhs_batch.is_empty() || !g.ty(lhs).dtype.is_float() {
         return None;

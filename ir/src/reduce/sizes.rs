@@ -81,8 +81,7 @@ impl Sizes {
     }
 
     /// Equates dimensions of one factor. If an op needs a factor whole and only one tensor has it, the rule does not
-    /// describe its relation to other sizes, so it is fixed. An exception are the rows of a `table`, which may become
-    /// fewer.
+    /// describe its relation to other sizes, so it is fixed. Rows of a `table` are an exception, and may become fewer.
     fn follow(
         &mut self,
         rule: &ShardingRule,

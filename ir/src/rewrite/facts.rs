@@ -15,7 +15,7 @@ const HIDDEN: f64 = -1e4;
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fact {
-    /// All elements are this number, which is proportional to `batch_power` powers of the batch.
+    /// All elements are this number, which scales with the batch to the power `batch_power`.
     Number { value: f64, batch_power: i8 },
     /// A causal mask, repeated along all but two dimensions. It is true (or 0) where the position in `row` is at least
     /// that in `column`. Elsewhere it is false (or hides the score).

@@ -459,7 +459,7 @@ impl Compiler<'_> {
         (self.groups[g].open && member && view.is_all_of(self.stored_elements[view.root.index()])).then_some(g)
     }
 
-    /// Prepares `o` for a chain: computes it, and copies it if the chain would read it with a large stride.
+    /// Prepares `o` for a chain: computes it, and copies it if it is large and the chain would read it with a stride.
     fn prepare_load(&mut self, o: ValueId) {
         let Place::View(view) = self.place(o).clone() else { return };
         self.close_group_of(view.root);

@@ -92,8 +92,8 @@ impl StateSpace {
         Ok(array::permute(g, x, &[0, 2, 1])?)
     }
 
-    /// The values that each token reads from the state: `[B, S, heads, width]`. `[values, taken, asked]` are `[B, S,
-    /// heads, width]` and twice `[B, S, groups * state]`, `step` is `[B, S, heads]`, and `rate` is `[heads]`.
+    /// The values that each token reads from the state: `[B, S, heads, width]`. `[values, taken, asked]` are
+    /// `[B, S, heads, width]` and twice `[B, S, groups * state]`, `step` is `[B, S, heads]`, and `rate` is `[heads]`.
     fn scanned(&self, g: &mut Graph, parts: [ValueId; 3], step: ValueId, rate: ValueId) -> array::Built {
         let [values, taken, asked] = parts;
         let [batch, tokens, heads, width] = g.shape(values)[..] else {

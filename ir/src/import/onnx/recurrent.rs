@@ -1,5 +1,5 @@
-//! Recurrent layers. The operands are the sequence `[T, B, I]`, weights `[directions, gates H, I]` and `[directions,
-//! gates H, H]`, the biases of both concatenated, lengths, and the initial states `[directions, B, H]`.
+//! Recurrent layers. The operands are the sequence `[T, B, I]`, weights `[directions, gates H, I]` and
+//! `[directions, gates H, H]`, the biases of both concatenated, lengths, and the initial states `[directions, B, H]`.
 
 use super::call::{Call, Many, attribute, bad_value};
 use super::report::Reject;
