@@ -260,7 +260,7 @@ impl NodeLink {
     /// | `nvlink` | wired as in a DGX-1 |
     /// | `nvlink-mesh`, `xgmi` | each wired to every other alike; `bytes_per_s` is all links of a device together |
     /// | `nvswitch` | connected by switches, of the generation of the device's NVLink |
-    /// | `infinity-fabric` | wired somehow; `bytes_per_s` is what a ring finds |
+    /// | `infinity-fabric` | of unspecified wiring; `bytes_per_s` is the bandwidth of a ring |
     /// | `pcie` | on PCIe |
     /// | `shared-memory` | CPU workers of one machine |
     ///

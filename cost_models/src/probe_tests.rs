@@ -105,7 +105,7 @@ fn a_probed_machine_is_the_one_of_the_catalogue() {
     // Two slower ports for storage.
     let cards: Vec<Nic> = nics(8, 200.0).into_iter().chain(nics(2, 100.0)).collect();
     let mut found = gpu_group(4, &gpus, Some(&connections), &cards).unwrap();
-    // The GPUs do not tell what the node itself has.
+    // The GPUs do not tell the memory of the node itself.
     let known = preset("dgx-a100:4").unwrap().groups.remove(0);
     assert_eq!(found, Group { host_memory_bytes: None, ..known });
     let efa: Vec<Nic> =

@@ -53,8 +53,8 @@ impl SharedStage {
 }
 
 /// Simulates one step. As in [`crate::pipeline::simulate_order`], a call starts when its lane is free and its operand
-/// has arrived. A stage makes one transfer after the other; transfers take no core, and the same time whoever is busy.
-/// If times do not depend on the number of busy devices, both functions give the same result.
+/// has arrived. A stage makes one transfer after the other; transfers take no core, and always the same time. If times
+/// do not depend on the number of busy devices, both functions give the same result.
 pub fn simulate_shared(
     stages: &[SharedStage],
     order: &Order,

@@ -58,8 +58,8 @@ impl Again {
         (full, if self.others == Recompute::Selective { 1.0 - full } else { 0.0 })
     }
 
-    /// Returns true if this fraction of a stage with this many layers is less than all of them, and more than a smaller
-    /// fraction gives.
+    /// Returns true if all layers of the stage have one level, or if this fraction gives fewer full layers than all of
+    /// them and more than the next smaller fraction.
     pub fn is_distinct(self, layers: usize) -> bool {
         let (part, of) = self.full;
         let smaller = || Again { full: (part.saturating_sub(1), of), ..self }.full_layers(layers);

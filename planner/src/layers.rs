@@ -4,8 +4,8 @@
 //! period gives layers that are solved once. The parts before and after are cut in the same way, such as an encoder
 //! before a decoder.
 //!
-//! If nothing repeats, layers have about equal work and cuts go where the least data crosses, as in the clustering
-//! program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so another number
+//! If nothing repeats, layers have about equal work and cuts go where the least data crosses. This follows the
+//! clustering program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so another number
 //! of layers would give no new stages.
 
 use altiplano_ir::graph::{Graph, ValueId};
@@ -139,7 +139,7 @@ impl Sequence<'_> {
         let (first, last) = (self.heavy.iter().find(|i| is_heavy(i)), self.heavy.iter().rfind(|i| is_heavy(i)));
         // A layer without a product would do no work.
         let between = |i: usize| first.is_none_or(|&first| first < i) && last.is_none_or(|&last| i <= last);
-        // Cuts are tried only at the cheapest position of each small window, which keeps this quadratic in a few hundred.
+        // Cuts are tried only at the cheapest position of each small window, so the quadratic search has a few hundred.
         let window = (nodes.len() / 256).max(1);
         let mut positions: Vec<usize> = (nodes.start + 1..nodes.end)
             .step_by(window)

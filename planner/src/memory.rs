@@ -759,8 +759,8 @@ impl Walk<'_> {
         end - 1
     }
 
-    /// A lasting buffer that is made anew in other storage is still one tensor. It is absent between the end of the old
-    /// storage and the start of the new one, or exists twice between the start of the new and the end of the old.
+    /// A lasting buffer that is made anew in other storage is still one tensor. If the old storage ends before the new
+    /// one starts, the tensor is absent in between. Otherwise it exists twice for a while.
     fn renewed(&mut self, old: usize, new: usize) -> usize {
         let kind = self.kind;
         let gone = self.tensors[old].gone.filter(|m| m.kind == kind);

@@ -129,7 +129,7 @@ impl BodyWork {
     }
 
     /// Prices collectives. Those of one kind over the same axes are sent together, up to `bucket_bytes` at a time. Each
-    /// takes its share of the bucket's seconds, and the first is issued for all.
+    /// takes its share of the bucket's seconds, and the first carries the issue time of all.
     fn price_collectives(&self, costs: &mut [Price], prices: &Prices<'_>, bucket_bytes: u64) {
         #[derive(Default)]
         struct Bucket {

@@ -202,10 +202,10 @@ pub enum NoStages {
 /// devices: hence the maximum. Of equally fast plans (within 1e-10) the one with fewer stages is
 /// returned, then the one whose first stage ends earliest, and so on.
 ///
-/// Devices are counted, not placed, during the search; this loses nothing if the sizes of the shapes divide one
-/// another (see [`super::submesh::place`]). If they do not and the fastest stages cannot be placed, the answer is the
-/// best plan from one family of shapes that always can (see [`super::submesh::packable_families`]), and `bound_s` tells
-/// how much this may have cost.
+/// Devices are counted, not placed, during the search. This loses nothing if the sizes of the shapes divide one another
+/// (see [`super::submesh::place`]). If they do not, the fastest stages may be impossible to place. Then the answer is
+/// the best plan from one family of shapes that can always be placed (see [`super::submesh::packable_families`]), and
+/// `bound_s` tells how much this may have cost.
 ///
 /// # Errors
 /// [`NoStages`] if nothing fits; all of it is about the input.

@@ -1,5 +1,5 @@
-//! Pipelines whose stages share devices. Each lane has several stages, which interleaved 1F1B runs in turns, so that
-//! the bubble shrinks from the length of a lane to that of one of its stages (Narayanan et al. 2021, section 2.2.2).
+//! Pipelines whose stages share devices. Each lane has several stages, which interleaved 1F1B runs in turns. So the
+//! bubble shrinks from the length of a lane to that of one of its stages (Narayanan et al. 2021, section 2.2.2).
 //!
 //! All lanes get equal submeshes. All stages get one mesh and configuration, or one that dominates it. Layers are cut
 //! where the longest stage is shortest, and the schedule is simulated with the search's estimates. The few best
@@ -256,8 +256,8 @@ impl<'a> Runs<'a> {
     }
 }
 
-/// For each number of runs up to `most`, cuts the layers into that many consecutive runs such that the longest is as
-/// short as possible, and then the sum of squares is least. `None` where no run is possible.
+/// For each number of runs up to `most`, cuts the layers into that many consecutive runs. The longest run is as short
+/// as possible, and among such cuts the sum of squares is least. `None` where no run is possible.
 fn even_cuts(layers: usize, most: usize, seconds: impl Fn(usize, usize) -> f64) -> Vec<Option<Vec<usize>>> {
     // By number of runs minus one and end: the longest run, the squares so far, and the start of the last run.
     let mut rows: Vec<Vec<(f64, f64, usize)>> = Vec::new();

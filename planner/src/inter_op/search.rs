@@ -111,8 +111,8 @@ impl Found<'_> {
 /// Logical meshes of a submesh that match the fixed degrees.
 fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
-    // Unless axes are named, each may play either role. Then two meshes are equivalent if they differ only in the axis
-    // that has size 1, or, within a node, where all links are alike, in the order of their axes.
+    // Unless axes are named, each may play either role. Then meshes with the same two sizes are equivalent if one size
+    // is 1. Within a node, where all links are alike, they always are.
     let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
     let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Try most data parallelism first, so that equal meshes are named after it.

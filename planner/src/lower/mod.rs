@@ -1,10 +1,12 @@
 //! Lowers a plan to programs. Each lane (the devices that one or more stages share) gets one SPMD program with explicit
 //! collectives.
 //!
-//! The forward graph is differentiated once. Each stage then gets a forward body (its nodes under the plan's
-//! strategies), a backward body (their backward nodes, under strategies that follow from the forward ones), a body that
-//! reduces gradients and one that updates. Forward values that the backward pass needs are saved or recomputed. Results
-//! of elementwise ops are cheaper to recompute than to keep; full recomputation repeats everything inside a layer.
+//! The forward graph is differentiated once. Each stage then gets four bodies: forward, backward, reduction of
+//! gradients and update. The forward body holds the stage's nodes under the plan's strategies. The backward body holds
+//! their backward nodes, under strategies that follow from the forward ones.
+//!
+//! Forward values that the backward pass needs are saved or recomputed. Results of elementwise ops are cheaper to
+//! recompute than to keep; full recomputation repeats everything inside a layer.
 
 mod alike;
 mod body;
