@@ -12,57 +12,57 @@ use clap::{Args, ValueEnum};
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct FixedOptions {
     /// Samples per microbatch, over all replicas
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Cluster and batch")]
     microbatch: Option<u64>,
     /// Number of microbatches: the global batch divided by --microbatch
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Cluster and batch")]
     num_microbatches: Option<u32>,
     /// Samples per microbatch and replica: --microbatch divided by the data-parallel degree
-    #[arg(long, value_name = "N", conflicts_with = "microbatch")]
+    #[arg(long, value_name = "N", conflicts_with = "microbatch", help_heading = "Cluster and batch")]
     micro_batch_size: Option<u64>,
     /// Degree of data parallelism
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     dp: Option<u32>,
     /// Devices that shard parameters and have their own samples: --dp N --zero 3
     #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["dp", "zero"])]
     data_parallel_shard_degree: Option<u32>,
     /// Degree of tensor parallelism
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     pub tp: Option<u32>,
     /// Degree of pipeline parallelism: blocks of devices, with one stage each unless --virtual-stages is given
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     pp: Option<u32>,
     /// Degree of context parallelism: devices that split the positions of samples, in addition to the other degrees
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     cp: Option<u32>,
     /// Degree of expert parallelism: parts over which experts are distributed, within the devices of the other degrees
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     ep: Option<u32>,
     /// Stages that share each block of devices (interleaved 1f1b); 1 turns it off
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     virtual_stages: Option<u32>,
     /// Layout of parameters and values by name pattern: `params*['w']=[{}, {tensor}]`, with axes sized by --dp and --tp
-    #[arg(long, value_name = "PATTERN=SHARDING")]
+    #[arg(long, value_name = "PATTERN=SHARDING", help_heading = "Parallelism")]
     pub pin: Vec<NamedPin>,
     /// Shard over the data axis: 1 optimizer state, 2 also gradients, 3 also parameters
-    #[arg(long, value_name = "0..3")]
+    #[arg(long, value_name = "0..3", help_heading = "Memory")]
     zero: Option<u8>,
     /// Offload to host memory: optimizer (its state), activations, both with a comma between, or all; auto offloads
     /// only what is needed to fit, or where it beats recomputation, on GPUs [default: none]
-    #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse)]
+    #[arg(long, value_name = "auto|none|all|PART,..", value_parser = OffloadName::parse, help_heading = "Memory")]
     offload: Option<OffloadName>,
     /// Recompute activations in the backward pass instead of keeping them
-    #[arg(long)]
+    #[arg(long, help_heading = "Memory")]
     recompute: Option<RecomputeName>,
     /// Pipeline schedule; pipedream has no flush between steps, and gradients are one step late
-    #[arg(long)]
+    #[arg(long, help_heading = "Schedule")]
     schedule: Option<ScheduleName>,
     /// When gradients update the weights; stale: one step late, reduced while the next step runs [default: synchronous]
-    #[arg(long)]
+    #[arg(long, help_heading = "Schedule")]
     update: Option<UpdateName>,
     /// Objective for a model that is run without training (--loss none): latency of a batch, or throughput of a stream of
     /// batches [default: latency]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Schedule")]
     goal: Option<GoalName>,
 }
 

@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 
 /// Options of reading a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
+#[command(next_help_heading = "Model")]
 pub struct ModelOptions {
     /// Trained arguments, by position, range, name or pattern (0-11, params, params['h*, *lora*); if the file marks its
     /// parameters, all others are frozen
@@ -216,79 +217,80 @@ impl ModelOptions {
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
     /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
-    #[arg(long, value_name = "CLUSTER")]
+    #[arg(long, value_name = "CLUSTER", help_heading = "Cluster and batch")]
     cluster: Option<String>,
     /// A devices file of `altiplano calibrate`, which replaces catalogue devices of the same names
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Cluster and batch")]
     devices: Option<PathBuf>,
     /// Samples per optimizer step [default: the traced batch]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Cluster and batch")]
     global_batch: Option<u64>,
     #[command(flatten)]
     fixed: FixedOptions,
     /// Optimizer, with the settings of its paper [default: adamw]
-    #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES), help_heading = "Optimizer")]
     optimizer: Option<String>,
     #[command(flatten)]
     settings: OptimizerSettings,
     /// Clip the gradient norm of all parameters together to this value
-    #[arg(long, value_name = "NORM", value_parser = positive)]
+    #[arg(long, value_name = "NORM", value_parser = positive, help_heading = "Optimizer")]
     clip_norm: Option<f64>,
     /// Scale the loss for gradients too small for f16: dynamic, dynamic:INITIAL, dynamic:INITIAL:STEPS (grows after
     /// STEPS steps without overflow), a fixed number, or off [default: dynamic:65536:2000 for f16, else off]
-    #[arg(long, value_name = "SCALE", value_parser = scaling)]
+    #[arg(long, value_name = "SCALE", value_parser = scaling, help_heading = "Optimizer")]
     loss_scale: Option<Scaling>,
     /// Use the last N devices as parameter servers that hold the weights; all others are workers with a replica of the
     /// model each
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
     parameter_servers: Option<u32>,
     /// Let servers update after each worker's push, without waiting for others; gradients are late by as many updates
     /// as there are other workers
-    #[arg(long, requires = "parameter_servers")]
+    #[arg(long, requires = "parameter_servers", help_heading = "Parallelism")]
     asynchronous: bool,
     /// Predict plans by a profile that `altiplano profile` measured on this machine
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Cluster and batch")]
     profile: Option<PathBuf>,
     /// Plan for what this software can run, as it runs it [default: altiplano]
-    #[arg(long)]
+    #[arg(long, help_heading = "Target")]
     target: Option<TargetName>,
     /// Treat attention as one kernel that never writes its scores [default: auto, by the target's software, the model's
     /// heads and the devices]
-    #[arg(long, value_name = "auto|yes|no", value_enum)]
+    #[arg(long, value_name = "auto|yes|no", value_enum, help_heading = "Target")]
     fused_attention: Option<FusedName>,
     /// Attention FLOPs in the MFU: those that masks leave (computed), or all, as PaLM and Megatron-LM count (full)
     /// [default: computed]
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = "Target")]
     mfu_convention: Option<ConventionName>,
     /// Prefer the fastest plan, or one GPU if more are hardly faster [default: simplest]
-    #[arg(long)]
+    #[arg(long, help_heading = "Search")]
     prefer: Option<Preference>,
     /// Search only Alpa's space, for comparison
-    #[arg(long)]
+    #[arg(long, help_heading = "Search")]
     search: Option<SearchName>,
     /// Pad sizes that devices do not divide, such as a vocabulary of 50257 to 50304, if the plan is then faster
     /// [default: auto]
-    #[arg(long)]
+    #[arg(long, help_heading = "Search")]
     pad: Option<PadName>,
     /// Send keys and values of attention around a ring: if the plan is then better (auto), never (none), or in this
     /// number of blocks wherever possible [default: auto]
-    #[arg(long, value_parser = ring, value_name = "N|auto|none")]
+    #[arg(long, value_parser = ring, value_name = "N|auto|none", help_heading = "Memory")]
     ring: Option<Ring>,
     /// Compute the logits of a cross-entropy in chunks of positions to save memory: if the plan is then better (auto),
     /// never (none), or in this number of chunks wherever possible [default: auto]
-    #[arg(long, value_parser = loss_chunks, value_name = "N|auto|none")]
+    #[arg(long, value_parser = loss_chunks, value_name = "N|auto|none", help_heading = "Memory")]
     loss_chunks: Option<LossChunks>,
     /// Allow microbatches although the loss is no mean or sum over samples
-    #[arg(long)]
+    #[arg(long, help_heading = "Cluster and batch")]
     allow_microbatch_semantics: bool,
     /// Cache search results in this folder and reuse them: the plan is the same, and later searches of similar models
     /// are faster
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = "Search")]
     cache: Option<PathBuf>,
 }
 
 /// Optimizer settings that override those of its paper.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
+#[command(next_help_heading = "Optimizer")]
 pub struct OptimizerSettings {
     /// Momentum of sgd, rmsprop, lars and larc
     #[arg(long, value_name = "X", value_parser = below_one)]

@@ -19,20 +19,20 @@ pub struct Plan {
     #[command(flatten)]
     plan: PlanOptions,
     /// Write the plan to this file
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", help_heading = "Output")]
     output: Option<PathBuf>,
     /// Write an HTML page to this file, as `altiplano inspect --html` does
-    #[arg(long, value_name = "FILE", conflicts_with = "frontier")]
+    #[arg(long, value_name = "FILE", conflicts_with = "frontier", help_heading = "Output")]
     html: Option<PathBuf>,
     /// Show the changes from this plan, of the same model or a similar one
-    #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"])]
+    #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"], help_heading = "Output")]
     from: Option<PathBuf>,
     /// Print the Pareto frontier of plans in seconds, bytes, devices and price; with -o, write each plan to a numbered
     /// file
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     frontier: bool,
     /// Print the plan as JSON instead of the report; with --frontier, its table; without a plan, the reason
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     json: bool,
 }
 

@@ -11,6 +11,7 @@ mod offload;
 mod offload_activations;
 mod pipelines;
 mod random_pairs;
+mod record;
 mod search;
 mod servers;
 mod stage_tables;

@@ -9,7 +9,7 @@
 
 use super::files::is_small;
 use super::leaves::MOST_CONSTANT_ELEMENTS;
-use super::listed::{Listed, Use, uses_of};
+use super::listed::{Listed, uses_of};
 use super::named::takes_weight;
 use super::proto::{Graph, Tensor};
 use super::report::Note;
