@@ -38,8 +38,8 @@ pub enum Algorithm {
     /// (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; NCCL
     /// since 2.4).
     DoubleBinaryTree,
-    /// Recursive halving and doubling, which exchanges with partners at distances of powers of two (Thakur, Rabenseifner and
-    /// Gropp, "Optimization of collective communication operations in MPICH", 2005).
+    /// Recursive halving and doubling, which exchanges with partners at distances of powers of two (Thakur,
+    /// Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005).
     HalvingDoubling,
     /// Inside the nodes, then between devices of equal position, then inside again.
     Hierarchical,

@@ -16,8 +16,8 @@ pub const GPU_LAUNCH_S: f64 = 3e-6;
 /// 450 to 600 MiB for a process of PyTorch that has multiplied two matrices.
 const CONTEXT_BYTES: u64 = 500_000_000;
 
-/// Bytes of NCCL's or RCCL's buffers: 16 to 32 channels with buffers of 4 to 8 MiB for each of several peers and protocols (NCCL
-/// user guide, NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS).
+/// Bytes of NCCL's or RCCL's buffers: 16 to 32 channels with buffers of 4 to 8 MiB for each of several peers and
+/// protocols (NCCL user guide, NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS).
 const COMMUNICATION_BYTES: u64 = 600_000_000;
 
 /// Share of the memory that a caching allocator holds and cannot give out.

@@ -100,8 +100,8 @@ pub struct Network {
     pub efficiency: f64,
 }
 
-/// The 400 Gb/s NICs of InfiniBand reach 46 to 48 of 50 GB/s (NVIDIA/nccl-tests issue 290), 4 x 200 Gb/s 0.86 of their sum
-/// (issue 175).
+/// The 400 Gb/s NICs of InfiniBand reach 46 to 48 of 50 GB/s (NVIDIA/nccl-tests issue 290); 4 x 200 Gb/s reach 0.86 of
+/// their sum (issue 175).
 static INFINIBAND: Network = Network {
     name: "InfiniBand, Ethernet or Slingshot",
     protocols: &[Protocol::LowLatency, Protocol::LowLatency128, Protocol::Simple],
@@ -150,11 +150,13 @@ const fn protocol(i: usize, start_s: f64, hop_s: f64, efficiency: f64) -> Protoc
     }
 }
 
-/// Fitted to the V100 rows (8 x V100, NVLink, 2 to 8 devices), bandwidth relative to the rings of [`Wiring::HybridCube`].
+/// Fitted to the V100 rows (8 x V100, NVLink, 2 to 8 devices), with bandwidth relative to the rings of
+/// [`Wiring::HybridCube`].
 const VOLTA: [ProtocolFigures; 3] =
     [protocol(0, 23e-6, 1.0e-6, 0.25), protocol(1, 13e-6, 3.2e-6, 0.56), protocol(2, 13e-6, 5.0e-6, 0.905)];
 
-/// Fitted to the A100 rows of both tables (8 x A100, NVSwitch, 2 to 8 devices); those below 1 MiB are of 8 devices only.
+/// Fitted to the A100 rows of both tables (8 x A100, NVSwitch, 2 to 8 devices). Rows below 1 MiB are for 8 devices
+/// only.
 const AMPERE: [ProtocolFigures; 3] =
     [protocol(0, 28e-6, 1.0e-6, 0.081), protocol(1, 33.5e-6, 2.3e-6, 0.695), protocol(2, 54.5e-6, 2.55e-6, 0.78)];
 

@@ -5,8 +5,8 @@
 //! before a decoder.
 //!
 //! If nothing repeats, layers have about equal work and cuts go where the least data crosses. This follows the
-//! clustering program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so another number
-//! of layers would give no new stages.
+//! clustering program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so
+//! another number of layers would give no new stages.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::repetition::{Repetition, longest, numbered};

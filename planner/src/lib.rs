@@ -173,7 +173,7 @@ fn planned_among(
             false => rings::variant(&base, &found[best].plan, costs),
         };
         found.extend(ringed.as_ref().map(choose_variant));
-        // The better of both with its logits in chunks; where neither has a plan, each.
+        // Try logits in chunks with the better of gathered and ringed attention; if all choices fail, with both.
         let (better, last) = (best_of(&found), found.len() - 1);
         let fails = found.iter().all(|choice| choice.plan.is_err());
         let in_chunks = [Some((&base, best)), ringed.as_ref().map(|ringed| (ringed, last))].into_iter().flatten();
@@ -294,7 +294,8 @@ fn best_of(choices: &[Choice]) -> usize {
     (0..choices.len()).min_by(|&a, &b| step_s(&choices[a]).total_cmp(&step_s(&choices[b]))).unwrap_or(0)
 }
 
-/// The best of choices of the same request, each on other groups, with the better of their lines; the nearest to fitting where all fail.
+/// The best of several choices of the same request, with the better line for each baseline. If all fail, the failure
+/// that is nearest to fitting.
 fn best_choice(choices: Vec<Choice>) -> Choice {
     let (mut plans, mut failures) = (Vec::new(), Vec::new());
     let (mut baselines, mut others): (Vec<Alternative>, Vec<Plan>) = (Vec::new(), Vec::new());

@@ -266,7 +266,7 @@ impl PlanFailure {
         }
     }
 
-    /// The one of two failures that says more: a lack of memory, of two the one that is nearer to fitting.
+    /// The failure that says more: a lack of memory, and of two such failures the one nearer to fitting.
     pub fn nearer(self, other: PlanFailure) -> PlanFailure {
         let required = |failure: &PlanFailure| match failure {
             PlanFailure::Memory { required_bytes, .. } => *required_bytes,
@@ -275,7 +275,7 @@ impl PlanFailure {
         if required(&other) < required(&self) { other } else { self }
     }
 
-    /// The user asked for something that cannot be (exit code 2), as opposed to: there is no feasible plan (1).
+    /// Returns true if the request itself is invalid (exit code 2), rather than without a feasible plan (1).
     pub fn is_usage(&self) -> bool {
         use PlanFailure::{FarBehind, HostMemory, Memory, NoCombination, Pins};
         !matches!(self, Memory { .. } | HostMemory { .. } | NoCombination | FarBehind { .. } | Pins { .. })

@@ -5,7 +5,8 @@
 //! backward: wherever lowering looks, one must be the other under one renaming of values. Lanes that cannot be paired
 //! are lowered separately.
 //!
-//! The prediction of deduplicated lanes equals that of all programs together, to the bit (`planner/tests/plans/sketches.rs`).
+//! The prediction of deduplicated lanes equals that of all programs together, to the bit
+//! (`planner/tests/plans/sketches.rs`).
 
 use super::{Cut, Derived};
 use altiplano_ir::expand::Expanded;

@@ -1,9 +1,10 @@
 //! One stage's bodies: forward, backward, reduction and update, and the buffers between them.
 //!
-//! Gradients are accumulated over microbatches in buffers whose sharding may stay partial until the end of the step. A parameter that
-//! several stages use has a copy on each; its gradients are exchanged once a step, and all copies update alike. Values that depend on
-//! no parameter and no input, and counts of random bits, are computed where they are used and never sent. The backward pass of a ring
-//! fetches keys and values again, the last round first, so that no device holds all keys.
+//! Gradients are accumulated over microbatches in buffers whose sharding may stay partial until the end of the step. A
+//! parameter that several stages use has a copy on each; its gradients are exchanged once a step, and all copies update
+//! alike. Values that depend on no parameter and no input, and counts of random bits, are computed where they are used
+//! and never sent. The backward pass of a ring fetches keys and values again, the last round first, so that no device
+//! holds all keys.
 
 mod activations;
 mod offload;

@@ -1,4 +1,4 @@
-//! What the planner chooses, and that its plans compute what the model computes.
+//! The planner's choices, and checks that its plans compute the same as the model.
 
 mod groups;
 mod layer_programs;
