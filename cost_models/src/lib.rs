@@ -65,6 +65,11 @@ pub trait CostModel: Sync {
         self.kernel(kernel)
     }
 
+    /// Part of the device that sends while a collective runs, and does not compute.
+    fn sending_part(&self) -> f64 {
+        0.0
+    }
+
     /// Seconds that the first of `devices` waits for the last where they meet in a collective.
     fn waiting_s(&self, devices: u64) -> f64;
 

@@ -399,10 +399,7 @@ fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
 fn ring_attention() {
     let tokens = 32768;
     let (graph, found) = attentions(tokens, 1);
-    // On links on which gathered keys are waited for.
-    let mut slow = cluster();
-    slow.groups[0].intra_node.bytes_per_s /= 16.0;
-    let auto = request(&graph, slow.clone());
+    let auto = request(&graph, cluster());
     let (plan, programs) = chosen(&auto);
     let (gathering, _) = chosen(&Request { ring: Ring::None, ..auto.clone() });
     let block = tokens / DEVICES * 3 * 128;
@@ -434,7 +431,7 @@ fn ring_attention() {
     let (by_hand, found) = attentions(tokens, DEVICES);
     let pins: Vec<(ValueId, &[u64])> =
         found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
-    assert_priced_alike(&request(&by_hand, slow), &plan, &pins);
+    assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
 }
 
 /// Where logits do not fit they are made a chunk at a time, and where they fit they are made whole.
