@@ -1,6 +1,7 @@
 //! How much of a stage is computed again, in the terms of the search: a part of its layers wholly, whatever their number, and of the
 //! others more or less. Where memory runs short by little, few layers pay for it.
 
+use altiplano_ir::plan::Execution;
 use altiplano_ir::recompute::{Recomputation, Recompute};
 
 /// The first `full.0` of every `full.1` layers are computed again wholly, of the others as much as `others` says.
@@ -34,13 +35,13 @@ impl Again {
 
     /// What the search tries: all levels, and mixtures where `mixed`. Products that a runtime never keeps are not computed again to
     /// save memory.
-    pub fn choices(given: Option<Recompute>, fused_attention: bool, mixed: bool) -> Vec<Again> {
+    pub fn choices(given: Option<Recompute>, execution: &Execution, mixed: bool) -> Vec<Again> {
         if let Some(level) = given {
             return vec![Again::alike(level)];
         }
-        let others = if fused_attention { Recompute::None } else { Recompute::Selective };
+        let others = if execution.fused_attention { Recompute::None } else { Recompute::Selective };
         let mut choices = vec![Again::alike(Recompute::None)];
-        choices.extend((!fused_attention).then_some(Again::alike(Recompute::Selective)));
+        choices.extend(execution.has_selective().then_some(Again::alike(Recompute::Selective)));
         choices.extend((1..PARTS).filter(|_| mixed).map(|part| Again { full: (part, PARTS), others }));
         choices.push(Again::alike(Recompute::Full));
         choices

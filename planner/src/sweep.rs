@@ -336,7 +336,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 // What attention recomputes in any case is no choice.
                 let possible = |r: Recompute| match request.recompute {
                     Some(given) => given == r,
-                    None => r != Recompute::Selective || !request.execution.fused_attention,
+                    None => r != Recompute::Selective || request.execution.has_selective(),
                 };
                 for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
