@@ -357,12 +357,12 @@ fn why(compute: &Compute, kernel: &Kernel) -> String {
             format!("{flop:.3e} FLOP at {:.3} of the peak", c.matmul_efficiency)
         }
         KernelKind::Attention(a) => {
-            let efficiency = if a.backward { c.attention_backward_efficiency } else { c.attention_efficiency };
+            let [forward, backward, fill] = compute.attention(a.software);
+            let efficiency = if a.backward { backward } else { forward };
             let (share, keys) = (digits(a.share), a.keys);
             format!(
-                "fused attention: {share} of {:.3e} FLOP over {keys} keys, and {} keys to fill, at {efficiency:.3} of the peak: {}",
+                "fused attention: {share} of {:.3e} FLOP over {keys} keys, and {fill} keys to fill, at {efficiency:.3} of the peak: {}",
                 a.flop,
-                c.attention_fill,
                 seconds(compute.attention_s(a))
             )
         }
@@ -435,7 +435,8 @@ fn title(body: &Body, kernel: &Kernel) -> String {
 pub(crate) fn named_and_ops<'a>(body: &'a Body, kernel: &Kernel) -> (Option<&'a str>, String) {
     let graph = &body.graph;
     let named = kernel.nodes.iter().rev().map(|v| graph.node(*v).name.as_str()).find(|name| !name.is_empty());
-    let last = kernel.nodes.last().map_or("", |v| graph.node(*v).op.name());
+    // What computes nothing copies between tensors and the buffer of a collective.
+    let last = kernel.nodes.last().map_or("copy", |v| graph.node(*v).op.name());
     let ops = if kernel.nodes.len() > 1 { format!("{} ops to {last}", kernel.nodes.len()) } else { last.to_string() };
     (named, ops)
 }

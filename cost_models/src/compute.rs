@@ -6,10 +6,13 @@
 //! its scalar operations. The host needs time to issue each kernel, which is what small ones take.
 
 use crate::catalogue;
+use crate::fitted::flash_2;
 use crate::kernels::{Attention, Kernel, KernelKind, Matmul};
 use crate::roofline::peak_flops;
 pub use altiplano_ir::cluster::Constants;
 use altiplano_ir::cluster::{Device, DeviceKind};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::plan::AttentionKernels;
 use serde::{Deserialize, Serialize};
 
 /// A tile of a matmul's result, and what part of the best rate it reaches: smaller tiles load more for each multiplication.
@@ -115,13 +118,34 @@ impl Compute {
     }
 
     /// Seconds that the products of fused attention take. A row of queries takes as long as the keys in the tiles that it sees, and
-    /// [`Constants::attention_fill`] more.
+    /// [`Constants::attention_fill`] more. In these a tile waits for what it loads and stores, so that wider types take longer by their
+    /// bytes, and not by how much slower they are multiplied.
     pub fn attention_s(&self, attention: &Attention) -> f64 {
-        let Attention { flop, share, keys, backward, dtype } = *attention;
+        let Attention { flop, share, keys, backward, dtype, software } = *attention;
+        if share <= 0.0 {
+            return 0.0;
+        }
+        let [forward_part, backward_part, fill] = self.attention(software);
+        let efficiency = if backward { backward_part } else { forward_part };
+        let peak = peak_flops(&self.device, dtype);
+        let of_halves =
+            [DType::F16, DType::BF16].map(|half| peak_flops(&self.device, half)).into_iter().fold(peak, f64::max);
+        let width = dtype.bytes() as f64 / DType::BF16.bytes() as f64;
+        flop / efficiency * (share / peak + width * fill / keys.max(1) as f64 / of_halves)
+    }
+
+    /// Of fused attention by some software: the parts of the peak rate that it reaches forward and backward, and the keys that a row
+    /// takes as long as beyond those it sees. No software is faster than the device's constants say.
+    pub fn attention(&self, software: AttentionKernels) -> [f64; 3] {
         let c = &self.constants;
-        let efficiency = if backward { c.attention_backward_efficiency } else { c.attention_efficiency };
-        let part = if share > 0.0 { share + c.attention_fill / keys.max(1) as f64 } else { 0.0 };
-        flop * part / (peak_flops(&self.device, dtype) * efficiency)
+        let clock = self.device.clock_part();
+        let newest = [c.attention_efficiency, c.attention_backward_efficiency, c.attention_fill];
+        let older = match software {
+            AttentionKernels::Newest => None,
+            AttentionKernels::Flash2 => flash_2(self.device.generation()),
+        };
+        let older = older.map(|[forward, backward, fill]| [clock * forward, clock * backward, fill]);
+        older.filter(|older| older[0] < newest[0]).unwrap_or(newest)
     }
 
     /// Seconds that a matmul's multiplications take, in the best of [`TILES`].

@@ -83,6 +83,18 @@ const ATTENTION: [(Architecture, f64, f64, f64); 6] = [
     (Architecture::Amd(0), 0.45, 0.35, 90.0),
 ];
 
+/// The same of FlashAttention-2, where it is slower than what a generation has: on sm_90, whose asynchronous products it does not use.
+/// Shah et al. 2024 (FlashAttention-3, figures 5 and 6: heads of 128, 1k to 16k): forward with and without a causal mask and backward
+/// without, of which these leave 4 and 2 %.
+const FLASH_2: [(Architecture, f64, f64, f64); 1] = [(Architecture::Nvidia(90), 0.375, 0.325, 170.0)];
+
+/// What FlashAttention-2 reaches on devices of a generation: forward, backward, and keys beyond those that a row sees; `None` where
+/// that is what [`with_attention_of`] says.
+pub fn flash_2(generation: Option<Architecture>) -> Option<[f64; 3]> {
+    let found = FLASH_2.iter().find(|row| Some(row.0) == generation);
+    found.map(|&(_, forward, backward, fill)| [forward, backward, fill])
+}
+
 /// Constants with those of attention that software reaches on devices of a generation.
 pub fn with_attention_of(generation: Option<Architecture>, constants: Constants) -> Constants {
     let same_vendor = |known: Architecture, of: Architecture| {

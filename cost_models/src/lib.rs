@@ -67,6 +67,11 @@ pub trait CostModel: Sync {
         self.kernel(kernel)
     }
 
+    /// The part of the device that a running collective occupies, and that does not compute.
+    fn sending_part(&self) -> f64 {
+        0.0
+    }
+
     /// Seconds that the first of `devices` waits for the last when they meet in a collective.
     fn waiting_s(&self, devices: u64) -> f64;
 

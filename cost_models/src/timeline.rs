@@ -78,6 +78,26 @@ pub struct Played {
     pub exposed_s: f64,
 }
 
+impl Played {
+    /// The same run where collectives occupy a part of the device, which does not compute meanwhile.
+    pub fn shared(self, part: f64) -> Played {
+        let beside_s = (self.communication_s - self.exposed_s).max(0.0);
+        if self.seconds <= 0.0 || beside_s <= 0.0 {
+            return self;
+        }
+        let longer_s = part * beside_s;
+        let times = 1.0 + longer_s / self.seconds;
+        Played {
+            seconds: self.seconds + longer_s,
+            spans: self.spans.iter().map(|(from, to)| (times * from, times * to)).collect(),
+            compute_s: self.compute_s + longer_s,
+            communication_s: times * self.communication_s,
+            exposed_s: times * self.exposed_s,
+            ..self
+        }
+    }
+}
+
 /// Simulates tasks in the order in which they are issued. Tasks of one stream run one after the other, from time 0. The
 /// host begins to issue them earlier, by its run-ahead.
 pub fn play(tasks: &[Task], host: Host) -> Played {

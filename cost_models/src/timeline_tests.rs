@@ -22,6 +22,25 @@ fn what_does_not_wait_is_hidden() {
 }
 
 #[test]
+fn a_part_of_the_device_sends() {
+    // Of 4 seconds of sending 2 are beside what is computed, and take a quarter of the device then.
+    let tasks = [
+        task(Stream::Compute, 1.0, &[]),
+        task(Stream::Communication, 4.0, &[0]),
+        task(Stream::Compute, 2.0, &[]),
+        task(Stream::Compute, 1.0, &[1]),
+    ];
+    let played = play(&tasks, Host::FREE);
+    let shared = played.clone().shared(0.25);
+    assert_eq!((played.seconds, shared.seconds), (6.0, 6.5));
+    assert_eq!((shared.compute_s, shared.spans[3].1), (4.5, 6.5));
+    assert_eq!(played.clone().shared(0.0), played);
+    // What is sent alone slows nothing.
+    let alone = play(&tasks[..2], Host::FREE);
+    assert_eq!(alone.clone().shared(0.25), alone);
+}
+
+#[test]
 fn a_slow_host_is_what_small_kernels_take() {
     let tasks: Vec<Task> = (0..10).map(|_| Task { issue_s: 1.0, ..task(Stream::Compute, 0.1, &[]) }).collect();
     let played = play(&tasks, Host::FREE);

@@ -23,6 +23,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{HostCopy, HostRoute, Op, Operator};
 use crate::optimizer::leaf;
+use crate::target::AttentionKernels;
 use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
 use std::cell::RefCell;
@@ -129,6 +130,7 @@ pub struct Attention {
     /// beside the scores.
     pub backward: bool,
     pub dtype: DType,
+    pub software: AttentionKernels,
 }
 
 /// `batch` products of `[m, k]` and `[k, n]`.
@@ -364,7 +366,8 @@ fn with_products_fused(
         let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
         let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
         let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
-        let kind = KernelKind::Attention(Attention { flop, share, keys, backward: grown().count() > 1, dtype });
+        let (backward, software) = (grown().count() > 1, AttentionKernels::default());
+        let kind = KernelKind::Attention(Attention { flop, share, keys, backward, dtype, software });
         Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
             .filter(|kernel| !kernel.writes.is_empty())
     };

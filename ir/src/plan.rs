@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
-pub use crate::target::{Execution, Target};
+pub use crate::target::{AttentionKernels, Execution, Target};
 
 /// The `format` of a plan file.
 pub const FORMAT: &str = "altiplano.plan";

@@ -22,6 +22,31 @@ pub struct Execution {
     pub fused_loss: bool,
     /// The type in which half-precision gradients are summed over microbatches and devices.
     pub gradients: Option<DType>,
+    /// Which kernels fused attention has.
+    #[serde(skip_serializing_if = "is_default")]
+    pub attention: AttentionKernels,
+    /// Selective recomputation computes every second product with a weight again as well.
+    #[serde(skip_serializing_if = "is_default")]
+    pub recomputes_products: bool,
+    /// Parameters are gathered for a pass, and their gradients reduced, through one buffer that holds so many bytes; 0: each on its own.
+    #[serde(skip_serializing_if = "is_default")]
+    pub unit_bytes: u64,
+}
+
+/// The kernels of fused attention that software has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionKernels {
+    /// Those that were written for the generation of the device.
+    #[default]
+    Newest,
+    /// FlashAttention-2 on every device (Dao 2023), which uses what Ampere has.
+    #[serde(rename = "flash-2")]
+    Flash2,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 fn null_for_all<S: Serializer>(bytes: &u64, to: S) -> Result<S::Ok, S::Error> {
@@ -40,11 +65,19 @@ impl Default for Execution {
             fused_attention: false,
             fused_loss: false,
             gradients: None,
+            attention: AttentionKernels::Newest,
+            recomputes_products: false,
+            unit_bytes: 0,
         }
     }
 }
 
 impl Execution {
+    /// True if selective recomputation recomputes anything that is kept otherwise.
+    pub fn has_selective(&self) -> bool {
+        !self.fused_attention || self.recomputes_products
+    }
+
     /// The type in which a parameter's gradient is summed. For half precision, it is f32 unless stated otherwise.
     pub fn accumulator(&self, ty: &TensorType) -> TensorType {
         match self.gradients {

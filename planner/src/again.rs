@@ -1,6 +1,7 @@
 //! Recompute fractions: how much of a stage is recomputed, in the search's terms. A fraction of its layers is
 //! recomputed fully, whatever their number, and the others less. If memory runs short by little, few layers pay for it.
 
+use altiplano_ir::plan::Execution;
 use altiplano_ir::recompute::{Recomputation, Recompute};
 
 /// The first layers of a stage, a fraction `full.0 / full.1` of all, are recomputed fully. The others are recomputed as
@@ -33,15 +34,15 @@ impl Again {
         }
     }
 
-    /// The choices of the search: all levels, and mixtures if `mixed`. Fused attention never keeps its products, so
-    /// recomputing them selectively saves no memory.
-    pub fn choices(given: Option<Recompute>, fused_attention: bool, mixed: bool) -> Vec<Again> {
+    /// The choices of the search: all levels, and mixtures if `mixed`. Products that a runtime never keeps are not
+    /// recomputed to save memory.
+    pub fn choices(given: Option<Recompute>, execution: &Execution, mixed: bool) -> Vec<Again> {
         if let Some(level) = given {
             return vec![Again::alike(level)];
         }
-        let others = if fused_attention { Recompute::None } else { Recompute::Selective };
+        let others = if execution.fused_attention { Recompute::None } else { Recompute::Selective };
         let mut choices = vec![Again::alike(Recompute::None)];
-        choices.extend((!fused_attention).then_some(Again::alike(Recompute::Selective)));
+        choices.extend(execution.has_selective().then_some(Again::alike(Recompute::Selective)));
         choices.extend((1..PARTS).filter(|_| mixed).map(|part| Again { full: (part, PARTS), others }));
         choices.push(Again::alike(Recompute::Full));
         choices

@@ -5,7 +5,7 @@ use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
 use crate::intra_op::statement::Model;
 use crate::lower::Derived;
-use crate::lower::repeat::Repeats;
+use crate::lower::repeat::{Repeats, second_products};
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -27,6 +27,8 @@ pub struct Layered {
     pub needs_gradient: Vec<bool>,
     pub blocks: Vec<Vec<Vec<u64>>>,
     pub layers: Vec<Layer>,
+    /// See [`second_products`].
+    pub second_products: Vec<bool>,
     /// Kind of each layer: layers of one kind have the same program.
     pub kinds: Vec<usize>,
     /// The first layer of each kind.
@@ -82,6 +84,7 @@ impl Layered {
         let users = graph.users();
         let layers = layers_between(&graph, &layer_of, &starts);
         let blocks = block_counts(&graph);
+        let second_products = second_products(&graph, &layer_of);
         let mut layered = Layered {
             graph,
             starts,
@@ -90,6 +93,7 @@ impl Layered {
             needs_gradient,
             blocks,
             layers,
+            second_products,
             kinds: Vec::new(),
             representatives: Vec::new(),
             units: None,
@@ -179,7 +183,8 @@ impl Layered {
             let content = |&l: &usize| {
                 let layer = &layers[l];
                 let values = [&layer.nodes, &layer.entering].into_iter().flatten();
-                let saved: Vec<bool> = values.map(|v| self.saved()[v.index()]).collect();
+                let saved: Vec<(bool, bool)> =
+                    values.map(|v| (self.saved()[v.index()], self.second_products[v.index()])).collect();
                 Digest::new("content").shown((self.fingerprint(layer, starts[l + 1]), saved)).key()
             };
             representatives.iter().map(content).collect()
@@ -213,6 +218,7 @@ impl Layered {
             needs_gradient: &self.needs_gradient,
             blocks: &self.blocks,
             saved: self.saved(),
+            second_products: &self.second_products,
             optimizer,
             offload: Offload::NONE,
         }
@@ -301,8 +307,8 @@ pub(crate) fn saved_between(graph: &Graph, starts: &[u32], readers: &[Vec<ValueI
 fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], readers: &[Vec<ValueId>]) -> Vec<bool> {
     let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
     read.resize(graph.len(), false);
-    let repeats =
-        Repeats { graph, layer_of, users, recompute: &|_| Recompute::None, fused_attention: false, always: &[] };
+    let recompute = &|_| Recompute::None;
+    let repeats = Repeats { graph, layer_of, users, recompute, fused_attention: false, always: &[], products: &[] };
     let again = repeats.of(graph.values().filter(|v| layer_of[v.index()].is_some()));
     for v in again.iter().rev() {
         if std::mem::take(&mut read[v.index()]) {

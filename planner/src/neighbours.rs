@@ -141,13 +141,17 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
     if plan.schedule.trains() {
         let now = as_is[stage].way.again;
         for level in Recompute::ALL {
-            // Fused attention recomputes its products anyway, so selective recomputation is no choice.
-            let possible = level != Recompute::Selective || !plan.execution.fused_attention;
+            // If attention recomputes its products anyway, selective recomputation may be no choice.
+            let possible = level != Recompute::Selective || plan.execution.has_selective();
             if possible && Again::alike(level) != now {
                 let text = match level {
                     Recompute::None => "recomputing nothing".to_string(),
                     level => {
-                        format!("recomputing {}", if level == Recompute::Full { "all" } else { "attention scores" })
+                        let selective = match plan.execution.recomputes_products {
+                            true => "every second product",
+                            false => "attention scores",
+                        };
+                        format!("recomputing {}", if level == Recompute::Full { "all" } else { selective })
                     }
                 };
                 change(text, &|s| s[stage].way.again = Again::alike(level));

@@ -338,7 +338,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 // Fused attention recomputes its products anyway, so selective recomputation is no choice.
                 let possible = |r: Recompute| match request.recompute {
                     Some(given) => given == r,
-                    None => r != Recompute::Selective || !request.execution.fused_attention,
+                    None => r != Recompute::Selective || request.execution.has_selective(),
                 };
                 for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
                     let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));

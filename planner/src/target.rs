@@ -9,12 +9,15 @@ use altiplano_ir::cluster::{Architecture, Cluster, Group};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Composite, Function, Op};
-use altiplano_ir::plan::{Execution, Target};
-use std::collections::BTreeSet;
+use altiplano_ir::plan::{AttentionKernels, Execution, Target};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How a target runs a model on a device. Sources: Megatron-LM's `--overlap-grad-reduce` and `--overlap-param-gather` come with its
 /// distributed optimizer, and it reduces all of a stage's gradients in one buffer; FSDP prefetches the next parameters and reduces
-/// in the type that it computes in (PyTorch's `MixedPrecision`); XLA schedules collectives asynchronously. All three have losses whose
+/// in the type that it computes in (PyTorch's `MixedPrecision`). It gathers and reduces what one block has through one buffer, from and to which
+/// parameters and gradients are copied (`foreach_all_gather` and `foreach_reduce`, torch/distributed/fsdp). PyTorch's
+/// `scaled_dot_product_attention` prefers FlashAttention-2 on all devices, and torchtitan's selective checkpointing computes every second
+/// product again. XLA schedules collectives asynchronously. All three have losses whose
 /// lookup reads a tensor of log-probabilities and whose gradient is scattered into another: Megatron-LM's
 /// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives of `take_along_axis`.
 pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<u8>) -> Execution {
@@ -31,10 +34,34 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             fused_attention,
             fused_loss: false,
             gradients: half.map(|_| DType::F32),
+            ..Execution::default()
         },
-        Target::Fsdp => Execution { overlap: true, fused_attention, gradients: half, ..Execution::default() },
+        Target::Fsdp => Execution {
+            overlap: true,
+            fused_attention,
+            gradients: half,
+            attention: AttentionKernels::Flash2,
+            recomputes_products: true,
+            unit_bytes: unit_bytes(graph),
+            ..Execution::default()
+        },
         Target::Xla => Execution { overlap: true, fused_attention, ..Execution::default() },
     }
+}
+
+/// Bytes of the largest block of a model: of the parameters whose names are the same up to their first number, as those of a module of
+/// a list are. All parameters where no name has a number.
+fn unit_bytes(graph: &Graph) -> u64 {
+    let mut blocks: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut all = 0;
+    for (p, name) in graph.parameters() {
+        let bytes = graph.ty(p).bytes();
+        all += bytes;
+        let Some(first) = name.find(|c: char| c.is_ascii_digit()) else { continue };
+        let digits = name[first..].find(|c: char| !c.is_ascii_digit()).unwrap_or(name.len() - first);
+        *blocks.entry(&name[..first + digits]).or_default() += bytes;
+    }
+    blocks.into_values().max().unwrap_or(all)
 }
 
 /// True if the software of a target has attention in one kernel for a model, on every device of a cluster: lowering is the same for all
@@ -160,6 +187,23 @@ pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_unit_is_the_largest_block() {
+        let bytes = |parameters: &[(&str, u64)]| {
+            let mut g = Graph::new("blocks");
+            for &(name, size) in parameters {
+                let ty = altiplano_ir::types::TensorType::new(DType::BF16, [size]);
+                g.emit(Op::Parameter(altiplano_ir::op::Parameter::new(name, ty)), &[]);
+            }
+            unit_bytes(&g)
+        };
+        let blocks =
+            [("embed", 900), ("h.0.fc1", 20), ("h.0.fc2", 20), ("h.1.fc1", 30), ("h.10.fc1", 60), ("head", 900)];
+        assert_eq!(bytes(&blocks), 120);
+        assert_eq!(bytes(&[("up", 8), ("down", 16)]), 48);
+        assert_eq!(bytes(&[]), 0);
+    }
 
     #[test]
     fn software_has_attention_in_one_kernel_by_generation_type_and_head() {

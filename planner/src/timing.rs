@@ -10,8 +10,8 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, tasks};
 use altiplano_cost_models::{CostModel, Runtime};
-use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::{HostRoute, Op};
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::op::{Binary, HostRoute, Op};
 use altiplano_ir::plan::Execution;
 use altiplano_ir::program::{Body, BufferId, Phase, Program};
 use altiplano_ir::reshard::Collective;
@@ -31,6 +31,8 @@ pub struct BodyWork {
     pub kernels: Vec<Kernel>,
     /// For each kernel that is a collective: the collective, and the local bytes of its operand and result.
     pub sent: Vec<Option<(Collective, u64, u64)>>,
+    /// Whether it is sent together with what else its block has ([`Execution::unit_bytes`]).
+    of_unit: Vec<bool>,
     reads: FxHashMap<ValueId, BufferId>,
     writes: Vec<(BufferId, ValueId)>,
 }
@@ -44,23 +46,31 @@ impl BodyWork {
     pub fn new(body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
-        let kernels = match cost.runtime() {
+        let mut kernels = match cost.runtime() {
             Some(runtime) => runtime.kernels(body),
             None => kernels(graph, &written, execution.fused_attention),
         };
-        let sent = |kernel: &Kernel| {
-            let node = graph.node(kernel.nodes[0]);
-            match (&kernel.kind, &node.op) {
-                (KernelKind::Collective, Op::Collective(op)) => {
-                    Some((op.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()))
-                }
-                _ => None,
+        for kernel in &mut kernels {
+            if let KernelKind::Attention(attention) = &mut kernel.kind {
+                attention.software = execution.attention;
             }
+        }
+        let in_passes = matches!(body.phase, Phase::Forward | Phase::Backward | Phase::Weights);
+        let has_units = in_passes && execution.unit_bytes > 0 && cost.runtime().is_none();
+        if has_units {
+            kernels = with_copies(graph, kernels, &written);
+        }
+        let sent = |kernel: &Kernel| {
+            let (collective, v) = collective_of(graph, kernel)?;
+            let node = graph.node(v);
+            Some((collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()))
         };
         let sent = kernels.iter().map(sent).collect();
+        let of_unit = |kernel: &Kernel| has_units && unit_part(graph, kernel, &written).is_some();
         BodyWork {
             stage: body.stage,
             phase: body.phase,
+            of_unit: kernels.iter().map(of_unit).collect(),
             kernels,
             sent,
             reads: body.reads.iter().copied().collect(),
@@ -71,7 +81,8 @@ impl BodyWork {
     /// Creates work of which only the kernels matter.
     #[cfg(test)]
     pub(crate) fn made_of(phase: Phase, kernels: Vec<Kernel>, sent: Vec<Option<(Collective, u64, u64)>>) -> BodyWork {
-        BodyWork { stage: 0, phase, kernels, sent, reads: FxHashMap::default(), writes: Vec::new() }
+        let of_unit = vec![false; kernels.len()];
+        BodyWork { stage: 0, phase, kernels, sent, of_unit, reads: FxHashMap::default(), writes: Vec::new() }
     }
 
     /// Sets the work of collectives between nodes to what the runtime does for them.
@@ -93,8 +104,9 @@ impl BodyWork {
 
     /// Prices each kernel and collective.
     pub fn prices(&self, prices: &Prices<'_>, execution: &Execution) -> Vec<Price> {
-        let price = |kernel| match self.is_once() {
+        let price = |kernel: &Kernel| match self.is_once() {
             true => prices.cost.update_kernel(kernel),
+            false if is_copy(kernel) => Price { seconds: copy_s(prices.cost, kernel.read_bytes as f64), issue_s: 0.0 },
             false => prices.cost.kernel(kernel),
         };
         let mut costs: Vec<Price> = self.kernels.iter().map(price).collect();
@@ -124,13 +136,13 @@ impl BodyWork {
                 }
             }
         }
-        self.price_collectives(&mut costs, prices, if self.is_once() { execution.bucket_bytes } else { 0 });
+        self.price_collectives(&mut costs, prices, execution);
         costs
     }
 
-    /// Prices collectives. Those of one kind over the same axes are sent together, up to `bucket_bytes` at a time. Each
+    /// Prices collectives. Those of one kind over the same axes are sent together, up to a number of bytes at a time. Each
     /// takes its share of the bucket's seconds, and the first carries the issue time of all.
-    fn price_collectives(&self, costs: &mut [Price], prices: &Prices<'_>, bucket_bytes: u64) {
+    fn price_collectives(&self, costs: &mut [Price], prices: &Prices<'_>, execution: &Execution) {
         #[derive(Default)]
         struct Bucket {
             operand: u64,
@@ -146,17 +158,22 @@ impl BodyWork {
                 }
             }
         };
-        let mut open: Vec<(&Collective, Bucket)> = Vec::new();
+        let mut open: Vec<(&Collective, u64, Bucket)> = Vec::new();
         for (i, sent) in self.sent.iter().enumerate() {
             let Some((collective, operand, result)) = sent else { continue };
+            let bucket_bytes = match () {
+                _ if self.is_once() => execution.bucket_bytes,
+                _ if self.of_unit[i] => execution.unit_bytes,
+                _ => 0,
+            };
             let alike = |c: &Collective| {
                 std::mem::discriminant(c) == std::mem::discriminant(collective) && c.axes() == collective.axes()
             };
-            let at = open.iter().position(|(c, _)| alike(c)).unwrap_or_else(|| {
-                open.push((collective, Bucket::default()));
+            let at = open.iter().position(|(c, b, _)| alike(c) && *b == bucket_bytes).unwrap_or_else(|| {
+                open.push((collective, bucket_bytes, Bucket::default()));
                 open.len() - 1
             });
-            let bucket = &mut open[at].1;
+            let bucket = &mut open[at].2;
             bucket.operand += operand;
             bucket.result += result;
             bucket.members.push((i, *operand));
@@ -164,12 +181,94 @@ impl BodyWork {
                 close(std::mem::take(bucket), collective);
             }
         }
-        for (collective, bucket) in open {
+        for (collective, _, bucket) in open {
             if !bucket.members.is_empty() {
                 close(bucket, collective);
             }
         }
     }
+}
+
+/// The collective that a kernel sends, and its result.
+fn collective_of<'a>(graph: &'a Graph, kernel: &Kernel) -> Option<(&'a Collective, ValueId)> {
+    let v = *kernel.nodes.first()?;
+    match (&kernel.kind, &graph.node(v).op) {
+        (KernelKind::Collective, Op::Collective(op)) => Some((&op.collective, v)),
+        _ => None,
+    }
+}
+
+/// The part of a collective in the exchange of a block's parameters.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum UnitPart {
+    Gather,
+    Reduce,
+}
+
+/// Tells a kernel that gathers values from outside the pass, as parameters are, and one that reduces values which the pass only
+/// adds up and leaves, as gradients of parameters are.
+fn unit_part(graph: &Graph, kernel: &Kernel, written: &BTreeSet<ValueId>) -> Option<UnitPart> {
+    let (collective, v) = collective_of(graph, kernel)?;
+    let gathers = |v: ValueId| match &graph.node(v).op {
+        Op::Collective(op) if matches!(op.collective, Collective::AllGather { .. }) => Some(graph.node(v).operands[0]),
+        _ => None,
+    };
+    match collective {
+        Collective::AllGather { .. } => {
+            let mut from = v;
+            while let Some(operand) = gathers(from) {
+                from = operand;
+            }
+            graph.node(from).op.is_leaf().then_some(UnitPart::Gather)
+        }
+        Collective::ReduceScatter { .. } => {
+            // Its accumulation comes after it.
+            let adds = |of: ValueId| {
+                let users =
+                    (of.0 + 1..graph.len() as u32).map(ValueId).filter(move |u| graph.node(*u).operands.contains(&of));
+                users.take(1).find(|u| matches!(graph.node(*u).op, Op::Convert(_) | Op::Binary(Binary::Add)))
+            };
+            let mut of = Some(v);
+            while let Some(value) = of.filter(|value| !written.contains(value)) {
+                of = adds(value);
+            }
+            of.map(|_| UnitPart::Reduce)
+        }
+        _ => None,
+    }
+}
+
+/// Returns true if a kernel copies between tensors and the buffer of a collective.
+fn is_copy(kernel: &Kernel) -> bool {
+    kernel.nodes.is_empty() && matches!(kernel.kind, KernelKind::Fused { .. })
+}
+
+/// Adds kernels that copy parameters out of the gather buffer before their first use, and gradients into the reduce buffer.
+fn with_copies(graph: &Graph, kernels: Vec<Kernel>, written: &BTreeSet<ValueId>) -> Vec<Kernel> {
+    let copy = |v: ValueId| {
+        let bytes = graph.ty(v).bytes();
+        let copy = Kernel::moving(KernelKind::Fused { operations: 0.0 }, bytes);
+        Kernel { reads: vec![(v, bytes)], written_bytes: bytes, ..copy }
+    };
+    let mut gathered: BTreeSet<ValueId> = BTreeSet::new();
+    let mut copied: Vec<Kernel> = Vec::with_capacity(2 * kernels.len());
+    for kernel in kernels {
+        match unit_part(graph, &kernel, written) {
+            Some(UnitPart::Gather) => drop(gathered.insert(kernel.nodes[0])),
+            part => {
+                copied.extend(kernel.reads.iter().filter(|read| gathered.remove(&read.0)).map(|read| copy(read.0)));
+                copied.extend(part.map(|_| copy(graph.node(kernel.nodes[0]).operands[0])));
+            }
+        }
+        copied.push(kernel);
+    }
+    copied
+}
+
+/// Seconds of a kernel that copies `bytes` within a device's memory, without its launch.
+pub fn copy_s(cost: &dyn CostModel, bytes: f64) -> f64 {
+    let kernel = Kernel::moving(KernelKind::Fused { operations: 0.0 }, 2 * bytes as u64);
+    (cost.update_kernel(&kernel).seconds - cost.device().launch_s).max(0.0)
 }
 
 /// Seconds to update a parameter by a kernel that moves `bytes`.
@@ -333,6 +432,13 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
     let ahead_s = if late.is_some() { 0.0 } else { timing.forward.ahead_s[1] };
     let played = play(&list, host(ahead_s));
     timing.finish_s = (played.seconds - before_s).max(0.0);
+    if execution.unit_bytes > 0 {
+        // Blocks are gathered and reduced in all of each pass.
+        let part = prices.cost.sending_part();
+        for pass in [&mut timing.forward, &mut timing.backward, &mut timing.weights] {
+            *pass = std::mem::take(pass).shared(part);
+        }
+    }
     begin_with(&mut timing.forward, &totals);
     timing.finish_spans =
         played.spans[num_before..].iter().map(|(from, to)| (from - before_s, to - before_s)).collect();

@@ -150,6 +150,7 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
         fused_attention: row.fused_attention.unwrap_or_else(|| fused_when_new(cost.device())),
         fused_loss: false,
         gradients: dtype(row),
+        ..Execution::default()
     };
     wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
     let num_microbatches = (row.global_batch / together) as u32;

@@ -175,6 +175,46 @@ fn published_steps_are_predicted() {
     }
 }
 
+/// Steps that PyTorch's FSDP was published to take: by torchtitan (docs/performance.md, 2024: tokens a second of each of eight H100 within
+/// 500 W; at commit 3faaa1a0d, of 64 A100), by fms-fsdp on 128 A100, and by llm-foundry (scripts/train/benchmarking, 2023) on eight H100.
+#[test]
+fn published_steps_of_fsdp_are_predicted() {
+    let scratch = Scratch::new();
+    let llama = |vocab: u64, ffn: u64, kv_heads: u64| {
+        json!({
+            "model_type": "llama", "vocab_size": vocab, "hidden_size": 4096, "intermediate_size": ffn,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 8192,
+        })
+    };
+    let mpt = json!({
+        "model_type": "gpt2", "vocab_size": 50368, "n_positions": 2048, "n_embd": 4096, "n_layer": 32, "n_head": 32,
+    });
+    let rows = [
+        // (config, cluster and its devices, samples of each and their length, recomputation, tokens a second of a device, part
+        // that predictions are off at most)
+        (llama(128_256, 14336, 8), ("examples/clusters/h100-500w.toml", 8), (2, 8192), "selective", 6667, 0.2),
+        (llama(128_256, 14336, 8), ("dgx-a100:8", 64), (1, 8192), "selective", 2973, 0.1),
+        (llama(32000, 11008, 32), ("dgx-a100:16", 128), (2, 4096), "none", 3760, 0.1),
+        (mpt, ("dgx-h100:1", 8), (6, 2048), "none", 10643, 0.25),
+    ];
+    for (config, (cluster, devices), (samples, length), recompute, tokens, tolerance) in rows {
+        let file = scratch.path("config.json");
+        std::fs::write(&file, config.to_string()).unwrap();
+        let [seq, batch, dp] = [length, samples * devices, devices].map(|n: u32| n.to_string());
+        let (file, seconds) = (file.display().to_string(), f64::from(samples * length) / f64::from(tokens));
+        let options = format!(
+            "--seq {seq} --global-batch {batch} --num-microbatches 1 --zero 3 --dp {dp} --tp 1 --pp 1 --recompute {recompute} \
+             --precision bf16 --target fsdp --json"
+        );
+        let arguments: Vec<&str> =
+            ["plan", &file, "--cluster", cluster].into_iter().chain(options.split_whitespace()).collect();
+        let predicted = document(&arguments)["predicted"]["step_time_s"].as_f64().unwrap();
+        let off = (predicted / seconds - 1.0).abs();
+        assert!(off < tolerance, "{cluster} {config}: {predicted} s, published {seconds}");
+    }
+}
+
 #[test]
 fn a_step_is_played_explained_and_traced() {
     let scratch = Scratch::new();

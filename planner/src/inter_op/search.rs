@@ -155,7 +155,7 @@ fn candidates_of_mesh(
         None if request.target == Target::Fsdp => vec![2, 3],
         None => vec![1, 3],
     };
-    let agains = Again::choices(freedom.recompute, request.execution.fused_attention, !freedom.all_devices);
+    let agains = Again::choices(freedom.recompute, &request.execution, !freedom.all_devices);
     // Layers of one kind have inputs of the same types.
     let entering_s = |&l: &usize| match l {
         0 => 0.0,

@@ -10,7 +10,7 @@ use super::solve::{self, Problem};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::again::Again;
 use crate::lower::repeat::grows;
-use crate::timing::{host_copy_s, update_s};
+use crate::timing::{copy_s, host_copy_s, update_s};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -37,6 +37,10 @@ pub struct Model<'a> {
     pub blocks: &'a [Vec<Vec<u64>>],
     /// Values that stay from the forward pass to the backward, if nothing dear is computed again.
     pub saved: &'a [bool],
+    /// See [`second_products`].
+    ///
+    /// [`second_products`]: crate::lower::repeat::second_products
+    pub second_products: &'a [bool],
     /// `None`: nothing is trained.
     pub optimizer: Option<&'a Optimizer>,
     /// Where its state is.
@@ -502,13 +506,14 @@ impl Builder<'_, '_, '_> {
 
     /// States the variable of a node and returns the bytes that it needs at least while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
-        let Model { graph, needs_gradient, blocks, saved, .. } = *self.model;
+        let Model { graph, needs_gradient, blocks, saved, second_products, .. } = *self.model;
         let space = self.spaces.of(graph, v, blocks);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
         // What the next run is entered by is counted there.
         let leaves = self.uses.get(&v).is_some_and(|uses| uses.iter().any(|u| matches!(u, User::Out(_))));
         let kept = saved[v.index()] && !leaves;
         let grows = kept && grows(graph, v);
+        let again = kept && self.execution.recomputes_products && second_products[v.index()];
         let mut least = f64::INFINITY;
         let terms = space
             .choices
@@ -528,6 +533,10 @@ impl Builder<'_, '_, '_> {
                 let (kept_bytes, growing_s, growing_bytes) = match self.execution.fused_attention {
                     true => (kept_bytes - growing_bytes, 0.0, 0.0),
                     false => (kept_bytes, growing_s, growing_bytes),
+                };
+                let (growing_s, growing_bytes) = match again {
+                    true => (growing_s + c.forward_s, growing_bytes + bytes),
+                    false => (growing_s, growing_bytes),
                 };
                 let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };
                 let backward_issue_s = c.inside.map_or(c.issue_s * wanted as f64, |inside| inside.backward_issue_s);
@@ -734,16 +743,31 @@ impl Builder<'_, '_, '_> {
             _ => rests.gradient,
         };
         let gradient_ty = self.execution.accumulator(ty);
-        let gathered = self.spaces.reshard(ty, rests.parameter, to);
-        let reduced = self.spaces.reshard(ty, cotangent, accumulator);
+        let mut gathered = self.spaces.reshard(ty, rests.parameter, to);
+        let mut reduced = self.spaces.reshard(ty, cotangent, accumulator);
+        let unit_bytes = self.execution.unit_bytes;
+        let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
+        if unit_bytes > 0 {
+            // Through one buffer with what else the block has, which is copied.
+            let in_unit = |sent: &mut Price, from, to, layout| {
+                if sent.seconds <= 0.0 || !sent.seconds.is_finite() {
+                    return 0.0;
+                }
+                sent.seconds = self.spaces.stored_s(ty, from, to, unit_bytes);
+                copy_s(self.spaces.prices.cost, self.spaces.local_bytes(ty, layout) as f64)
+            };
+            copied_forward_s = in_unit(&mut gathered, rests.parameter, to, to);
+            copied_back_s = copied_forward_s + in_unit(&mut reduced, cotangent, accumulator, cotangent);
+        }
         // Forward, parameters are gathered ahead of their use. Backward, each gather queues behind the reduction of the
         // gradient before it, so that both are waited for.
         let both_s = gathered.seconds + reduced.seconds;
         let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
         Terms {
+            forward_s: copied_forward_s,
             forward_sent_s: gathered.seconds,
             forward_issue_s: gathered.issue_s,
-            backward_s: waited_s,
+            backward_s: waited_s + copied_back_s,
             backward_sent_s: sent_s,
             backward_issue_s: gathered.issue_s + reduced.issue_s,
             step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.execution.bucket_bytes),

@@ -14,7 +14,7 @@ mod update;
 
 use super::body::BodyBuilder;
 use super::choose::Available;
-use super::repeat::Repeats;
+use super::repeat::{Repeats, second_products};
 use super::split::split;
 use super::{Cut, StageContext, by_layout};
 use activations::Passes;
@@ -688,13 +688,16 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
 
 /// Forward values of this stage that the backward body recomputes.
 fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
+    let execution = &cx.plan.execution;
+    let products = if execution.recomputes_products { second_products(cx.graph, cx.layer_of) } else { Vec::new() };
     let repeats = Repeats {
         graph: cx.graph,
         layer_of: cx.layer_of,
         users: cx.users,
         recompute: &|layer| cx.stage.recomputes(layer),
-        fused_attention: cx.plan.execution.fused_attention,
+        fused_attention: execution.fused_attention,
         always: cx.recomputed,
+        products: &products,
     };
     repeats.of(cx.nodes.iter().copied())
 }

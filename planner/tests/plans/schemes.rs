@@ -400,10 +400,7 @@ fn attentions(tokens: u64, blocks: u64) -> (Graph, Vec<[ValueId; 2]>) {
 fn ring_attention() {
     let tokens = 32768;
     let (graph, found) = attentions(tokens, 1);
-    // Links are slow, so that gathered keys are waited for.
-    let mut slow = cluster();
-    slow.groups[0].intra_node.bytes_per_s /= 16.0;
-    let auto = request(&graph, slow.clone());
+    let auto = request(&graph, cluster());
     let (plan, programs) = chosen(&auto);
     let (gathering, _) = chosen(&Request { ring: Ring::None, ..auto.clone() });
     let block = tokens / DEVICES * 3 * 128;
@@ -435,7 +432,7 @@ fn ring_attention() {
     let (by_hand, found) = attentions(tokens, DEVICES);
     let pins: Vec<(ValueId, &[u64])> =
         found.iter().flat_map(|&[mixed, x]| [(mixed, &[1, DEVICES, 1, 1][..]), (x, &[1, DEVICES, 1][..])]).collect();
-    assert_priced_alike(&request(&by_hand, slow), &plan, &pins);
+    assert_priced_alike(&request(&by_hand, cluster()), &plan, &pins);
 }
 
 /// Logits that do not fit are made a chunk at a time; logits that fit are made whole.
