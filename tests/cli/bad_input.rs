@@ -117,7 +117,7 @@ fn other_files() {
         ("model.onnx", b"\x08\x0a\x12\x07pytorch\x1a\x06", "not a complete ONNX file"),
         ("model.pt2", b"PK\x03\x04\x00\x00\xff", "the zip archive has no end"),
         ("config.json", b"{\"model_type\": \"gpt2\", \"n_layer\": -12}", "n_layer: expected a whole number"),
-        ("bytecode.mlir", b"ML\xefR\x0dMLIR", "MLIR bytecode; the same as text can be read"),
+        ("bytecode.mlir", b"ML\xefR\x0dMLIR", "MLIR bytecode, which cannot be read; convert it to text"),
         ("text.mlir", b"hello", "text.mlir:1:1"),
         ("noise.mlir", b"\xff\xfe\x00\x01", "noise.mlir"),
         ("cluster.toml", b"name = \"mine\"\n[[group]]\n", "--cluster"),

@@ -192,7 +192,7 @@ fn waits_for_nodes_are_added_and_told() {
     let text = succeeds(&[&["scale", DEMO, "--queue-waits", &waits][..], &options].concat());
     assert!(text.contains("done after") && text.contains("3.00 hours"), "{text}");
     let cases: [(&[&str], &str); 3] = [
-        (&["--nodes", "1,8", "--samples", "9", "--queue-waits", &waits], "no wait of 8 nodes is known"),
+        (&["--nodes", "1,8", "--samples", "9", "--queue-waits", &waits], "the wait for 8 nodes is unknown"),
         (&["--nodes", "1,2", "--queue-waits", &waits], "--samples or --tokens"),
         (&["--nodes", "1,2", "--samples", "9", "--jitter=-1"], "--jitter"),
     ];
