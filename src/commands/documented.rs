@@ -151,8 +151,8 @@ fn links(text: &str) -> Vec<String> {
 /// The anchors that GitHub gives to the headings of a document.
 fn anchors(text: &str) -> BTreeSet<String> {
     let anchor = |heading: &str| {
-        let lower = heading.to_lowercase();
-        let kept = lower.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        let heading = heading.to_lowercase();
+        let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
         kept.map(|c| if c == ' ' { '-' } else { c }).collect()
     };
     let headings = prose(text).filter(|line| line.starts_with('#'));
