@@ -241,8 +241,8 @@ fn options_that_do_not_go_together_are_told() {
         assert_eq!(output.code, Some(2), "{error}");
         assert!(error.contains(expected), "{error}");
     };
-    check(&["plan", &config, "--loss", "none", "--optimizer", "sgd"], "--optimizer: says how to train");
-    check(&["plan", &config, "--loss", "none", "--zero", "1"], "--zero: says how to train");
+    check(&["plan", &config, "--loss", "none", "--optimizer", "sgd"], "--optimizer: is a training option");
+    check(&["plan", &config, "--loss", "none", "--zero", "1"], "--zero: is a training option");
     check(&["run", &config, "--output", "x.safetensors"], "--output: a training step gives no results");
     check(&["plan", crate::common::DEMO, "--seq", "8"], "--seq: only the model of a Hugging Face config takes it");
     check(&["plan", &config, "--seq", "17"], "--seq: 17 tokens are more than the 16 positions");

@@ -247,7 +247,7 @@ fn reports_say_what_is_where() {
     let output = run(&cramped, &[]);
     assert_eq!(output.code, Some(1), "{}", output.stdout);
     let remedy = output.stderr.lines().find(|line| line.contains("--offload optimizer"));
-    assert!(remedy.is_some_and(|line| line.contains("a step") && line.contains("per device")), "{}", output.stderr);
+    assert!(remedy.is_some_and(|line| line.contains("per step") && line.contains("per device")), "{}", output.stderr);
     let output = run(&cramped, &["--offload", "auto"]);
     assert!(output.code == Some(0) && output.stdout.contains("optimizer state in host memory"), "{}", output.stderr);
     let arguments = ["plan", &file, "--cluster", &roomy, "--seq", "16", "--loss", "none", "--offload", "optimizer"];

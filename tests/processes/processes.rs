@@ -205,7 +205,7 @@ fn processes_that_do_not_fit_are_named() {
     let second = looks(&scratch, (1, 3), &name, "60");
     std::thread::sleep(Duration::from_millis(500));
     second.signal("KILL");
-    refused(&first.end(), &["rank 1 on ", "ended before all 3 processes had come", &name]);
+    refused(&first.end(), &["rank 1 on ", "ended before all 3 processes had arrived", &name]);
     second.end();
     // The first process is killed, so none reports for the others.
     let first = looks(&scratch, (0, 3), &name, "60");
@@ -213,7 +213,7 @@ fn processes_that_do_not_fit_are_named() {
     let second = looks(&scratch, (1, 3), &name, "60");
     std::thread::sleep(Duration::from_millis(500));
     first.signal("KILL");
-    refused(&second.end(), &["rank 0 on ", "ended before all 3 processes had come", &name]);
+    refused(&second.end(), &["rank 0 on ", "ended before all 3 processes had arrived", &name]);
     first.end();
     // Options without an effect.
     let started = |arguments: &[&str]| {
@@ -394,7 +394,7 @@ fn who_is_lost_or_told_to_end_ends_all() {
     let ended = first.end();
     second.signal("CONT");
     assert_eq!((ended.code, second.end().code), (Some(1), Some(1)), "{ended:?}");
-    let parts = ["rank 1 on ", "not been heard of for 2 s", "rank 0 on ", " waits in ", " among devices 0, 1"];
+    let parts = ["rank 1 on ", "has been silent for 2 s", "rank 0 on ", " waits in ", " among devices 0, 1"];
     parts.iter().for_each(|part| assert!(ended.stderr.contains(part), "'{part}': {ended:?}"));
     // A process that receives a signal ends all others, after a checkpoint.
     let (first, second) = started();

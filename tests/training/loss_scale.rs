@@ -304,7 +304,7 @@ fn what_cannot_be_scaled_is_said() {
         (vec!["plan", &model, "--loss-scale=-2"], "expected dynamic"),
         (vec!["plan", &model, "--loss-scale", "dynamic:2:0"], "interval"),
         (vec!["plan", &model, "--precision", "f16", "--loss-scale", "65536"], "largest power of two"),
-        (vec!["plan", &model, "--update", "stale", "--loss-scale", "dynamic"], "late gradients"),
+        (vec!["plan", &model, "--update", "stale", "--loss-scale", "dynamic"], "gradients are late"),
         (vec!["plan", &model, "--loss", "none", "--loss-scale", "2"], "--loss-scale"),
         (vec!["run", &model, "--check-nan"], "--loss-scale off"),
     ] {

@@ -47,7 +47,7 @@ fn files_of_ids_are_trained_on() {
     };
     refused(&["--data", &bin], "by --token-type u16|u32");
     refused(&["--data", &scratch.file("few.u16", &bytes[..200])], "fewer than the 8 of one batch");
-    refused(&["--data", &scratch.file("odd.u16", &bytes[..201])], "multiple of an element");
+    refused(&["--data", &scratch.file("odd.u16", &bytes[..201])], "no multiple of its element size");
     refused(&["--data", &scratch.file("large.u16", bytes.iter().map(|_| 255).collect::<Vec<u8>>())], "holds 65535");
     std::fs::create_dir(scratch.path("empty")).expect("a folder");
     refused(&["--data", &scratch.path("empty").display().to_string()], "no .safetensors file");
