@@ -80,6 +80,8 @@ pub struct LayerChoice {
 /// Seconds that keeping one byte is worth in lean variants: as if holding a full device memory cost
 /// [`LEAN_FULL_MEMORY_S`].
 const LEAN_FULL_MEMORY_S: f64 = 1.0;
+/// Relative gap of an entry of a table that is not worth closing: prices are known to far less.
+const GAP: f64 = 1e-6;
 
 /// The program of one layer, stated but not solved.
 pub struct LayerProgram {
@@ -109,7 +111,7 @@ pub fn solve_layer(
     let variables = &statement.variables;
     let of_ends = |(_, v): &(usize, &Variable)| matches!(v, Variable::In(..) | Variable::Out(_));
     let keep: Vec<usize> = variables.iter().enumerate().filter(of_ends).map(|(i, _)| i).collect();
-    let table = solve::boundary_table(&problem, &keep, &Options::default())?;
+    let table = solve::boundary_table(&problem, &keep, &Options { gap: GAP, ..Options::default() })?;
     let entering = variables.iter().find_map(|v| match v {
         Variable::In(_, layouts) => Some(layouts.clone()),
         _ => None,

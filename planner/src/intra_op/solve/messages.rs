@@ -65,6 +65,9 @@ impl Messages {
                 hat.iter_mut().zip(told).for_each(|(h, m)| *h += m);
             }
             bound += subtract_least(hat);
+            if bound == f64::INFINITY {
+                return bound;
+            }
             for &(e, is_first) in &of.incident[u] {
                 if is_first != forward {
                     continue;
@@ -75,7 +78,10 @@ impl Messages {
                     false => (&edge.ba, &self.to_b[e as usize], &mut self.to_a[e as usize]),
                 };
                 self.scratch.clear();
-                self.scratch.extend(hat.iter().zip(own).map(|(h, m)| self.gamma[u] * h - m));
+                let gamma = self.gamma[u];
+                // What is forbidden stays so, whatever it was told.
+                let rest = |(&h, m): (&f64, &f64)| if h < f64::INFINITY { gamma * h - m } else { h };
+                self.scratch.extend(hat.iter().zip(own).map(rest));
                 told.fill(f64::INFINITY);
                 for (base, row) in self.scratch.iter().zip(table.chunks_exact(told.len())) {
                     for (t, c) in told.iter_mut().zip(row) {
@@ -112,7 +118,9 @@ impl Messages {
 
 fn subtract_least(values: &mut [f64]) -> f64 {
     let least = values.iter().copied().fold(f64::INFINITY, |a, b| if b < a { b } else { a });
-    values.iter_mut().for_each(|v| *v -= least);
+    if least < f64::INFINITY {
+        values.iter_mut().for_each(|v| *v -= least);
+    }
     least
 }
 

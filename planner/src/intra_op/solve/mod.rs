@@ -19,14 +19,15 @@ mod network;
 mod program;
 mod reduce;
 mod search;
+mod table;
 #[cfg(test)]
 mod tests;
 
 pub use explain::{Alternative, alternatives, held, tight_points};
+pub use table::{BoundaryTable, boundary_table};
 
 use branch::{Budget, Incumbent};
 use compact::Compact;
-use eliminate::{Caps, Plan, Tables, Unary};
 use network::Network;
 use reduce::Reductions;
 use std::ops::Range;
@@ -231,172 +232,6 @@ pub fn solve_watched(
     }
 }
 
-/// For every assignment of some kept nodes, the least cost of all nodes and edges together.
-#[derive(Clone, Debug)]
-pub struct BoundaryTable {
-    dims: Vec<usize>,
-    cost: Vec<f64>,
-    recover: Recover,
-}
-
-#[derive(Clone, Debug)]
-enum Recover {
-    /// Walk the elimination backwards from the kept assignment.
-    Walk(Box<Walk>),
-    /// One stored choice per entry; empty where the entry is infinite.
-    Stored { choices: Vec<Vec<usize>>, keep: Vec<usize>, nodes: usize },
-}
-
-#[derive(Clone, Debug)]
-struct Walk {
-    network: Network,
-    of: Compact,
-    plan: Plan,
-    tables: Tables,
-    keep: Vec<usize>,
-    /// The kept nodes as `of` numbers them.
-    kept: Vec<usize>,
-}
-
-impl BoundaryTable {
-    /// How many strategies each kept node has, in the order the nodes were named.
-    pub fn dims(&self) -> &[usize] {
-        &self.dims
-    }
-
-    /// Least cost of the whole problem with the kept nodes at these strategies; infinite where nothing is allowed, and
-    /// where `kept` does not name one strategy for each kept node.
-    pub fn cost(&self, kept: &[usize]) -> f64 {
-        self.index(kept).and_then(|i| self.cost.get(i)).copied().unwrap_or(f64::INFINITY)
-    }
-
-    /// The strategy of every node of the problem that reaches [`cost`](Self::cost). Where the cost is infinite the kept
-    /// nodes are as asked and the others mean nothing.
-    pub fn choice(&self, kept: &[usize]) -> Vec<usize> {
-        let place = |choice: &mut Vec<usize>, keep: &[usize]| {
-            for (&node, &strategy) in keep.iter().zip(kept) {
-                choice[node] = strategy;
-            }
-        };
-        match &self.recover {
-            Recover::Walk(walk) => {
-                let mut local = vec![0; walk.of.len()];
-                if self.index(kept).is_some() {
-                    place(&mut local, &walk.kept);
-                    let unary = Unary { offset: &walk.of.offset, cost: &walk.of.cost };
-                    walk.plan.dive_into(&unary, &walk.tables, &mut local);
-                }
-                let mut live = vec![0; walk.network.nodes.len()];
-                walk.of.node.iter().zip(&local).for_each(|(&v, &s)| live[v] = s);
-                let mut choice = walk.network.lift(&live);
-                place(&mut choice, &walk.keep);
-                choice
-            }
-            Recover::Stored { choices, keep, nodes } => {
-                let stored = self.index(kept).and_then(|i| choices.get(i)).filter(|c| !c.is_empty());
-                stored.cloned().unwrap_or_else(|| {
-                    let mut choice = vec![0; *nodes];
-                    place(&mut choice, keep);
-                    choice
-                })
-            }
-        }
-    }
-
-    fn index(&self, kept: &[usize]) -> Option<usize> {
-        if kept.len() != self.dims.len() || kept.iter().zip(&self.dims).any(|(&s, &d)| s >= d) {
-            return None;
-        }
-        Some(kept.iter().zip(&self.dims).fold(0, |at, (&s, &d)| at * d + s))
-    }
-}
-
-/// For every assignment of the `keep` nodes the least cost of all the rest, and how to recover the choices.
-///
-/// Memory is ignored: the table is for joining parts of a problem whose memory is checked as a whole. Where the rest is
-/// too dense to eliminate, each entry is solved on its own, and one that reaches its share of the limits is the best found,
-/// not the least.
-///
-/// # Errors
-/// [`SolveError::Infeasible`] when every entry would be infinite; [`SolveError::Malformed`] also for a kept node that
-/// does not exist or is named twice, and for more joint assignments than fit in a table.
-pub fn boundary_table(problem: &Problem, keep: &[usize], options: &Options) -> Result<BoundaryTable, SolveError> {
-    check(problem)?;
-    let clock = Clock::start(options)?;
-    let mut pinned = vec![false; problem.nodes.len()];
-    for &node in keep {
-        match pinned.get_mut(node) {
-            Some(seen) if !*seen => *seen = true,
-            _ => return Err(SolveError::Malformed { fault: Fault::Keep { node } }),
-        }
-    }
-    let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
-    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= eliminate::TABLE_ENTRIES);
-    let Some(size) = size else {
-        return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: eliminate::TABLE_ENTRIES } });
-    };
-    let pairwise = Problem { limit_bytes: None, ..problem.clone() };
-    let mut network = Network::new(&pairwise)?;
-    network.reduce(Reductions::ALL, &pinned)?;
-    let of = Compact::new(&network);
-    let mut place = vec![0; problem.nodes.len()];
-    of.node.iter().enumerate().for_each(|(u, &v)| place[v] = u);
-    let kept: Vec<usize> = keep.iter().map(|&v| place[v]).collect();
-    let caps = Caps { entries: eliminate::TABLE_ENTRIES as f64, work: options.effort * 1e9 };
-    let table = if let Some(plan) = Plan::new(&of, &kept, &caps) {
-        let unary = Unary { offset: &of.offset, cost: &of.cost };
-        let tables = plan.evaluate(&unary);
-        let mut local = vec![0; of.len()];
-        let cost = (0..size)
-            .map(|entry| {
-                unflatten(entry, &dims, &kept, &mut local);
-                of.constant + plan.rest(&unary, &tables, &local)
-            })
-            .collect();
-        let walk = Walk { network, of, plan, tables, keep: keep.to_vec(), kept };
-        BoundaryTable { dims, cost, recover: Recover::Walk(Box::new(walk)) }
-    } else {
-        let mut cost = Vec::with_capacity(size);
-        let mut choices = Vec::with_capacity(size);
-        let mut kept = vec![0; problem.nodes.len()];
-        for entry in 0..size {
-            unflatten(entry, &dims, keep, &mut kept);
-            let mut one = pairwise.clone();
-            for &v in keep {
-                for (s, c) in one.nodes[v].cost.iter_mut().enumerate() {
-                    *c = if s == kept[v] { *c } else { f64::INFINITY };
-                }
-            }
-            let share = Options {
-                time_limit_s: clock.left_s() / (size - entry) as f64,
-                effort: options.effort / size as f64,
-                ..*options
-            };
-            match solve(&one, &share) {
-                Ok(solution) => {
-                    cost.push(solution.cost);
-                    choices.push(solution.choice);
-                }
-                Err(SolveError::Infeasible) => {
-                    cost.push(f64::INFINITY);
-                    choices.push(vec![]);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        BoundaryTable { dims, cost, recover: Recover::Stored { choices, keep: keep.to_vec(), nodes: kept.len() } }
-    };
-    if table.cost.iter().all(|&c| c == f64::INFINITY) { Err(SolveError::Infeasible) } else { Ok(table) }
-}
-
-/// Writes the strategies of the kept nodes at table entry `entry`, the last node fastest.
-fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize]) {
-    for (&node, &dim) in keep.iter().zip(dims).rev() {
-        into[node] = entry % dim;
-        entry /= dim;
-    }
-}
-
 /// Edge entries up to which the integer program is worth its dense-ish simplex.
 const PROGRAM_ENTRIES: usize = 4_000;
 
@@ -424,6 +259,14 @@ impl Clock {
 
     fn over(&self) -> bool {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    /// With a share of the time that is left.
+    fn share(&self, of: usize) -> Clock {
+        let now = Instant::now();
+        let parts = u32::try_from(of).unwrap_or(u32::MAX).max(1);
+        let deadline = self.deadline.map(|deadline| now + deadline.saturating_duration_since(now) / parts);
+        Clock { deadline, ..*self }
     }
 
     fn left_s(&self) -> f64 {

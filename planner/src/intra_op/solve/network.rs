@@ -6,6 +6,7 @@
 //! strategy, less the least, which every choice holds and which is taken from the row's capacity.
 
 use super::{Problem, SolveError};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Bytes that a node's strategies hold in rows `first..end`, above the least of them.
@@ -27,6 +28,8 @@ pub(super) struct NetNode {
     pub edges: Vec<u32>,
     /// Whether it has been decided, merged or eliminated.
     pub gone: bool,
+    /// Whether nothing has changed at it or at its neighbours since no reduction applied.
+    pub settled: bool,
 }
 
 /// Costs of two nodes together, row-major `[a][b]`. No two live edges join the same nodes.
@@ -178,9 +181,12 @@ impl Network {
     }
 
     /// The costs of an edge with the strategies of `v` as rows.
-    pub fn seen_from(&self, edge: u32, v: usize) -> Vec<f64> {
+    pub fn seen_from(&self, edge: u32, v: usize) -> Cow<'_, [f64]> {
         let edge = &self.edges[edge as usize];
-        if edge.a as usize == v { edge.cost.clone() } else { transposed(&edge.cost, self.width(edge.b as usize)) }
+        match edge.a as usize == v {
+            true => Cow::Borrowed(&edge.cost),
+            false => Cow::Owned(transposed(&edge.cost, self.width(edge.b as usize))),
+        }
     }
 
     fn edge_between(&self, u: usize, w: usize) -> Option<u32> {
@@ -212,8 +218,11 @@ impl Network {
 
     /// Leaves the strategies marked.
     pub fn retain(&mut self, v: usize, keep: &[bool]) {
+        self.nodes[v].settled = false;
         for at in 0..self.nodes[v].edges.len() {
             let e = self.nodes[v].edges[at] as usize;
+            let other = self.other(e as u32, v);
+            self.nodes[other].settled = false;
             let width = self.width(self.edges[e].b as usize);
             let by_row = self.edges[e].a as usize == v;
             let mut at = 0;
@@ -276,7 +285,7 @@ impl Network {
         let width = self.width(v);
         while let Some(&e) = self.nodes[v].edges.last() {
             let other = self.other(e, v);
-            let table = self.seen_from(e, v);
+            let table = self.seen_from(e, v).into_owned();
             self.detach(e);
             if other == leader {
                 let costs: Vec<f64> = of.iter().enumerate().map(|(s, &f)| table[f * of.len() + s]).collect();
@@ -303,7 +312,7 @@ impl Network {
     /// Eliminates a node that holds nothing and has at most two neighbours, which get the least it can cost.
     pub fn eliminate(&mut self, v: usize) -> Vec<usize> {
         let around: Vec<usize> = self.nodes[v].edges.iter().map(|&e| self.other(e, v)).collect();
-        let tables: Vec<Vec<f64>> = self.nodes[v].edges.iter().map(|&e| self.seen_from(e, v)).collect();
+        let tables: Vec<Vec<f64>> = self.nodes[v].edges.iter().map(|&e| self.seen_from(e, v).into_owned()).collect();
         while let Some(&e) = self.nodes[v].edges.last() {
             self.detach(e);
         }
@@ -443,9 +452,11 @@ impl Network {
     /// The same problem with only the nodes that are left, which are numbered anew.
     pub fn compacted(self) -> Network {
         let live: Vec<usize> = self.live().collect();
-        if 2 * live.len() >= self.nodes.len() {
-            return self;
-        }
+        if 2 * live.len() >= self.nodes.len() { self } else { self.numbered(&live) }
+    }
+
+    /// The same problem with only the nodes that are left, which are numbered in the order given.
+    pub fn numbered(self, live: &[usize]) -> Network {
         let mut place = vec![u32::MAX; self.nodes.len()];
         live.iter().enumerate().for_each(|(i, &v)| place[v] = i as u32);
         let mut edge_place = vec![u32::MAX; self.edges.len()];
@@ -453,7 +464,10 @@ impl Network {
         for (e, edge) in self.edges.iter().enumerate().filter(|(_, edge)| !edge.cost.is_empty()) {
             edge_place[e] = edges.len() as u32;
             let (a, b) = (place[edge.a as usize], place[edge.b as usize]);
-            edges.push(NetEdge { a, b, cost: edge.cost.clone() });
+            edges.push(match a < b {
+                true => NetEdge { a, b, cost: edge.cost.clone() },
+                false => NetEdge { a: b, b: a, cost: transposed(&edge.cost, self.width(edge.b as usize)) },
+            });
         }
         let nodes = live.iter().map(|&v| {
             let node = &self.nodes[v];
@@ -463,6 +477,7 @@ impl Network {
                 profile: node.profile.clone(),
                 edges: node.edges.iter().map(|&e| edge_place[e as usize]).collect(),
                 gone: false,
+                settled: node.settled,
             }
         });
         let origin = Origin {

@@ -9,6 +9,7 @@
 
 use super::SolveError;
 use super::network::Network;
+use std::borrow::Cow;
 
 /// Which reductions are made; all of them, but in tests.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,17 +30,33 @@ impl Reductions {
 const MOST_ENTRIES: usize = 1 << 18;
 
 impl Network {
-    /// Reduces until nothing changes. `pinned` nodes keep all their strategies and stay.
+    /// Reduces until nothing changes. `pinned` nodes keep all their strategies and stay. Where a network has been reduced before, only
+    /// what has changed since is looked at, and whatever that changes.
     ///
     /// # Errors
     /// A node without strategies, a row that is full.
     pub fn reduce(&mut self, what: Reductions, pinned: &[bool]) -> Result<(), SolveError> {
-        let mut reducer = Reducer { dirty: vec![true; self.nodes.len()], what, pinned };
+        let reducer = Reducer { what, pinned };
+        if what != Reductions::ALL {
+            self.nodes.iter_mut().for_each(|node| node.settled = false);
+        }
+        self.reduce_by(&reducer)?;
+        // Of these more may be known once they are no longer pinned.
+        for (node, _) in self.nodes.iter_mut().zip(pinned).filter(|(_, pinned)| **pinned) {
+            node.settled = false;
+        }
+        if what != Reductions::ALL {
+            self.nodes.iter_mut().for_each(|node| node.settled = false);
+        }
+        Ok(())
+    }
+
+    fn reduce_by(&mut self, reducer: &Reducer<'_>) -> Result<(), SolveError> {
         loop {
             // Forward and backward in turn, since models are long chains.
             let mut queue: Vec<usize> = self.live().collect();
             let mut forward = true;
-            while queue.iter().any(|&v| reducer.dirty[v]) {
+            while queue.iter().any(|&v| !self.nodes[v].settled) {
                 if forward {
                     queue.iter().try_for_each(|&v| reducer.visit(self, v))?;
                 } else {
@@ -49,19 +66,19 @@ impl Network {
                 queue.retain(|&v| !self.nodes[v].gone);
             }
             let slack = self.drop_slack_rows()?;
-            let full = self.drop_overfull(&mut reducer.dirty, pinned)?;
+            let full = self.drop_overfull(reducer.pinned)?;
             if !slack && !full {
                 return Ok(());
             }
             if slack {
                 // Fewer rows: more nodes hold nothing, more strategies are beaten.
-                self.live().for_each(|v| reducer.dirty[v] = true);
+                self.nodes.iter_mut().for_each(|node| node.settled = false);
             }
         }
     }
 
     /// Drops strategies that overfill a row even where all others hold the least.
-    fn drop_overfull(&mut self, dirty: &mut [bool], pinned: &[bool]) -> Result<bool, SolveError> {
+    fn drop_overfull(&mut self, pinned: &[bool]) -> Result<bool, SolveError> {
         let mut any = false;
         for v in 0..self.nodes.len() {
             if self.nodes[v].gone || self.nodes[v].profile.is_empty() || pinned.get(v) == Some(&true) {
@@ -79,8 +96,6 @@ impl Network {
                 self.retain(v, &keep);
                 self.trimmed = true;
                 any = true;
-                dirty[v] = true;
-                self.nodes[v].edges.iter().for_each(|&e| dirty[self.other(e, v)] = true);
             }
         }
         Ok(any)
@@ -88,7 +103,6 @@ impl Network {
 }
 
 struct Reducer<'a> {
-    dirty: Vec<bool>,
     what: Reductions,
     pinned: &'a [bool],
 }
@@ -98,14 +112,12 @@ impl Reducer<'_> {
         self.pinned.get(v) == Some(&true)
     }
 
-    fn mark(&mut self, nodes: Vec<usize>) {
-        nodes.into_iter().for_each(|v| self.dirty[v] = true);
-    }
-
-    fn visit(&mut self, network: &mut Network, v: usize) -> Result<(), SolveError> {
-        if network.nodes[v].gone || !std::mem::take(&mut self.dirty[v]) {
+    fn visit(&self, network: &mut Network, v: usize) -> Result<(), SolveError> {
+        if network.nodes[v].gone || std::mem::replace(&mut network.nodes[v].settled, true) {
             return Ok(());
         }
+        let mark =
+            |network: &mut Network, nodes: &[usize]| nodes.iter().for_each(|&v| network.nodes[v].settled = false);
         if !self.is_pinned(v) && (self.what.arcs || self.what.dominance) && network.width(v) > 1 {
             let keep = worth_keeping(network, v, self.what);
             if !keep.contains(&true) {
@@ -113,8 +125,7 @@ impl Reducer<'_> {
             }
             if keep.contains(&false) {
                 network.retain(v, &keep);
-                let around = network.nodes[v].edges.iter().map(|&e| network.other(e, v)).collect();
-                self.mark(around);
+                network.nodes[v].settled = true;
             }
         }
         if !self.is_pinned(v) && network.width(v) == 1 {
@@ -122,7 +133,7 @@ impl Reducer<'_> {
                 return Err(SolveError::Infeasible);
             }
             let around = network.decide(v, 0);
-            self.mark(around);
+            mark(network, &around);
             return Ok(());
         }
         if self.what.separable {
@@ -139,7 +150,7 @@ impl Reducer<'_> {
                     for (j, c) in network.nodes[b].cost.iter_mut().enumerate() {
                         *c += cost[j] - cost[0];
                     }
-                    self.mark(vec![a, b]);
+                    mark(network, &[a, b]);
                 }
             }
         }
@@ -153,7 +164,7 @@ impl Reducer<'_> {
                 };
                 if let Some(of) = of {
                     let around = network.follow(v, leader, &of);
-                    self.mark(around);
+                    mark(network, &around);
                     return Ok(());
                 }
             }
@@ -169,7 +180,7 @@ impl Reducer<'_> {
                 if around.is_empty() && network.constant == f64::INFINITY {
                     return Err(SolveError::Infeasible);
                 }
-                self.mark(around);
+                mark(network, &around);
             }
         }
         Ok(())
@@ -213,7 +224,7 @@ fn is_separable(table: &[f64], width: usize) -> bool {
 fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
     let node = &network.nodes[v];
     let count = node.cost.len();
-    let tables: Vec<(usize, Vec<f64>)> =
+    let tables: Vec<(usize, Cow<'_, [f64]>)> =
         node.edges.iter().map(|&e| (network.width(network.other(e, v)), network.seen_from(e, v))).collect();
     let least: Vec<Vec<f64>> = tables
         .iter()
@@ -251,7 +262,7 @@ fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
 
 /// Whether `other` costs no more than `dropped` whatever the neighbours choose: the sum over edges of the largest
 /// difference of their rows does not exceed zero. Every row has a finite entry.
-fn beats(cost: &[f64], tables: &[(usize, Vec<f64>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
+fn beats(cost: &[f64], tables: &[(usize, Cow<'_, [f64]>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
     let mut worst = cost[other] - cost[dropped];
     // What the edges not yet summed add at least.
     let mut rest: f64 = least.iter().map(|l| l[other] - l[dropped]).sum();

@@ -7,6 +7,7 @@ use super::branch::Incumbent;
 use super::compact::{Assignment, Compact};
 use super::network::Network;
 use super::reduce::Reductions;
+use super::table::{Eliminations, table_by};
 use super::{
     BoundaryTable, Edge, Fault, Holding, Node, Options, Problem, SolveError, alternatives, boundary_table, cost_of,
     program, solve, tight_points,
@@ -275,19 +276,54 @@ proptest! {
 fn check_table(problem: &Problem, keep: &[usize]) {
     let all = dims(problem);
     let kept_dims: Vec<usize> = keep.iter().map(|&v| all[v]).collect();
-    let table = match boundary_table(problem, keep, &Options::default()) {
-        Ok(table) => table,
-        Err(error) => {
-            assert_eq!((error, brute(problem)), (SolveError::Infeasible, f64::INFINITY));
-            return;
-        }
-    };
-    assert_eq!(table.dims(), kept_dims);
-    for kept in assignments(&kept_dims) {
-        let agrees = |choice: &Vec<usize>| keep.iter().zip(&kept).all(|(&v, &s)| choice[v] == s);
+    let least = |kept: &[usize]| {
+        let agrees = |choice: &Vec<usize>| keep.iter().zip(kept).all(|(&v, &s)| choice[v] == s);
         let costs = assignments(&all).filter(agrees).map(|choice| cost_of(problem, &choice));
-        assert_close(table.cost(&kept), costs.fold(f64::INFINITY, f64::min));
-        check_choice(problem, keep, &table, &kept);
+        costs.fold(f64::INFINITY, f64::min)
+    };
+    let expected: Vec<(Vec<usize>, f64)> = assignments(&kept_dims).map(|kept| (kept.clone(), least(&kept))).collect();
+    // Eliminated, eliminated once strategies of no use are gone, searched entry by entry.
+    for (at_once, once_bounded) in [(true, true), (false, true), (false, false)] {
+        let table = match table_by(problem, keep, &Options::default(), Eliminations { at_once, once_bounded }) {
+            Ok(table) => table,
+            Err(error) => {
+                assert!(error == SolveError::Infeasible && expected.iter().all(|(_, least)| *least == f64::INFINITY));
+                continue;
+            }
+        };
+        assert_eq!(table.dims(), kept_dims);
+        for (kept, least) in &expected {
+            assert_close(table.cost(kept), *least);
+            check_choice(problem, keep, &table, kept);
+        }
+    }
+}
+
+#[test]
+fn table_of_a_dense_problem() {
+    // Elimination would take more than bounding every entry, and bounds alone do not close what has no structure.
+    check_table(&random(5, 8, 4, complete(8)), &[0, 7]);
+    // Two leaves go before, so that what is left is numbered otherwise.
+    let edges = complete(6).map(|(a, b)| (a + 2, b + 2)).chain([(0, 3), (1, 4)]);
+    check_table(&random(6, 8, 4, edges), &[2, 7]);
+}
+
+#[test]
+fn table_of_an_unrolled_loop() {
+    // A state and a gate a turn, with one weight for all turns; entered by the first state, left by the last.
+    let turns = 100;
+    let (weight, state, gate) = (0, |t: usize| 1 + 2 * t, |t: usize| 2 + 2 * t);
+    let turn = |t: usize| [(weight, gate(t)), (state(t), gate(t)), (state(t), state(t + 1)), (gate(t), state(t + 1))];
+    let problem = random(11, 2 * turns + 2, 5, (0..turns).flat_map(turn));
+    let keep = [state(0), state(turns)];
+    let by = |at_once| {
+        let eliminations = Eliminations { at_once, once_bounded: true };
+        table_by(&problem, &keep, &Options::default(), eliminations).expect("everything is allowed")
+    };
+    let (eliminated, bounded) = (by(true), by(false));
+    for kept in assignments(&[5, 5]) {
+        assert_close(bounded.cost(&kept), eliminated.cost(&kept));
+        check_choice(&problem, &keep, &bounded, &kept);
     }
 }
 
