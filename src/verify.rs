@@ -542,7 +542,9 @@ impl Tolerance {
         self.worst_of(quantity, all)
     }
 
-    /// A frozen parameter is unchanged.
+    /// Compares updated weights. Adam divides a gradient by its own size, so rounding decides the sign of the update where
+    /// the gradient is mere rounding. Elements whose gradient is smaller than its tolerance, or than its change by rounding,
+    /// are left out. A frozen parameter is unchanged.
     fn weights(&self, ours: &Outcome, reference: &Outcome, rounding: &[Outcome]) -> Comparison {
         let all = reference.weights.iter().filter_map(|(name, updated)| {
             let Some(ours_updated) = ours.weights.get(name) else {
@@ -552,8 +554,10 @@ impl Tolerance {
             let Some(gradient) = reference.gradients.get(name) else {
                 return Some(difference(name, ours_updated, updated, self.tensor, &[]));
             };
-            let root_mean_square = norm(gradient) / (gradient.len().max(1) as f64).sqrt();
-            let noise = (10.0 * self.tensor * root_mean_square).max(TINY_DIFFERENCE);
+            let root_mean_square = |x: &[f64]| norm(x) / (x.len().max(1) as f64).sqrt();
+            let changes = rounding.iter().filter_map(|o| Some(root_mean_square(o.gradients.get(name)?)));
+            let seen = changes.filter(|x| x.is_finite()).fold(0.0, f64::max) * MARGIN;
+            let noise = (10.0 * self.tensor * root_mean_square(gradient)).max(seen).max(TINY_DIFFERENCE);
             // A non-finite gradient is not noise.
             let counts = |g: f64| !g.is_finite() || g.abs() > noise;
             let kept: Vec<usize> =
@@ -720,6 +724,11 @@ mod tests {
         for (ours, reference, expect) in cases {
             let found = tolerance.weights(&outcome(ours.0, ours.1), &outcome(reference.0, reference.1), &[]);
             assert_eq!(found.verdict(), expect, "{ours:?} {reference:?}");
+        }
+        // A gradient that rounding changes by a third of itself or more has no sign to speak of.
+        for (change, expect) in [(0.3, Verdict::NotCompared), (0.1, Verdict::Differs)] {
+            let found = tolerance.weights(&outcome(1.0, 1.0), &outcome(1.0, 2.0), &[outcome(change, 0.0)]);
+            assert_eq!(found.verdict(), expect, "{change}");
         }
     }
 }

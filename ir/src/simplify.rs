@@ -89,7 +89,20 @@ enum Rewrite {
 fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
     let operand = |i: usize| node.operands[i];
     let splat = |i: usize| literal(graph, operand(i)).and_then(|l| l.as_splat().filter(|_| l.batch_power == 0));
+    let is_empty = |v: ValueId| graph.ty(v).elements() == 0;
     match &node.op {
+        // Values without elements are all the same, and what is made of them needs none of them.
+        op if node.ty.elements() == 0 && !op.is_leaf() && !matches!(op, Op::Constant(_)) => constant(&node.ty, 0.0),
+        Op::Concatenate(_) if node.operands.iter().any(|&o| is_empty(o)) => {
+            let rest = node.operands.iter().copied().filter(|&o| !is_empty(o)).collect();
+            Rewrite::Node(node.op.clone(), rest)
+        }
+        Op::Reduce(op) if is_empty(operand(0)) => constant(&node.ty, op.reducer.neutral(node.ty.dtype)),
+        Op::DotGeneral(_) if is_empty(operand(0)) => constant(&node.ty, 0.0),
+        Op::Pad(_) if is_empty(operand(0)) => {
+            let spread = BroadcastInDim { shape: node.ty.shape.clone(), dims: Vec::new() };
+            Rewrite::Node(Op::BroadcastInDim(spread), vec![operand(1)])
+        }
         Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Convert(_)
             if *graph.ty(operand(0)) == node.ty && keeps_order(&node.op) =>
         {
@@ -303,6 +316,22 @@ mod tests {
             ),
         ] {
             check(&body, &expected);
+        }
+    }
+
+    #[test]
+    fn values_without_elements_are_not_computed() {
+        let leaves = "f32[2,4] = input \"x\"\nf32[] = input \"y\"";
+        let none = "f32[2,0] = slice(%0) {\"start\":[0,4],\"limit\":[2,4]}\nf32[2,0] = negate(%2)";
+        for (op, expected) in [
+            ("f32[2,4] = concatenate(%3, %0, %2) {\"dim\":1}\nf32[2,4] = negate(%4)", "f32[2,4] = negate(%0)"),
+            ("f32[2] = reduce(%3) {\"reducer\":\"max\",\"dims\":[1]}", "f32[2] = constant {\"value\":-inf}"),
+            (
+                "f32[2,3] = pad(%3, %1) {\"low\":[0,1],\"high\":[0,2],\"interior\":[0,0]}",
+                "f32[2,3] = broadcast_in_dim(%1) {\"dims\":[]}",
+            ),
+        ] {
+            check(&format!("{leaves}\n{none}\n{op}"), &format!("{leaves}\n{expected}"));
         }
     }
 

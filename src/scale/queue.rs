@@ -104,7 +104,10 @@ mod tests {
         assert_eq!((waits.hours(0), waits.hours(17)), (None, None));
         assert!(waits.expect_within(&[1, 16], Path::new("q.csv")).is_ok());
         let beyond = waits.expect_within(&[4, 17], Path::new("q.csv")).expect_err("17 are not known");
-        assert!(beyond.is_usage() && beyond.to_string().contains("q.csv: the wait for 17 nodes is unknown"), "{beyond}");
+        assert!(
+            beyond.is_usage() && beyond.to_string().contains("q.csv: the wait for 17 nodes is unknown"),
+            "{beyond}"
+        );
     }
 
     #[test]

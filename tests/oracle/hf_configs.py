@@ -114,6 +114,24 @@ STATES = dict(
     n_groups=2,
     chunk_size=5,
 )
+NEMOTRON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=32,
+    mamba_num_heads=4,
+    mamba_head_dim=8,
+    ssm_state_size=6,
+    n_groups=2,
+    chunk_size=5,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=10,
+    moe_shared_expert_intermediate_size=12,
+)
 HYBRID = DECODER | dict(
     mamba_n_heads=4,
     mamba_d_head=8,
@@ -290,6 +308,18 @@ CASES = [
     ("mamba2", model("Mamba2"), STATES, ""),
     ("mamba2-chunk", model("Mamba2"), STATES | dict(chunk_size=64, tie_word_embeddings=True), ""),
     ("bamba", model("Bamba"), HYBRID | dict(attn_layer_indices=[1]), ""),
+    (
+        "nemotron-h",
+        model("NemotronH"),
+        NEMOTRON | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"], mlp_bias=True),
+        "",
+    ),
+    (
+        "nemotron-3",
+        model("NemotronH"),
+        NEMOTRON | dict(layers_block_type=["linear_attention", "moe", "full_attention"], n_group=2, routed_scaling_factor=1.5),
+        "--capacity-factor 2",
+    ),
     (
         "granite4",
         model("GraniteMoeHybrid"),

@@ -20,6 +20,7 @@ mod recurrent;
 mod reduction;
 mod ring;
 mod shape;
+mod special;
 
 #[cfg(test)]
 mod tests;
@@ -40,6 +41,9 @@ pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
 pub use ring::{MOST_BLOCKS, ring_attention};
 pub use shape::*;
+pub use special::{
+    acos, acosh, asin, asinh, atan, atanh, cosh, digamma, erf_inv, lgamma, normal_cdf, normal_quantile, sinh,
+};
 
 pub use crate::op::ShapeError;
 

@@ -392,3 +392,42 @@ fn a_recurrent_layer_goes_through_a_sequence() {
     let layer = Recurrent { cell, input, recurrent, biases: None, backwards: false, lengths: None };
     assert!(layer.run(&mut case.graph, x, None).is_err());
 }
+
+/// At points where a formula changes, or where the one that is not taken has no slope.
+#[test]
+fn special_functions_have_slopes_everywhere() {
+    let euler = 0.577_215_664_901_532_9;
+    let zeta = std::f64::consts::PI.powi(2) / 6.0;
+    type Function = fn(&mut Graph, ValueId) -> Built;
+    let cases: [(Function, &[(f64, f64)]); 6] = [
+        (sinh, &[(0.0, 1.0), (-1.0, 1f64.cosh()), (1e3, f64::INFINITY)]),
+        (asinh, &[(0.0, 1.0), (-1.0, 0.5f64.sqrt()), (2.0, 0.2f64.sqrt()), (1e9, 1e-9)]),
+        (atanh, &[(0.0, 1.0), (-0.5, 4.0 / 3.0)]),
+        (acosh, &[(2.0, (1.0 / 3f64).sqrt())]),
+        (lgamma, &[(1.0, -euler), (2.0, 1.0 - euler), (3.0, 1.5 - euler), (0.5, -euler - 4f64.ln())]),
+        (digamma, &[(1.0, zeta), (2.0, zeta - 1.0), (3.0, zeta - 1.25), (0.25, 17.197_329_154_507_11)]),
+    ];
+    for (at, (function, points)) in cases.into_iter().enumerate() {
+        let values: Vec<f64> = points.iter().map(|p| p.0).collect();
+        let ty = TensorType::new(DType::F64, [values.len() as u64]);
+        let mut graph = Graph::new("slopes");
+        let parameter = Op::Parameter(crate::op::Parameter {
+            name: "x".to_string(),
+            ty: ty.clone(),
+            frozen: false,
+            no_decay: false,
+        });
+        let x = graph.push(parameter, &[]).unwrap();
+        let y = function(&mut graph, x).unwrap();
+        graph.outputs = vec![sum(&mut graph, y, &[0], false).unwrap()];
+        let trained = crate::autodiff::differentiate(&graph, &[]).unwrap();
+        let parts = trained.contributions[x.index()].iter().map(|c| c.1).collect();
+        let graph = Graph { outputs: parts, ..trained.graph };
+        let slopes = run(&graph, |_| Tensor::new(ty.clone(), values.clone()));
+        for (i, (x, expected)) in points.iter().enumerate() {
+            let found: f64 = slopes.iter().map(|s| s.data[i]).sum();
+            let near = (found - expected).abs() <= 1e-9 * (1.0 + expected.abs());
+            assert!(near || found == *expected, "function {at} at {x}: {found} instead of {expected}");
+        }
+    }
+}

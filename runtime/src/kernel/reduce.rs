@@ -60,6 +60,9 @@ impl Reduction {
     }
 
     pub fn run(&self, input: &Storage, output: &mut Storage, threads: usize) {
+        if self.kept.iter().any(|k| k.0 == 0) {
+            return;
+        }
         let class = Class::of(self.dtype);
         with_class!(class, T => {
             let input = input.slice::<T>();

@@ -85,6 +85,15 @@ STEPS = {
     "lgamma_negative",
 }
 
+# Where a formula changes, or the one that is not taken has no slope.
+CORNERS = {
+    "sinh": (-1, 0, 1),
+    "asinh": (-1, 0, 1),
+    "atanh": (0,),
+    "lgamma": (0.5, 1, 2, 3, 7),
+    "digamma": (0.5, 1, 2, 3, 7),
+}
+
 BINARY = {
     "add": (lax.add, 2, 0),
     "sub": (lax.sub, 2, 1),
@@ -116,6 +125,9 @@ def floats():
             # Away from the corners of the piecewise functions.
             x = np.where(np.abs(x - np.round(x)) < 0.02, x + 0.05, x).astype(F32).clip(low, high)
             yield Case(f"unary_{name}", function, (x,), 16, 4, gradient=(0,), gradient_only=True)
+    for name, points in CORNERS.items():
+        x = np.array(points, F32)
+        yield Case(f"unary_{name}_corners", UNARY[name][0], (x,), 16, 4, gradient=(0,), gradient_only=True)
     for name, (function, relative, absolute) in BINARY.items():
         draw = Draw(name)
         several = lambda *xs, f=function: tuple(f(a, b) for a, b in zip(xs[::2], xs[1::2]))

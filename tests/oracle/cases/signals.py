@@ -24,6 +24,8 @@ def complex_numbers():
         "summed": lambda z: z.sum(0) + z.mean(),
         "chosen": lambda z: jnp.where(z.real > 0, z, 0) + jnp.pad(z, ((0, 0), (1, 0)))[:, :4] + z[jnp.array([2, 0, 1])],
         "matmul": lambda z: z @ z.T,
+        "set": lambda z: jnp.zeros((3, 9), z.dtype).at[:, 2:6].set(z),
+        "add_at": lambda z: z.at[jnp.array([0, 2, 0])].add(2j * z),
         "constants": lambda z: z * jnp.exp(1j * jnp.arange(4)) + jnp.ones((3, 4), jnp.complex64),
     }.items():
         yield Case(f"complex_{name}", both(f), (x, y), 64, 64, gradient=(0, 1))

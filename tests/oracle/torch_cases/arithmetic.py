@@ -8,7 +8,7 @@ from . import Case, bools, fixed, ints, of, positive, unit
 A, B = (3, 4), (4,)
 
 UNARY = """exp expm1 sigmoid tanh sin cos tan erf erfc neg abs sign floor ceil round trunc frac square relu sinh cosh
-atan exp2 isnan isinf isfinite logical_not""".split()
+atan asinh exp2 isnan isinf isfinite logical_not""".split()
 POSITIVE = "log log1p log2 log10 sqrt rsqrt reciprocal".split()
 BINARY = "add sub mul div maximum minimum atan2 eq ne lt le gt ge hypot logaddexp".split()
 REDUCTIONS = "sum mean amax amin prod logsumexp var std".split()
@@ -20,8 +20,16 @@ def cases():
         yield Case(name, getattr(torch, name), (A,), trained=() if flat else (0,))
     for name in POSITIVE:
         yield Case(name, getattr(torch, name), (positive(*A),), relative=32)
-    for name in ("asin", "acos", "logit"):
+    for name in ("asin", "acos", "logit", "atanh", "erfinv"):
         yield Case(name, getattr(torch, name), (unit(*A),), relative=64, absolute=32)
+    yield Case("ndtri", torch.special.ndtri, (unit(*A),), relative=64, absolute=64)
+    yield Case("ndtr", torch.special.ndtr, (A,), relative=64)
+    yield Case("acosh", lambda x: torch.acosh(x + 1), (positive(*A),), relative=64, absolute=32)
+    for name in ("lgamma", "digamma"):
+        # At whole numbers too, and where the reflection formula holds.
+        yield Case(name, getattr(torch, name), (fixed(1, 2, 3, 7, 0.2, 0.5, 1.5, 4.4, 9.3),), relative=64, absolute=64)
+        yield Case(f"{name}_negative", getattr(torch, name), (fixed(-0.3, -1.6, -2.5),), relative=256, absolute=64)
+    yield Case("odd_functions_at_zero", lambda x: (x.asinh(), x.atanh(), x.sinh(), x.asin(), x.erfinv()), (fixed(0, 0.5),), relative=64)
     for name in ("exp", "sqrt", "sigmoid", "tanh"):
         yield Case(f"{name}_of_ints", getattr(torch, name), (ints(5, *A, low=1),))
     for name in BINARY:

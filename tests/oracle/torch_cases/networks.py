@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from . import Case, bools, ints, of, positive, unit
+from . import Case, bools, fixed, ints, of, positive, unit
 
 A = (3, 4)
 WIDE = dict(relative=64, absolute=64)
@@ -103,6 +103,16 @@ def cases():
                ((6, 5), ints(5, 6), positive(5)), trained=(0,), **WIDE)
     yield Case("cross_entropy_soft", lambda x, t: F.cross_entropy(x, t.softmax(-1)), ((6, 5), (6, 5)), **WIDE)
     yield Case("nll_loss", lambda x, t: F.nll_loss(x.log_softmax(1), t, ignore_index=1), ((6, 5), ints(5, 6)), trained=(0,), **WIDE)
+    yield Case("triplets", lambda x, y, z: (F.triplet_margin_loss(x, y, z), F.triplet_margin_loss(x, y, z, margin=0.5, swap=True, reduction="none")),
+               ((5, 6), (5, 6), (5, 6)), **WIDE)
+    signs = fixed(1, -1, -1, 1, -1)
+    yield Case("embedding_losses", lambda x, y, t: (F.cosine_embedding_loss(x, y, t), F.cosine_embedding_loss(x, y, t, margin=-0.2, reduction="none"),
+                                                    F.hinge_embedding_loss(x[:, 0], t), F.hinge_embedding_loss(x[:, 0], t, margin=0.4, reduction="sum")),
+               ((5, 6), (5, 6), signs), trained=(0, 1), **WIDE)
+    yield Case("margin_ranking", lambda x, y, t: (F.margin_ranking_loss(x, y, t), F.margin_ranking_loss(x, y, t, margin=0.3, reduction="none")),
+               ((5,), (5,), signs), trained=(0, 1), **WIDE)
+    yield Case("poisson", lambda x, t: (F.poisson_nll_loss(x, t), F.poisson_nll_loss(x, t, full=True, reduction="none"), F.poisson_nll_loss(x.exp(), t, log_input=False)),
+               ((7,), fixed(0.0, 1, 2, 3, 5, 1, 8)), trained=(0,), **WIDE)
     yield Case("regressions", lambda x, y: (F.mse_loss(x, y), F.l1_loss(x, y), F.smooth_l1_loss(x, y, beta=0.5), F.huber_loss(x, y, delta=0.7),
                                             F.mse_loss(x, y, reduction="sum"), F.mse_loss(x, y, reduction="none")), (A, A), **WIDE)
     yield Case("binary_cross_entropy", F.binary_cross_entropy, (unit(*A), unit(*A)), trained=(0,), **WIDE)

@@ -47,9 +47,10 @@ def cases():
     yield Case("scatter_short", lambda x, i, s: x.scatter(0, i, s), ((4, 5), fixed([0, 1, 2], [3, 0, 1]), (3, 4)), trained=())
     yield Case("scatter_number", lambda x, i: x.scatter(2, i, 7.0), (A, ints(6, 4, 5, 2)))
     yield Case("scatter_add", lambda x, i, s: x.scatter_add(1, i, s), (A, ints(5, 4, 7, 6), (4, 7, 6)))
-    for how in ("sum", "amax", "amin", "prod"):
+    for how in ("sum", "amax", "amin", "prod", "mean"):
         # PyTorch spreads the gradient of equal extrema, which random numbers do not have.
         yield Case(f"scatter_reduce_{how}", lambda x, i, s, h=how: x.scatter_reduce(1, i, s, h), ((3, 4), ints(4, 3, 6), (3, 6)), relative=64, absolute=32)
+        yield Case(f"scatter_reduce_{how}_alone", lambda x, i, s, h=how: x.scatter_reduce(1, i, s, h, include_self=False), ((3, 4), ints(4, 3, 2), (3, 2)), relative=64, absolute=32)
     yield Case("index_add", lambda x, i, s: x.index_add(1, i, s, alpha=2), (A, ints(5, 7), (4, 7, 6)))
     yield Case("index_copy", lambda x, i, s: x.index_copy(0, i, s), (A, fixed(2, 0), (2, 5, 6)))
     yield Case("index_fill", lambda x, i: x.index_fill(1, i, 4.0), (A, fixed(2, 0)))

@@ -102,6 +102,8 @@ pub enum Mixer {
     Attention(Box<SelfAttention>),
     Latent(Latent),
     StateSpace(StateSpace),
+    /// Tokens stay apart; the layer has feeds alone.
+    Nothing,
 }
 
 impl Mixer {
@@ -364,7 +366,10 @@ impl Layer {
     pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
         match self.order {
             Order::Sequential { mixer, feed } => {
-                let x = self.part(b, x, mixer, |b, x| self.mix(b, x, angles))?;
+                let x = match self.mixer.1 {
+                    Mixer::Nothing => x,
+                    _ => self.part(b, x, mixer, |b, x| self.mix(b, x, angles))?,
+                };
                 if self.feeds.is_empty() { Ok(x) } else { self.part(b, x, feed, |b, x| self.feed(b, x)) }
             }
             Order::Parallel { mixer, feed } => {
@@ -405,6 +410,7 @@ impl Layer {
             Mixer::Attention(attention) => attention.build(b, x, angles),
             Mixer::Latent(latent) => latent.build(b, x, &angles[0]),
             Mixer::StateSpace(mixer) => mixer.build(b, x),
+            Mixer::Nothing => Ok(x),
         })
     }
 

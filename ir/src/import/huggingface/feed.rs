@@ -77,6 +77,11 @@ impl Gated {
 }
 
 impl Plain {
+    /// One without biases, named as Llama's matrices are.
+    pub fn new(width: u64, activation: Activation) -> Plain {
+        Plain { up: "up_proj", down: "down_proj", width, activation, matrix: Matrix::default() }
+    }
+
     pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
         let wide = b.matrix(self.up, x, self.width, self.matrix)?;

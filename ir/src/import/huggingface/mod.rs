@@ -149,6 +149,8 @@ const EXPERTS_NAMES: &[(&str, &str)] = &[
     ("n_routed_experts", "num_local_experts"),
 ];
 
+const HYBRID_NAMES: &[(&str, &str)] = &[("layer_types", "layers_block_type")];
+
 /// The families in alphabetical order.
 const FAMILIES: &[Family] = &[
     decoder("bamba", hybrid::bamba),
@@ -172,7 +174,7 @@ const FAMILIES: &[Family] = &[
     decoder_of("gptj", GPT2_NAMES, gpt::gptj),
     decoder("granite", llama::granite),
     decoder("granitemoe", experts::granitemoe),
-    decoder_of("granitemoehybrid", &[("layer_types", "layers_block_type")], hybrid::granitemoehybrid),
+    decoder_of("granitemoehybrid", HYBRID_NAMES, hybrid::granitemoehybrid),
     decoder_of("kimi_k2", EXPERTS_NAMES, experts::deepseek_v3),
     decoder("llama", llama::llama),
     decoder("llama4_text", experts::llama4),
@@ -182,6 +184,7 @@ const FAMILIES: &[Family] = &[
     family("modernbert", modernbert::build, Loss::MaskedTokens),
     decoder_of("mpt", MPT_NAMES, gpt::mpt),
     decoder("nemotron", llama::nemotron),
+    decoder_of("nemotron_h", HYBRID_NAMES, hybrid::nemotron_h),
     decoder("olmo", llama::olmo),
     decoder("olmo2", llama::olmo2),
     decoder("olmo3", llama::olmo2),

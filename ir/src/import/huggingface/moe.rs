@@ -9,7 +9,7 @@
 
 use super::blocks::{Activation, Block, Builder};
 use super::error::{ConfigError, Note};
-use super::feed::Gated;
+use super::feed::{Feed, Gated, Plain};
 use crate::array;
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -88,13 +88,15 @@ pub struct Experts {
     pub weigh_inputs: bool,
 }
 
-/// The combination of an expert's gate and up, which one matrix produces.
+/// The function between the two matrices of an expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Gating {
     /// `activation(gate) up`, where the gate is the first half.
     Halves(Activation),
     /// `gate sigmoid(alpha gate) (up + 1)`, both clamped at a limit. Gate and up alternate.
     Clamped { alpha: f64, limit: f64 },
+    /// `activation(up)`: there is no gate.
+    Ungated(Activation),
 }
 
 impl Mixture {
@@ -103,8 +105,12 @@ impl Mixture {
         let (gates, chosen) = self.gates(b, x)?;
         let routed = self.experts.build(b, x, gates, chosen)?;
         let Some(shared) = &self.shared else { return Ok(routed) };
-        let Gating::Halves(activation) = self.experts.gating else { return Ok(routed) };
-        let mut made = b.within(shared.name, |b| Gated::new(shared.width, activation).build(b, x))?;
+        let feed = match self.experts.gating {
+            Gating::Halves(activation) => Feed::Gated(Gated::new(shared.width, activation)),
+            Gating::Ungated(activation) => Feed::Plain(Plain::new(shared.width, activation)),
+            Gating::Clamped { .. } => return Ok(routed),
+        };
+        let mut made = b.within(shared.name, |b| feed.build(b, x))?;
         if let Some(gate) = shared.gate {
             let gate = b.linear(gate, x, 1, false)?;
             let gate = array::sigmoid(&mut b.graph, gate)?;
@@ -195,7 +201,11 @@ impl Experts {
         };
         let capacity = self.capacity(b, tokens);
         b.within("experts", |b| {
-            let (gate_up, first_bias) = self.weights(b, "gate_up_proj", hidden, 2 * self.width)?;
+            let (first, width) = match self.gating {
+                Gating::Ungated(_) => ("up_proj", self.width),
+                _ => ("gate_up_proj", 2 * self.width),
+            };
+            let (first, first_bias) = self.weights(b, first, hidden, width)?;
             let (down, last_bias) = self.weights(b, "down_proj", self.width, hidden)?;
             let contracted = if self.transposed { 1 } else { 2 };
             let g = &mut b.graph;
@@ -212,10 +222,10 @@ impl Experts {
                 let gates = taken_gates(g, gates, slots, b.dtype)?;
                 taken = array::binary(g, Binary::Multiply, taken, gates)?;
             }
-            // [B, E, C, hidden] with [E, 2 width, hidden]: [E, B, C, 2 width].
-            let both = g.push(Op::DotGeneral(per_expert([1, 0], [3, contracted])), &[taken, gate_up])?;
-            let both = with_bias(g, both, first_bias)?;
-            let inner = self.gating.apply(g, both, self.width)?;
+            // [B, E, C, hidden] with [E, wide, hidden]: [E, B, C, wide].
+            let wide = g.push(Op::DotGeneral(per_expert([1, 0], [3, contracted])), &[taken, first])?;
+            let wide = with_bias(g, wide, first_bias)?;
+            let inner = self.gating.apply(g, wide, self.width)?;
             let made = g.push(Op::DotGeneral(per_expert([0, 0], [3, contracted])), &[inner, down])?;
             let made = with_bias(g, made, last_bias)?;
             let mut made = array::permute(g, made, &[1, 0, 2, 3])?;
@@ -257,7 +267,7 @@ impl Experts {
 }
 
 impl Gating {
-    /// Combines `both`, which is `[.., 2 width]`.
+    /// Combines `both`, which is `[.., 2 width]`, or `[.., width]` without a gate.
     fn apply(self, g: &mut Graph, both: ValueId, width: u64) -> array::Built {
         let last = g.shape(both).len().saturating_sub(1);
         match self {
@@ -266,6 +276,7 @@ impl Gating {
                 let gate = activation.apply(g, parts[0])?;
                 array::binary(g, Binary::Multiply, gate, parts[1])
             }
+            Gating::Ungated(activation) => activation.apply(g, both),
             Gating::Clamped { alpha, limit } => {
                 let pairs = [&g.shape(both)[..last], &[width, 2]].concat();
                 let pairs = array::reshape(g, both, &pairs)?;

@@ -163,89 +163,10 @@ pub fn reciprocal(c: &mut Call) -> One {
     Ok(g.push(Op::Binary(Binary::Divide), &[one, x])?)
 }
 
-/// `sqrt(1 - x^2)`.
-fn other_side(g: &mut Graph, x: ValueId) -> Built {
-    let one = array::full_like(g, x, 1.0)?;
-    let square = array::binary(g, Binary::Multiply, x, x)?;
-    let rest = array::binary(g, Binary::Subtract, one, square)?;
-    array::unary(g, Unary::Sqrt, rest)
-}
-
-pub fn acos(c: &mut Call) -> One {
+/// A function of `array`.
+pub fn function(c: &mut Call, f: impl FnOnce(&mut Graph, ValueId) -> Built) -> One {
     let x = c.x(0)?;
-    let g = c.g();
-    let side = other_side(g, x)?;
-    Ok(array::binary(g, Binary::Atan2, side, x)?)
-}
-
-pub fn asin(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    let g = c.g();
-    let side = other_side(g, x)?;
-    Ok(array::binary(g, Binary::Atan2, x, side)?)
-}
-
-pub fn atan(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    Ok(array::with_number(c.g(), Binary::Atan2, x, 1.0)?)
-}
-
-/// `log(x + sqrt(x^2 - 1))`.
-pub fn acosh(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    let g = c.g();
-    let square = array::binary(g, Binary::Multiply, x, x)?;
-    let less = array::with_number(g, Binary::Subtract, square, 1.0)?;
-    let root = array::unary(g, Unary::Sqrt, less)?;
-    let both = array::binary(g, Binary::Add, x, root)?;
-    Ok(array::unary(g, Unary::Log, both)?)
-}
-
-/// `sign(x) log(1 + |x| + x^2 / (1 + sqrt(x^2 + 1)))`, which loses no digits near zero.
-pub fn asinh(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    let g = c.g();
-    let size = array::unary(g, Unary::Abs, x)?;
-    let square = array::binary(g, Binary::Multiply, x, x)?;
-    let more = array::with_number(g, Binary::Add, square, 1.0)?;
-    let root = array::unary(g, Unary::Sqrt, more)?;
-    let divisor = array::with_number(g, Binary::Add, root, 1.0)?;
-    let part = array::binary(g, Binary::Divide, square, divisor)?;
-    let sum = array::binary(g, Binary::Add, size, part)?;
-    let log = array::unary(g, Unary::LogPlusOne, sum)?;
-    let sign = array::unary(g, Unary::Sign, x)?;
-    Ok(array::binary(g, Binary::Multiply, sign, log)?)
-}
-
-/// `(log(1 + x) - log(1 - x)) / 2`.
-pub fn atanh(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    half_difference(c, x, Unary::LogPlusOne)
-}
-
-pub fn sinh(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    half_difference(c, x, Unary::ExponentialMinusOne)
-}
-
-/// `(f(x) - f(-x)) / 2`.
-fn half_difference(c: &mut Call, x: ValueId, f: Unary) -> One {
-    let g = c.g();
-    let above = array::unary(g, f, x)?;
-    let negative = array::unary(g, Unary::Negate, x)?;
-    let below = array::unary(g, f, negative)?;
-    let difference = array::binary(g, Binary::Subtract, above, below)?;
-    Ok(array::with_number(g, Binary::Multiply, difference, 0.5)?)
-}
-
-pub fn cosh(c: &mut Call) -> One {
-    let x = c.x(0)?;
-    let g = c.g();
-    let above = array::unary(g, Unary::Exponential, x)?;
-    let negative = array::unary(g, Unary::Negate, x)?;
-    let below = array::unary(g, Unary::Exponential, negative)?;
-    let sum = array::binary(g, Binary::Add, above, below)?;
-    Ok(array::with_number(g, Binary::Multiply, sum, 0.5)?)
+    Ok(f(c.g(), x)?)
 }
 
 /// The element type of an attribute, which is a number of the standard's enumeration.

@@ -5,6 +5,7 @@ use super::{
     activation, attention, contraction, control, elementwise, indexing, loss, movement, norm, pool, quantize,
     recurrent, reduction, resize,
 };
+use crate::array;
 use crate::op::{Binary, Direction, Reducer, Unary};
 
 /// A function that expresses a node in ops of the graph, with one result or a list of them.
@@ -29,16 +30,16 @@ fn ops(op: &str) -> Option<Lowering> {
     Some(match op {
         // Functions of one element.
         "Abs" => One(|c| elementwise::unary(c, Unary::Abs)),
-        "Acos" => One(elementwise::acos),
-        "Acosh" => One(elementwise::acosh),
-        "Asin" => One(elementwise::asin),
-        "Asinh" => One(elementwise::asinh),
-        "Atan" => One(elementwise::atan),
-        "Atanh" => One(elementwise::atanh),
+        "Acos" => One(|c| elementwise::function(c, array::acos)),
+        "Acosh" => One(|c| elementwise::function(c, array::acosh)),
+        "Asin" => One(|c| elementwise::function(c, array::asin)),
+        "Asinh" => One(|c| elementwise::function(c, array::asinh)),
+        "Atan" => One(|c| elementwise::function(c, array::atan)),
+        "Atanh" => One(|c| elementwise::function(c, array::atanh)),
         "BitwiseNot" | "Not" => One(|c| elementwise::unary(c, Unary::Not)),
         "Ceil" => One(|c| elementwise::unary(c, Unary::Ceil)),
         "Cos" => One(|c| elementwise::unary(c, Unary::Cosine)),
-        "Cosh" => One(elementwise::cosh),
+        "Cosh" => One(|c| elementwise::function(c, array::cosh)),
         "Erf" => One(|c| elementwise::unary(c, Unary::Erf)),
         "Exp" => One(|c| elementwise::unary(c, Unary::Exponential)),
         "Floor" => One(|c| elementwise::unary(c, Unary::Floor)),
@@ -51,7 +52,7 @@ fn ops(op: &str) -> Option<Lowering> {
         "Round" => One(|c| elementwise::unary(c, Unary::RoundNearestEven)),
         "Sign" => One(|c| elementwise::unary(c, Unary::Sign)),
         "Sin" => One(|c| elementwise::unary(c, Unary::Sine)),
-        "Sinh" => One(elementwise::sinh),
+        "Sinh" => One(|c| elementwise::function(c, array::sinh)),
         "Sqrt" => One(|c| elementwise::unary(c, Unary::Sqrt)),
         "Tan" => One(|c| elementwise::unary(c, Unary::Tan)),
         "Tanh" => One(|c| elementwise::unary(c, Unary::Tanh)),

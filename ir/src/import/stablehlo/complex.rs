@@ -13,7 +13,7 @@ use crate::op::{Binary, Direction, Op};
 const UNSUPPORTED: Reject = Reject::Unsupported("of complex numbers");
 
 /// True if the text says that a value is complex.
-fn is_complex(ty: &Type<'_>) -> bool {
+pub(super) fn is_complex(ty: &Type<'_>) -> bool {
     matches!(ty, Type::Tensor(SyntaxTensor { element, .. }) if element.starts_with("complex<"))
 }
 
@@ -134,7 +134,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
             "reduce" => self.complex_sum(operation, operands)?,
             "fft" => return self.fft(operation, operands),
-            // Ops that move elements, and say how by their attributes alone.
+            // Ops that move elements and at most add them, whatever their parts.
             "transpose"
             | "slice"
             | "concatenate"
@@ -142,7 +142,8 @@ impl<'t, 'a> Converter<'t, 'a> {
             | "pad"
             | "gather"
             | "dynamic_slice"
-            | "dynamic_update_slice" => {
+            | "dynamic_update_slice"
+            | "scatter" => {
                 let mut parts = Vec::with_capacity(2);
                 let pairs: Vec<Pair> = (0..operands.len())
                     .map(|at| match operation.operand_types.get(at).is_some_and(is_complex) {

@@ -280,10 +280,12 @@ fn write_of(region: &Region, position: usize, n: usize) -> Option<Write> {
     if apply.dialect != "stablehlo" || !straight && [first.name, second.name] != [update, there] {
         return None;
     }
-    let boolean = match apply.result_types.first()? {
-        super::syntax::Type::Tensor(ty) => ty.element == "i1",
-        _ => false,
-    };
+    let ty = apply.result_types.first()?;
+    let boolean = matches!(ty, super::syntax::Type::Tensor(ty) if ty.element == "i1");
+    // The parts of complex numbers are written apart, which only sums allow.
+    if super::complex::is_complex(ty) && !matches!(apply.name, "add" | "subtract") {
+        return None;
+    }
     Some(match apply.name {
         "or" if boolean => Write::Combine(Combine::Maximum),
         "and" if boolean => Write::Combine(Combine::Minimum),

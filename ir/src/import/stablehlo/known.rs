@@ -118,8 +118,8 @@ impl Converter<'_, '_> {
     }
 
     /// The elements of `value` where the leaves have the `given` ones. In place of each tensor of shape `shape` there is one of
-    /// `n` elements; that is possible only through ops that compute each element by itself, otherwise there is no answer.
-    /// Where `shape` is empty, tensors keep their shapes.
+    /// `n` elements; that is possible only through ops that compute each element by itself, otherwise there is no answer. A single
+    /// element stands for tensors, too, that are repeated to `shape`. Where `shape` is empty, tensors keep their shapes.
     pub fn elements_of(
         &self,
         value: ValueId,
@@ -128,9 +128,14 @@ impl Converter<'_, '_> {
         n: usize,
     ) -> Option<Vec<f64>> {
         let mut tensors: BTreeMap<ValueId, Tensor> = BTreeMap::new();
+        let is_replaced = |o: &ValueId| {
+            let ty = self.graph.ty(*o);
+            let repeated = n == 1 && ty.elements() > 1 && repeats_to(&ty.shape, shape);
+            !shape.is_empty() && (ty.shape == shape || repeated)
+        };
         for v in self.reached(value).into_keys() {
             let node = self.graph.node(v);
-            let replaced = !shape.is_empty() && node.ty.shape == shape;
+            let replaced = is_replaced(&v);
             let ty = if replaced { node.ty.with_shape([n as u64]) } else { node.ty.clone() };
             if let Some(data) = given.get(&v) {
                 if data.len() as u64 != ty.elements() {
@@ -143,13 +148,15 @@ impl Converter<'_, '_> {
                 return None;
             }
             let operands: Vec<&Tensor> = node.operands.iter().map(|o| &tensors[o]).collect();
-            let is_replaced = |o: &ValueId| !shape.is_empty() && self.graph.shape(*o) == shape;
             let spread = !node.operands.iter().any(is_replaced);
             let mut tensor = match &node.op {
                 op if !replaced && spread => op.eval(&operands, &ty),
                 Op::Constant(literal) => Tensor::splat(ty, literal.as_splat()?),
                 Op::BroadcastInDim(_) if spread && operands[0].data.len() == 1 => {
                     Tensor::splat(ty, operands[0].data[0])
+                }
+                Op::BroadcastInDim(op) if replaced && !spread && op.dims.iter().copied().eq(0..shape.len()) => {
+                    Tensor::new(ty, operands[0].data.clone())
                 }
                 op if op.is_elementwise() && node.operands.iter().all(is_replaced) => op.eval(&operands, &ty),
                 Op::BitcastConvert(_) | Op::ReducePrecision(_) | Op::Threefry(_)
@@ -166,4 +173,9 @@ impl Converter<'_, '_> {
         }
         tensors.remove(&value).map(|tensor| tensor.data)
     }
+}
+
+/// True if repeating along dimensions of one element gives `to`.
+pub(super) fn repeats_to(shape: &[u64], to: &[u64]) -> bool {
+    shape.len() == to.len() && shape.iter().zip(to).all(|(&own, &size)| own == size || own == 1)
 }

@@ -662,6 +662,11 @@ fn random_numbers_are_those_of_jax() {
     assert!(xors > 20);
     let numbers = run(&graph, key);
     assert!(numbers[0].iter().zip(&expected).all(|(a, b)| (a - b).abs() > 1e-4 && (0.0..1.0).contains(a)));
+    // Each of three keys is split and draws numbers of its own.
+    let text = include_str!("modules/uniform_of_keys.mlir");
+    let keys: &[&[f64]] = &[&[0.0, 3.0, 1.0, 7.0, 5.0, 5.0]];
+    computes(text, keys, &[&[0.02599466, 0.5417391, 0.8016862, 0.644259, 0.6132529, 0.6287463]]);
+    assert_eq!(ciphers(&simplify(&imported(text).graph)), (3, 0, 0));
 }
 
 #[test]

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use super::convert::Converter;
+use super::known::repeats_to;
 use super::lower::{Lowered, exactly};
 use super::report::{ImportError, Reject};
 use super::syntax::{Attribute, Function, Operation};
+use crate::array::broadcast_shapes;
 use crate::dtype::DType;
 use crate::graph::ValueId;
 use crate::literal::Literal;
@@ -43,30 +45,32 @@ impl<'t, 'a> Converter<'t, 'a> {
             return Ok(false);
         };
         let ty = results[0].clone();
-        let key = |key: &TensorType| key.rank() == 0 || *key == ty;
-        let fits = results[1] == ty && arguments[2] == ty && arguments[3] == ty && arguments[..2].iter().all(key);
-        if !fits || ty.elements() == 0 {
+        // Keys and counters of their own are repeated to each other's shape, where keys are mapped over.
+        let fits = |argument: &TensorType| argument.rank() == 0 || repeats_to(&argument.shape, &ty.shape);
+        if results[1] != ty || !arguments.iter().all(fits) || ty.elements() == 0 {
             return Ok(false);
         }
         let stand_ins: Vec<ValueId> = arguments.iter().map(|ty| self.probe(ty)).collect();
         let values = self.inline_body(function, stand_ins.clone(), function.place)?;
+        // Large tensors are tried with one element in place of all, which ops of elements cannot tell.
+        let is_small = ty.elements() <= SMALL;
+        let tried = if is_small { ty.clone() } else { ty.with_shape([1]) };
+        let shape = if is_small { &[] } else { ty.shape.as_slice() };
         for probe in PROBES {
-            // Large tensors are tried with one element in place of all, which ops of elements cannot tell.
-            let (shape, n) = match ty.elements() {
-                elements if elements <= SMALL => (Vec::new(), elements as usize),
-                _ => (ty.shape.clone(), 1),
-            };
             let mut given = BTreeMap::new();
+            let mut operands = Vec::new();
             for (position, (&stand_in, argument)) in stand_ins.iter().zip(&arguments).enumerate() {
-                let n = if *argument == ty { n } else { 1 };
-                // Each element has a counter of its own.
-                let element =
-                    |i: usize| f64::from(probe[position].wrapping_add(if position < 2 { 0 } else { i as u32 }));
-                given.insert(stand_in, (0..n).map(element).collect::<Vec<f64>>());
+                let n = if is_small { argument.elements() as u32 } else { 1 };
+                // Each element is another number.
+                let elements: Vec<f64> = (0..n).map(|i| f64::from(probe[position].wrapping_add(i))).collect();
+                let own = if is_small { argument.shape.as_slice() } else { &[] };
+                operands.push(repeated(&elements, own, &tried));
+                given.insert(stand_in, elements);
             }
+            let operands: Vec<&Tensor> = operands.iter().collect();
             for (value, word) in values.iter().zip([ThreefryWord::First, ThreefryWord::Second]) {
-                let expected = threefry(word, &stand_ins, &given, n);
-                if self.elements_of(*value, &given, &shape, n).as_ref() != Some(&expected) {
+                let expected = Threefry { word }.eval(&operands, &tried).data;
+                if self.elements_of(*value, &given, shape, expected.len()).as_ref() != Some(&expected) {
                     return Ok(false);
                 }
             }
@@ -76,8 +80,16 @@ impl<'t, 'a> Converter<'t, 'a> {
 
     /// Both words of the cipher.
     pub fn threefry(&mut self, operands: &[ValueId]) -> Lowered {
-        let [key0, key1, count0, count1] = exactly(operands)?;
-        let operands = [self.broadcast_scalar(key0, count0)?, self.broadcast_scalar(key1, count0)?, count0, count1];
+        let given: [ValueId; 4] = exactly(operands)?;
+        let mut shape = Vec::new();
+        for &operand in &given {
+            shape = broadcast_shapes(&shape, self.graph.shape(operand))?;
+        }
+        let mut operands = Vec::with_capacity(given.len());
+        for operand in given {
+            let dims = (0..self.graph.ty(operand).rank()).collect();
+            operands.push(self.broadcast(operand, shape.clone(), dims)?);
+        }
         let first = self.push(Op::Threefry(Threefry { word: ThreefryWord::First }), &operands)?;
         let second = self.push(Op::Threefry(Threefry { word: ThreefryWord::Second }), &operands)?;
         Ok(vec![first, second])
@@ -211,13 +223,12 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// What the cipher gives for these operands.
-fn threefry(word: ThreefryWord, operands: &[ValueId], given: &BTreeMap<ValueId, Vec<f64>>, n: usize) -> Vec<f64> {
-    let ty = TensorType::new(DType::U32, [n as u64]);
-    let wide = |v: &ValueId| match given[v].as_slice() {
-        [only] => Tensor::splat(ty.clone(), *only),
-        all => Tensor::new(ty.clone(), all.to_vec()),
-    };
-    let operands: Vec<Tensor> = operands.iter().map(wide).collect();
-    Threefry { word }.eval(&operands.iter().collect::<Vec<_>>(), &ty).data
+/// Elements of a tensor of shape `own`, repeated to `ty`.
+fn repeated(elements: &[f64], own: &[u64], ty: &TensorType) -> Tensor {
+    let strides = crate::types::strides(own);
+    Tensor::from_fn(ty.clone(), |index| {
+        let steps = own.iter().zip(&strides).zip(index);
+        let at: u64 = steps.map(|((&size, stride), &i)| if size == 1 { 0 } else { i * stride }).sum();
+        elements[at as usize]
+    })
 }

@@ -172,6 +172,9 @@ impl Call<'_> {
             return Ok(items);
         }
         let Some(lowering) = lowering else { return Err(Reject::Unsupported("")) };
+        if matches!(lowering, Lowering::Ignored) {
+            return Ok(Vec::new());
+        }
         if BILINEAR.contains(&name) {
             let pair = self.product_of_pairs(lowering)?;
             let value = self.joined(pair)?;

@@ -282,6 +282,30 @@ pub fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
+/// A router by sigmoids with a balancing buffer, the number of experts, and the number that each token is sent to. `count` and
+/// `groups` are the defaults of a config without these fields.
+pub fn sigmoid_router(
+    fields: &Fields<'_>,
+    count: (u64, u64),
+    groups: (u64, u64),
+    scale: f64,
+) -> Result<(Router, u64, u64), ConfigError> {
+    let (count, chosen) = counts(fields, ("n_routed_experts", count.0), ("num_experts_per_tok", count.1))?;
+    let groups = (fields.size_or("n_group", groups.0)?, fields.size_or("topk_group", groups.1)?);
+    fields.divides("n_routed_experts", count, "n_group", groups.0)?;
+    fields.at_most("topk_group", groups.1, "n_group", groups.0)?;
+    fields.at_most("num_experts_per_tok", chosen, "n_routed_experts", count / groups.0 * groups.1)?;
+    let router = Router {
+        scores: Scores::Sigmoid,
+        balanced: true,
+        groups,
+        normalise: fields.flag_or("norm_topk_prob", true)?.then_some(1e-20),
+        scale: fields.positive_or("routed_scaling_factor", scale)?,
+        ..Router::softmax("gate", false)
+    };
+    Ok((router, count, chosen))
+}
+
 /// Experts in groups, chosen by a sigmoid, with a shared perceptron. The first layers have no experts.
 fn sigmoid_experts(
     fields: &Fields<'_>,
@@ -291,23 +315,11 @@ fn sigmoid_experts(
     scale: f64,
     dense: u64,
 ) -> Result<(), ConfigError> {
-    let (count, chosen) = counts(fields, ("n_routed_experts", count), ("num_experts_per_tok", 8))?;
-    let groups = (fields.size_or("n_group", groups.0)?, fields.size_or("topk_group", groups.1)?);
-    fields.divides("n_routed_experts", count, "n_group", groups.0)?;
-    fields.at_most("topk_group", groups.1, "n_group", groups.0)?;
-    fields.at_most("num_experts_per_tok", chosen, "n_routed_experts", count / groups.0 * groups.1)?;
+    let (router, count, chosen) = sigmoid_router(fields, (count, 8), groups, scale)?;
     let width = fields.main_size("moe_intermediate_size", width)?;
     let shared = fields.count_or("n_shared_experts", 1)?;
-    let normalise = fields.flag_or("norm_topk_prob", true)?;
     let mixture = Mixture {
-        router: Router {
-            scores: Scores::Sigmoid,
-            balanced: true,
-            groups,
-            normalise: normalise.then_some(1e-20),
-            scale: fields.positive_or("routed_scaling_factor", scale)?,
-            ..Router::softmax("gate", false)
-        },
+        router,
         experts: Experts::new(count, chosen, width, activation(fields)?),
         shared: (shared > 0).then_some(Shared { name: "shared_experts", width: width * shared, gate: None }),
     };

@@ -1,14 +1,16 @@
-//! Mamba-2, and decoders that mix its state spaces with attention.
+//! Mamba-2, and decoders that mix its state spaces with attention and perceptrons.
 
+use super::experts::sigmoid_router;
 use super::llama::multipliers;
 use crate::array::RotaryHalves;
+use crate::import::huggingface::attention::SelfAttention;
 use crate::import::huggingface::blocks::{Activation, Builder, Norm};
 use crate::import::huggingface::config::{Fields, MAX_SIZE};
 use crate::import::huggingface::decoder::{
-    Around, Decoder, Defaults, Embedding, Feed, GateUp, Gated, Head, Layer, Mixer, Names, Order,
+    Around, Decoder, Defaults, Embedding, Feed, GateUp, Gated, Head, Layer, Mixer, Names, Order, Plain,
 };
 use crate::import::huggingface::error::ConfigError;
-use crate::import::huggingface::moe::{Experts, Mixture, Router};
+use crate::import::huggingface::moe::{Experts, Gating, Mixture, Router, Shared};
 use crate::import::huggingface::state_space::StateSpace;
 
 /// The limits to which `key` clamps the steps of a state space.
@@ -187,4 +189,111 @@ pub fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), Conf
         decoder.each_attention(|_, attention| attention.rotary = None);
     }
     decoder.build(b)
+}
+
+/// Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is one of a state space, attention without positions, a perceptron, and
+/// experts without gates.
+pub fn nemotron_h(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+    let hidden = fields.main_size("hidden_size", 4096)?;
+    let eps = fields.positive_or("layer_norm_epsilon", 1e-5)?;
+    let heads = fields.main_size("mamba_num_heads", 128)?;
+    let head_width = fields.size_or("mamba_head_dim", 64)?;
+    let groups = fields.size_or("n_groups", 8)?;
+    fields.divides("mamba_num_heads", heads, "n_groups", groups)?;
+    let state = fields.size_or("ssm_state_size", 128)?;
+    bounded(fields, ["mamba_head_dim", "ssm_state_size"], heads * head_width, groups * state)?;
+    let state_space = StateSpace {
+        heads,
+        head_width,
+        state,
+        groups,
+        kernel: fields.size_or("conv_kernel", 4)?,
+        chunk: fields.size_or("chunk_size", 128)?,
+        bias: fields.flag_or("use_bias", false)?,
+        conv_bias: fields.flag_or("use_conv_bias", true)?,
+        activation: Activation::read(fields, "mamba_hidden_act", "silu")?,
+        eps,
+        step_limits: (fields.positive_or("time_step_min", 0.001)?, f64::INFINITY),
+    };
+    let defaults = Defaults { kv_heads: Some(8), head_width: Some(128), ..Defaults::LLAMA };
+    let attention = SelfAttention::read(fields, hidden, &defaults)?;
+    let activation = Activation::read(fields, "mlp_hidden_act", "relu2")?;
+    let mut feed = Plain::new(fields.main_size("intermediate_size", 21_504)?, activation);
+    feed.matrix.bias = fields.flag_or("mlp_bias", false)?;
+
+    // A list of words, or a letter for each layer.
+    let letters = fields.word_or("hybrid_override_pattern", "")?;
+    let of_letter = |letter| match letter {
+        'M' => "linear_attention",
+        '*' => "full_attention",
+        '-' => "mlp",
+        'E' => "moe",
+        _ => "",
+    };
+    let kinds: Vec<&str> = match fields.words("layer_types")? {
+        Some(words) => words,
+        None if letters.is_empty() => vec!["linear_attention", "moe", "full_attention", "mlp"],
+        None => letters.chars().map(of_letter).collect(),
+    };
+    let mixture = match kinds.contains(&"moe") {
+        true => Some(ungated_experts(fields, activation)?),
+        false => None,
+    };
+    let norm = Norm::rms(eps);
+    let wide = fields.flag_or("residual_in_fp32", false)?;
+    let layer = |kind: &&str| {
+        let (mixer, feed) = match (*kind, &mixture) {
+            ("linear_attention" | "mamba", _) => (Mixer::StateSpace(state_space.clone()), None),
+            ("full_attention" | "attention", _) => (Mixer::attention(attention.clone()), None),
+            ("mlp", _) => (Mixer::Nothing, Some(Feed::Plain(feed))),
+            ("moe", Some(mixture)) => (Mixer::Nothing, Some(Feed::Mixture(mixture.clone()))),
+            _ => {
+                let key = if letters.is_empty() { "layer_types" } else { "hybrid_override_pattern" };
+                return Err(
+                    fields.unsupported(key, &["linear_attention (M)", "full_attention (*)", "mlp (-)", "moe (E)"])
+                );
+            }
+        };
+        let order = Order::Sequential { mixer: Around::before("norm"), feed: Around::before("norm") };
+        let feeds = feed.into_iter().map(|feed| ("mixer", feed)).collect();
+        Ok(Layer { mixer: ("mixer", mixer), feeds, order, norm, residual: 1.0, wide })
+    };
+    let layers = kinds.iter().map(layer).collect::<Result<Vec<_>, ConfigError>>()?;
+    // Their number is that of the kinds, their head is never the table of embeddings, and steps are limited by the least alone.
+    fields.ignore(&["num_hidden_layers", "tie_word_embeddings", "time_step_limit", "time_step_max", "time_step_floor"]);
+    fields.ignore(&["expand", "mamba_proj_bias", "attention_bias", "sliding_window", "rescale_prenorm_residual"]);
+    fields.ignore(&[
+        "num_logits_to_keep",
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+    ]);
+    fields.ignore(&["mamba_ssm_cache_dtype", "use_mamba_kernels", "moe_shared_expert_overlap"]);
+    b.without_dropout(fields, &["attention_dropout", "hidden_dropout"])?;
+    let decoder = Decoder {
+        names: Names { embedding: "embeddings", final_norm: "norm_f", ..Names::LLAMA },
+        vocabulary: fields.main_size("vocab_size", 131_072)?,
+        hidden,
+        positions: fields.size_or("max_position_embeddings", 4096)?,
+        embedding: Embedding::default(),
+        ropes: Vec::new(),
+        halves: RotaryHalves::Split,
+        layers,
+        final_norm: Some(norm),
+        head: Head { tied: false, bias: false, scale: 1.0, cap: None },
+    };
+    decoder.build(b)
+}
+
+/// The experts of Nemotron 3, beside a shared perceptron.
+fn ungated_experts(fields: &Fields<'_>, activation: Activation) -> Result<Mixture, ConfigError> {
+    if fields.optional_size("moe_latent_size")?.is_some() {
+        return Err(fields.unsupported("moe_latent_size", &["null"]));
+    }
+    let (router, count, chosen) = sigmoid_router(fields, (8, 2), (1, 1), 1.0)?;
+    let width = fields.main_size("moe_intermediate_size", 7688)?;
+    let experts = Experts { gating: Gating::Ungated(activation), ..Experts::new(count, chosen, width, activation) };
+    let width = fields.size_or("moe_shared_expert_intermediate_size", 7688)?;
+    fields.ignore(&["n_shared_experts"]);
+    Ok(Mixture { router, experts, shared: Some(Shared { name: "shared_experts", width, gate: None }) })
 }

@@ -41,15 +41,30 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("log10", Function(|c| scaled_log(c, std::f64::consts::LN_10))),
     ("exp2", Function(exp2)),
     ("special_exp2", Function(exp2)),
-    ("sinh", Function(|c| hyperbolic(c, Binary::Subtract))),
-    ("cosh", Function(|c| hyperbolic(c, Binary::Add))),
-    ("atan", Function(atan)),
-    ("asin", Function(|c| arc(c, true))),
-    ("arcsin", Function(|c| arc(c, true))),
-    ("arccos", Function(|c| arc(c, false))),
-    ("arctan", Function(atan)),
+    ("sinh", Function(|c| of_floats(c, a::sinh))),
+    ("cosh", Function(|c| of_floats(c, a::cosh))),
+    ("asin", Function(|c| of_floats(c, a::asin))),
+    ("arcsin", Function(|c| of_floats(c, a::asin))),
+    ("acos", Function(|c| of_floats(c, a::acos))),
+    ("arccos", Function(|c| of_floats(c, a::acos))),
+    ("atan", Function(|c| of_floats(c, a::atan))),
+    ("arctan", Function(|c| of_floats(c, a::atan))),
+    ("asinh", Function(|c| of_floats(c, a::asinh))),
+    ("arcsinh", Function(|c| of_floats(c, a::asinh))),
+    ("acosh", Function(|c| of_floats(c, a::acosh))),
+    ("arccosh", Function(|c| of_floats(c, a::acosh))),
+    ("atanh", Function(|c| of_floats(c, a::atanh))),
+    ("arctanh", Function(|c| of_floats(c, a::atanh))),
+    ("erfinv", Function(|c| of_floats(c, a::erf_inv))),
+    ("special_erfinv", Function(|c| of_floats(c, a::erf_inv))),
+    ("lgamma", Function(|c| of_floats(c, a::lgamma))),
+    ("special_gammaln", Function(|c| of_floats(c, a::lgamma))),
+    ("digamma", Function(|c| of_floats(c, a::digamma))),
+    ("special_digamma", Function(|c| of_floats(c, a::digamma))),
+    ("special_psi", Function(|c| of_floats(c, a::digamma))),
+    ("special_ndtr", Function(|c| of_floats(c, a::normal_cdf))),
+    ("special_ndtri", Function(|c| of_floats(c, a::normal_quantile))),
     ("positive", Function(|_| Ok(Out::Same))),
-    ("acos", Function(|c| arc(c, false))),
     ("isnan", Function(isnan)),
     ("isinf", Function(isinf)),
     ("isfinite", Function(isfinite)),
@@ -236,28 +251,10 @@ fn exp2(c: &mut Call<'_>) -> Lowered {
     value(one(c, Unary::Exponential, scaled)?)
 }
 
-fn hyperbolic(c: &mut Call<'_>, op: Binary) -> Lowered {
+/// A function of `array`, in f32 where the type is narrower.
+fn of_floats(c: &mut Call<'_>, f: impl FnOnce(&mut crate::graph::Graph, ValueId) -> a::Built) -> Lowered {
     let x = c.float_tensor()?;
-    let negative = one(c, Unary::Negate, x)?;
-    let (up, down) = (one(c, Unary::Exponential, x)?, one(c, Unary::Exponential, negative)?);
-    let both = two(c, op, up, down)?;
-    value(number(c, Binary::Multiply, both, 0.5)?)
-}
-
-fn atan(c: &mut Call<'_>) -> Lowered {
-    let x = c.float_tensor()?;
-    let unit = a::full_like(c.g(), x, 1.0)?;
-    value(two(c, Binary::Atan2, x, unit)?)
-}
-
-/// The angle whose sine (or cosine) is `x`: that of the point on the circle.
-fn arc(c: &mut Call<'_>, sine: bool) -> Lowered {
-    let x = c.float_tensor()?;
-    let square = two(c, Binary::Multiply, x, x)?;
-    let unit = a::full_like(c.g(), x, 1.0)?;
-    let rest = two(c, Binary::Subtract, unit, square)?;
-    let side = one(c, Unary::Sqrt, rest)?;
-    value(if sine { two(c, Binary::Atan2, x, side)? } else { two(c, Binary::Atan2, side, x)? })
+    value(a::in_f32(c.g(), x, f)?)
 }
 
 fn atan2(c: &mut Call<'_>) -> Lowered {

@@ -378,20 +378,39 @@ fn scatter(c: &mut Call<'_>) -> Lowered {
         source = a::slice_dim(c.g(), source, d, 0, n as i64, 1)?;
     }
     let adds = c.name.trim_end_matches('_') == "scatter_add";
-    let combine = match c.text("reduce") {
-        _ if adds => None,
-        None => Some(Combine::Replace),
-        Some("add" | "sum") => None,
-        Some("multiply" | "prod") => Some(Combine::Multiply),
-        Some("amax") => Some(Combine::Maximum),
-        Some("amin") => Some(Combine::Minimum),
+    let mean = c.text("reduce") == Some("mean");
+    let (combine, neutral) = match c.text("reduce") {
+        _ if adds => (None, Reducer::Sum),
+        None => (Some(Combine::Replace), Reducer::Sum),
+        Some("add" | "sum") => (None, Reducer::Sum),
+        Some("mean") if dtype.is_float() => (None, Reducer::Sum),
+        Some("multiply" | "prod") => (Some(Combine::Multiply), Reducer::Product),
+        Some("amax") => (Some(Combine::Maximum), Reducer::Max),
+        Some("amin") => (Some(Combine::Minimum), Reducer::Min),
         Some(_) => return Err(Reject::Unsupported("with this reduction")),
     };
-    if !c.bool("include_self", true)? {
-        return Err(Reject::Unsupported("without the elements themselves"));
-    }
     let (dims, at) = places(c, &own, dim, at)?;
-    value(scattered(c, x, dims, at, source, combine)?)
+    let themselves = c.bool("include_self", true)?;
+    if themselves && !mean {
+        return value(scattered(c, x, dims, at, source, combine)?);
+    }
+    // How many elements come to each place.
+    let (zeros, ones) = (a::full_like(c.g(), x, 0.0)?, a::full_like(c.g(), source, 1.0)?);
+    let mut counts = scattered(c, zeros, dims.clone(), at, ones, None)?;
+    let start = if themselves {
+        counts = number(c, Binary::Add, counts, 1.0)?;
+        x
+    } else {
+        let untouched = a::compare(c.g(), Direction::Eq, counts, zeros)?;
+        let neutral = a::full_like(c.g(), x, neutral.neutral(dtype))?;
+        a::select(c.g(), untouched, x, neutral)?
+    };
+    let y = scattered(c, start, dims, at, source, combine)?;
+    if !mean {
+        return value(y);
+    }
+    let counts = number(c, Binary::Maximum, counts, 1.0)?;
+    value(two(c, Binary::Divide, y, counts)?)
 }
 
 /// Where the elements of an index of single elements lie. Dimensions that are whole go along with the operand's, which lets

@@ -20,6 +20,11 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("soft_margin_loss", Function(soft_margin)),
     ("cosine_similarity", Function(cosine_similarity)),
     ("pairwise_distance", Function(pairwise_distance)),
+    ("triplet_margin_loss", Function(triplet_margin)),
+    ("cosine_embedding_loss", Function(cosine_embedding)),
+    ("margin_ranking_loss", Function(margin_ranking)),
+    ("hinge_embedding_loss", Function(hinge_embedding)),
+    ("poisson_nll_loss", Function(poisson_nll)),
 ];
 
 const MEAN: i64 = 1;
@@ -319,14 +324,118 @@ fn cosine_similarity(c: &mut Call<'_>) -> Lowered {
 
 fn pairwise_distance(c: &mut Call<'_>) -> Lowered {
     let both = c.promoted(&["x1", "x2"], true)?;
-    let apart = two(c, Binary::Subtract, both[0], both[1])?;
+    let keep = c.bool("keepdim", false)?;
+    value(distance_between(c, both[0], both[1], keep)?)
+}
+
+/// The norm of the difference along the last dimension.
+fn distance_between(c: &mut Call<'_>, x: ValueId, y: ValueId, keep: bool) -> Result<ValueId, Reject> {
+    let apart = two(c, Binary::Subtract, x, y)?;
     let apart = number(c, Binary::Add, apart, c.float("eps", 1e-6)?)?;
     if c.float("p", 2.0)? != 2.0 {
         return Err(Reject::Unsupported("of another order than 2"));
     }
     let square = two(c, Binary::Multiply, apart, apart)?;
     let Some(last) = c.rank(square).checked_sub(1) else { return problem("measures scalars") };
-    let keep = c.bool("keepdim", false)?;
     let total = a::sum(c.g(), square, &[last], keep)?;
-    value(one(c, Unary::Sqrt, total)?)
+    one(c, Unary::Sqrt, total)
+}
+
+/// `x + margin` where that is positive.
+fn beyond_margin(c: &mut Call<'_>, x: ValueId, margin: f64) -> Result<ValueId, Reject> {
+    let x = number(c, Binary::Add, x, margin)?;
+    Ok(a::relu(c.g(), x)?)
+}
+
+fn triplet_margin(c: &mut Call<'_>) -> Lowered {
+    let all = c.promoted(&["anchor", "positive", "negative"], true)?;
+    let near = distance_between(c, all[0], all[1], false)?;
+    let mut far = distance_between(c, all[0], all[2], false)?;
+    if c.bool("swap", false)? {
+        let other = distance_between(c, all[1], all[2], false)?;
+        far = two(c, Binary::Minimum, far, other)?;
+    }
+    let apart = two(c, Binary::Subtract, near, far)?;
+    let y = beyond_margin(c, apart, c.float("margin", 1.0)?)?;
+    reduced(c, y)
+}
+
+/// `same` where the target is 1, `different` where it is -1.
+fn by_sign(c: &mut Call<'_>, target: ValueId, [same, different]: [ValueId; 2]) -> Lowered {
+    let mut sides = Vec::new();
+    for (x, sign) in [(same, 1.0), (different, -1.0)] {
+        let wanted = a::full_like(c.g(), target, sign)?;
+        let chosen = a::compare(c.g(), Direction::Eq, target, wanted)?;
+        let zero = a::full_like(c.g(), x, 0.0)?;
+        sides.push(a::select(c.g(), chosen, x, zero)?);
+    }
+    let y = two(c, Binary::Add, sides[0], sides[1])?;
+    reduced(c, y)
+}
+
+fn cosine_embedding(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["input1", "input2"], true)?;
+    let (x, y) = a::broadcast(c.g(), both[0], both[1])?;
+    let target = c.tensor("target")?;
+    let dims = [c.rank(target)];
+    let total = |c: &mut Call<'_>, x, y| {
+        let product = two(c, Binary::Multiply, x, y)?;
+        Ok::<_, Reject>(a::sum(c.g(), product, &dims, false)?)
+    };
+    let product = total(c, x, y)?;
+    let mut sizes = Vec::new();
+    for v in [x, y] {
+        let square = total(c, v, v)?;
+        sizes.push(number(c, Binary::Add, square, 1e-12)?);
+    }
+    let size = two(c, Binary::Multiply, sizes[0], sizes[1])?;
+    let size = one(c, Unary::Sqrt, size)?;
+    let cosine = two(c, Binary::Divide, product, size)?;
+    let different = beyond_margin(c, cosine, -c.float("margin", 0.0)?)?;
+    let unit = a::full_like(c.g(), cosine, 1.0)?;
+    let same = two(c, Binary::Subtract, unit, cosine)?;
+    by_sign(c, target, [same, different])
+}
+
+fn margin_ranking(c: &mut Call<'_>) -> Lowered {
+    let all = c.promoted(&["input1", "input2", "target"], true)?;
+    let apart = two(c, Binary::Subtract, all[1], all[0])?;
+    let apart = two(c, Binary::Multiply, all[2], apart)?;
+    let y = beyond_margin(c, apart, c.float("margin", 0.0)?)?;
+    reduced(c, y)
+}
+
+fn hinge_embedding(c: &mut Call<'_>) -> Lowered {
+    let (x, target) = (c.float_tensor()?, c.tensor("target")?);
+    let negative = one(c, Unary::Negate, x)?;
+    let different = beyond_margin(c, negative, c.float("margin", 1.0)?)?;
+    by_sign(c, target, [x, different])
+}
+
+/// `exp(x) - t x`, or `x - t log(x + eps)`; with Stirling's approximation of the factorial of targets above 1 where asked for.
+fn poisson_nll(c: &mut Call<'_>) -> Lowered {
+    let both = c.promoted(&["input", "target"], true)?;
+    let (x, t) = (both[0], both[1]);
+    let (mean, log) = if c.bool("log_input", true)? {
+        (one(c, Unary::Exponential, x)?, x)
+    } else {
+        let above = number(c, Binary::Add, x, c.float("eps", 1e-8)?)?;
+        (x, one(c, Unary::Log, above)?)
+    };
+    let gain = two(c, Binary::Multiply, t, log)?;
+    let mut y = two(c, Binary::Subtract, mean, gain)?;
+    if c.bool("full", false)? {
+        let limit = a::full_like(c.g(), t, 1.0)?;
+        let counts = a::compare(c.g(), Direction::Gt, t, limit)?;
+        let safe = a::select(c.g(), counts, t, limit)?;
+        let log = one(c, Unary::Log, safe)?;
+        let half = number(c, Binary::Add, safe, 0.5)?;
+        let power = two(c, Binary::Multiply, half, log)?;
+        let factorial = two(c, Binary::Subtract, power, safe)?;
+        let factorial = number(c, Binary::Add, factorial, (2.0 * std::f64::consts::PI).ln() / 2.0)?;
+        let zero = a::full_like(c.g(), factorial, 0.0)?;
+        let factorial = a::select(c.g(), counts, factorial, zero)?;
+        y = two(c, Binary::Add, y, factorial)?;
+    }
+    reduced(c, y)
 }

@@ -15,7 +15,10 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("rand_like", Function(|c| drawn(c, uniform))),
     ("randn", Function(|c| drawn(c, normal))),
     ("randn_like", Function(|c| drawn(c, normal))),
+    ("randint", Function(whole_numbers)),
+    ("randint_like", Function(whole_numbers)),
     ("uniform", Function(scaled_uniform)),
+    ("exponential", Function(exponential)),
     ("normal", Function(scaled_normal)),
     ("bernoulli", Function(bernoulli)),
 ];
@@ -148,6 +151,39 @@ fn drawn(c: &mut Call<'_>, draw: Draw) -> Lowered {
     value(a::convert(c.g(), x, dtype)?)
 }
 
+/// Whole numbers from `low` up to `high`, which is not among them. Uniform numbers have 24 bits.
+fn whole_numbers(c: &mut Call<'_>) -> Lowered {
+    let (low, high) = (c.int("low", 0)?, c.needed_int("high")?);
+    let range = high.checked_sub(low).filter(|range| (1..=1 << 24).contains(range));
+    let Some(range) = range else { return Err(Reject::Unsupported("of more than 2^24 numbers")) };
+    let (shape, dtype) = match c.is_tensor("self") {
+        true => {
+            let x = c.first()?;
+            (c.shape_of(x), c.dtype_of(x))
+        }
+        false => (c.shape("size")?, DType::I64),
+    };
+    let dtype = c.dtype("dtype")?.unwrap_or(c.declared_dtype(dtype));
+    let x = uniform(c, &shape)?;
+    let x = number(c, Binary::Multiply, x, range as f64)?;
+    let x = one(c, Unary::Floor, x)?;
+    let x = a::convert(c.g(), x, DType::I64)?;
+    let x = number(c, Binary::Add, x, low as f64)?;
+    value(a::convert(c.g(), x, dtype)?)
+}
+
+/// Numbers above zero, as whose logarithm is taken by those who draw Gumbel's distribution.
+fn exponential(c: &mut Call<'_>) -> Lowered {
+    let x = c.first()?;
+    let (shape, dtype, rate) = (c.shape_of(x), c.dtype_of(x), c.float("lambd", 1.0)?);
+    let u = uniform(c, &shape)?;
+    let inside = number(c, Binary::Add, u, 2f64.powi(-25))?;
+    let negative = one(c, Unary::Negate, inside)?;
+    let log = one(c, Unary::LogPlusOne, negative)?;
+    let x = number(c, Binary::Multiply, log, -1.0 / rate)?;
+    value(a::convert(c.g(), x, dtype)?)
+}
+
 fn scaled_uniform(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let (from, to) = (c.float("from", 0.0)?, c.float("to", 1.0)?);
@@ -164,29 +200,46 @@ pub fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<Va
 }
 
 fn scaled_normal(c: &mut Call<'_>) -> Lowered {
-    if c.is_tensor("mean") || c.is_tensor("std") || !c.is_tensor("self") {
-        return Err(Reject::Unsupported("with a mean for each element"));
-    }
-    let x = c.first()?;
-    let (shape, dtype) = (c.shape_of(x), c.dtype_of(x));
-    let (mean, std) = (c.float("mean", 0.0)?, c.float("std", 1.0)?);
+    // A mean and a deviation for each element are numbers to the draw, through which no gradient flows.
+    let given = |c: &mut Call<'_>, name: &str| -> Result<Option<ValueId>, Reject> {
+        if !c.is_tensor(name) {
+            return Ok(None);
+        }
+        let x = c.tensor(name)?;
+        Ok(Some(a::stop_gradient(c.g(), x)?))
+    };
+    let (means, deviations) = (given(c, "mean")?, given(c, "std")?);
+    let (shape, dtype) = match (means, deviations) {
+        (None, None) if !c.is_tensor("self") => (c.shape("size")?, c.declared_dtype(DEFAULT_FLOAT)),
+        (None, None) => {
+            let x = c.first()?;
+            (c.shape_of(x), c.dtype_of(x))
+        }
+        (Some(x), None) | (None, Some(x)) => (c.shape_of(x), c.dtype_of(x)),
+        (Some(x), Some(y)) => (a::broadcast_shapes(&c.shape_of(x), &c.shape_of(y))?, c.dtype_of(x)),
+    };
     let x = normal(c, &shape)?;
-    let x = number(c, Binary::Multiply, x, std)?;
-    let x = number(c, Binary::Add, x, mean)?;
-    value(a::convert(c.g(), x, dtype)?)
+    let mut x = a::convert(c.g(), x, dtype)?;
+    x = match deviations {
+        Some(deviations) => two(c, Binary::Multiply, x, deviations)?,
+        None => number(c, Binary::Multiply, x, c.float("std", 1.0)?)?,
+    };
+    value(match means {
+        Some(means) => two(c, Binary::Add, x, means)?,
+        None => number(c, Binary::Add, x, c.float("mean", 0.0)?)?,
+    })
 }
 
 fn bernoulli(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let (shape, dtype) = (c.shape_of(x), c.dtype_of(x));
-    let hit = if c.is_tensor("p") {
-        return Err(Reject::Unsupported("with a tensor of probabilities"));
-    } else if c.has("p") {
+    let hit = if c.has("p") && !c.is_tensor("p") {
         let p = probability(c)?;
         chosen(c, &shape, p)?
     } else {
+        let p = if c.is_tensor("p") { c.tensor("p")? } else { x };
         let u = uniform(c, &shape)?;
-        let p = a::convert(c.g(), x, DType::F32)?;
+        let p = a::convert(c.g(), p, DType::F32)?;
         a::compare(c.g(), Direction::Lt, u, p)?
     };
     value(a::convert(c.g(), hit, dtype)?)

@@ -38,6 +38,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("t", Function(turn)),
     ("numpy_T", Function(turn)),
     ("mT", Function(turn_last)),
+    ("mH", Function(turn_last)),
+    ("matrix_H", Function(turn_last)),
     ("adjoint", Function(turn_last)),
     ("permute", Function(permute)),
     ("movedim", Function(movedim)),
