@@ -2,7 +2,9 @@
 //!
 //! This is the recurrence of Alpa (Zheng et al. 2022, section 5.2) over (stages, layers, devices):
 //!
-//!     F(s, k, d) = min over e and submesh of t(k..e, submesh, s) + F(s - 1, e, d - |submesh|)
+//! ```text
+//! F(s, k, d) = min over e and submesh of t(k..e, submesh, s) + F(s - 1, e, d - |submesh|)
+//! ```
 //!
 //! It is computed from the last layer backwards because the memory of a stage depends on the number `s` of stages from
 //! it to the end. The paper enumerates the slowest stage's time in increasing order. Here, regions of (slowest stage,

@@ -91,7 +91,7 @@ fn a_compiler_newer_than_the_driver_is_said_to_be() {
     let Some(older) = survey("older", "-DVERSION=12080") else { return };
     let text = older.expect_err("NVRTC 13 for a driver of CUDA 12").to_string();
     assert!(
-        text.contains("of CUDA 13.0") && text.contains("for CUDA 12.8") && text.contains("a library of CUDA 12"),
+        text.contains("for CUDA 13.0") && text.contains("for CUDA 12.8") && text.contains("a library of CUDA 12"),
         "{text}"
     );
     assert_eq!(survey("equal", "-DVERSION=13000"), Some(Ok(2)));
