@@ -19,13 +19,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-const TEXTS: [&str; 6] = [
+const TEXTS: [&str; 9] = [
     include_str!("../README.md"),
     include_str!("../ARCHITECTURE.md"),
     include_str!("../CONTRIBUTING.md"),
     include_str!("../CHANGELOG.md"),
+    include_str!("../docs/importing.md"),
+    include_str!("../docs/planning.md"),
     include_str!("../docs/reading-a-plan.md"),
     include_str!("../docs/simulation.md"),
+    include_str!("../docs/training.md"),
 ];
 const POSITIONS: u64 = 64;
 const BATCH: u64 = 16;

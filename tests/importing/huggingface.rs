@@ -243,8 +243,8 @@ fn options_that_do_not_go_together_are_told() {
     };
     check(&["plan", &config, "--loss", "none", "--optimizer", "sgd"], "--optimizer: is a training option");
     check(&["plan", &config, "--loss", "none", "--zero", "1"], "--zero: is a training option");
-    check(&["run", &config, "--output", "x.safetensors"], "--output: a training step gives no results");
-    check(&["plan", crate::common::DEMO, "--seq", "8"], "--seq: only the model of a Hugging Face config takes it");
+    check(&["run", &config, "--output", "x.safetensors"], "--output: a training step has no results");
+    check(&["plan", crate::common::DEMO, "--seq", "8"], "--seq: applies only to Hugging Face configs");
     check(&["plan", &config, "--seq", "17"], "--seq: 17 tokens are more than the 16 positions");
     let nothing = scratch.file("notes.txt", "hello");
     check(&["plan", &nothing], "torch.export.save");

@@ -224,7 +224,7 @@ fn processes_that_do_not_fit_are_named() {
     assert!(started(&["--engine", "processes"]).contains("needs GPUs (--device cuda)"));
     assert!(started(&["--rendezvous", "d"]).contains("--rendezvous"));
     let no_directory = Process::start(&scratch, (1, 2), &["run", "p.json", "--device", "cuda"]).end();
-    refused(&no_directory, &["rank 1 of 2 does not know where the others are", "--rendezvous DIR"]);
+    refused(&no_directory, &["rank 1 of 2 cannot find the others", "--rendezvous DIR"]);
 }
 
 /// Starts all processes of a run; each sees its own GPUs.
