@@ -325,7 +325,7 @@ mod tests {
         let none = "f32[2,0] = slice(%0) {\"start\":[0,4],\"limit\":[2,4]}\nf32[2,0] = negate(%2)";
         for (op, expected) in [
             ("f32[2,4] = concatenate(%3, %0, %2) {\"dim\":1}\nf32[2,4] = negate(%4)", "f32[2,4] = negate(%0)"),
-            ("f32[2] = reduce(%3) {\"reducer\":\"max\",\"dims\":[1]}", "f32[2] = constant {\"value\":-inf}"),
+            ("f32[2] = reduce(%3) {\"reducer\":\"max\",\"dims\":[1]}", "f32[2] = constant {\"value\":\"-inf\"}"),
             (
                 "f32[2,3] = pad(%3, %1) {\"low\":[0,1],\"high\":[0,2],\"interior\":[0,0]}",
                 "f32[2,3] = broadcast_in_dim(%1) {\"dims\":[]}",

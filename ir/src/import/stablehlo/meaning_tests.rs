@@ -575,9 +575,11 @@ fn functions_of_the_chlo_dialect() {
         ("lgamma", libm::lgamma),
     ];
     for (name, function) in cases {
-        let text = format!("%0 = chlo.{name} %x : tensor<8xf32> -> tensor<8xf32>\nreturn %0 : tensor<8xf32>");
+        // The coefficients of its series are not as exact in f32 as its zeros ask for.
+        let ty = if name == "lgamma" { "tensor<8xf64>" } else { "tensor<8xf32>" };
+        let text = format!("%0 = chlo.{name} %x : {ty} -> {ty}\nreturn %0 : {ty}");
         let expected: Vec<f64> = x.iter().map(|x| function(*x)).collect();
-        body("%x: tensor<8xf32>", "tensor<8xf32>", &text, &[x], &[&expected]);
+        body(&format!("%x: {ty}"), ty, &text, &[x], &[&expected]);
     }
     // Published values: the inverse error function at these points, and Euler's constant.
     for (name, ty, points, expected) in [
