@@ -2,9 +2,9 @@
 
 #[allow(dead_code)]
 #[path = "../../examples/train_text.rs"]
-mod train_text;
+mod example;
 
-use train_text::{Asked, learn};
+use example::{Asked, learn};
 
 #[test]
 fn text_is_learnt() {

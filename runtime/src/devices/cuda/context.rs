@@ -332,8 +332,8 @@ impl Stream {
         let mut words: Vec<u64> = arguments.iter().map(|argument| argument.word()).collect();
         let mut places: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
         let (f, (x, y), no) = (self.functions(), threads, null_mut());
-        // SAFETY: the call copies the arguments; the caller guarantees the rest.
         let (places, shared) = (places.as_mut_ptr(), function.shared_bytes);
+        // SAFETY: the call copies the arguments; the caller guarantees the rest.
         let status = unsafe { (f.cuLaunchKernel)(function.raw, blocks, 1, 1, x, y, 1, shared, self.raw, places, no) };
         drop(words);
         self.done("cuLaunchKernel", status)

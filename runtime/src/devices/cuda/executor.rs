@@ -438,12 +438,12 @@ impl Executor {
         let none = Failure::Tape("it has no communicator");
         let beyond = Failure::Tape("a region exceeds the arena");
         let start = |region: RegionId| self.address(region, self.used_bytes(region));
-        // SAFETY (of both below): regions are in the arena, as is checked, which stays allocated until all streams are
-        // done. The tape guarantees that nothing else uses them meanwhile.
         match &command.what {
             What::Collective { communicator, kind, dtype, elements, from, to } => {
                 let Some(channel) = channel(communicator) else { return Err(none) };
                 let (Some(from), Some(to)) = (start(*from), start(*to)) else { return Err(beyond) };
+                // SAFETY: regions are in the arena, as is checked, which stays allocated until all streams are done. The tape
+                // guarantees that nothing else uses them meanwhile.
                 unsafe { channel.collective(stream, *kind, *dtype, *elements, (from, to)) }?;
             }
             What::Exchange { communicator, dtype, sends, receives } => {
@@ -456,6 +456,7 @@ impl Executor {
                 let sends: Option<Vec<_>> = sends.iter().map(of).collect();
                 let receives: Option<Vec<_>> = receives.iter().map(of).collect();
                 let (Some(sends), Some(receives)) = (sends, receives) else { return Err(beyond) };
+                // SAFETY: as for collectives.
                 unsafe { channel.exchange(stream, *dtype, &sends, &receives) }?;
             }
             _ => {}
@@ -650,10 +651,12 @@ fn issue(
                 let place = offloaded.range(offset as usize, bytes as usize);
                 place.ok_or(Failure::Tape("a region exceeds the arena"))
             };
-            // SAFETY (of all three): as above, and offloaded memory stays allocated as long.
             match (tape.in_host(*from), tape.in_host(*to)) {
+                // SAFETY: regions are in the arena, which stays allocated until all streams are done.
                 (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
+                // SAFETY: as above, and offloaded memory stays allocated as long.
                 (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
+                // SAFETY: as above, and offloaded memory stays allocated as long.
                 (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
                 (Some(_), Some(_)) => return Err(Failure::Tape("it copies within host memory")),
             }
