@@ -321,8 +321,8 @@ fn what_does_not_fit_is_said_once() {
     let nodes = scratch.path("nodes.json").display().to_string();
     succeeds(&["plan", DEMO, "--cluster", &cluster, "--dp", "2", "-o", &nodes]);
     let cases: [(u32, Vec<&str>, &str, i32); 5] = [
-        (3, vec!["run", &plan], "the plan has 2 devices and 3 ranks were started", 2),
-        (1, vec!["run", &plan], "the plan has 2 devices and 1 ranks were started", 2),
+        (3, vec!["run", &plan], "the plan has 2 devices, but 3 ranks were started", 2),
+        (1, vec!["run", &plan], "the plan has 2 devices, but 1 ranks were started", 2),
         (2, vec!["run", &nodes], "--ranks-anywhere", 2),
         (2, vec!["run", DEMO], "takes a plan file", 2),
         (2, vec!["run", &plan, "--data", "/no/such/file.npy"], "/no/such/file.npy", 2),
