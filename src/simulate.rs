@@ -435,7 +435,7 @@ fn title(body: &Body, kernel: &Kernel) -> String {
 pub(crate) fn named_and_ops<'a>(body: &'a Body, kernel: &Kernel) -> (Option<&'a str>, String) {
     let graph = &body.graph;
     let named = kernel.nodes.iter().rev().map(|v| graph.node(*v).name.as_str()).find(|name| !name.is_empty());
-    // What computes nothing copies between tensors and the buffer of a collective.
+    // A kernel that computes nothing copies between tensors and the buffer of a collective.
     let last = kernel.nodes.last().map_or("copy", |v| graph.node(*v).op.name());
     let ops = if kernel.nodes.len() > 1 { format!("{} ops to {last}", kernel.nodes.len()) } else { last.to_string() };
     (named, ops)

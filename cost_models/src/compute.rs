@@ -134,7 +134,7 @@ impl Compute {
         flop / efficiency * (share / peak + width * fill / keys.max(1) as f64 / of_halves)
     }
 
-    /// Of fused attention by some software: the parts of the peak rate that it reaches forward and backward, and the keys that a row
+    /// Fused attention of some software: the parts of the peak rate that it reaches forward and backward, and the keys that a row
     /// takes as long as beyond those it sees. No software is faster than the device's constants say.
     pub fn attention(&self, software: AttentionKernels) -> [f64; 3] {
         let c = &self.constants;

@@ -88,7 +88,7 @@ const ATTENTION: [(Architecture, f64, f64, f64); 6] = [
 /// without, of which these leave 4 and 2 %.
 const FLASH_2: [(Architecture, f64, f64, f64); 1] = [(Architecture::Nvidia(90), 0.375, 0.325, 170.0)];
 
-/// What FlashAttention-2 reaches on devices of a generation: forward, backward, and keys beyond those that a row sees; `None` where
+/// Rates of FlashAttention-2 on devices of a generation: forward, backward, and keys beyond those that a row sees; `None` where
 /// that is what [`with_attention_of`] says.
 pub fn flash_2(generation: Option<Architecture>) -> Option<[f64; 3]> {
     let found = FLASH_2.iter().find(|row| Some(row.0) == generation);

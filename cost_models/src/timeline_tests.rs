@@ -23,7 +23,7 @@ fn what_does_not_wait_is_hidden() {
 
 #[test]
 fn a_part_of_the_device_sends() {
-    // Of 4 seconds of sending 2 are beside what is computed, and take a quarter of the device then.
+    // Two of 4 seconds of sending overlap computation, and take a quarter of the device then.
     let tasks = [
         task(Stream::Compute, 1.0, &[]),
         task(Stream::Communication, 4.0, &[0]),
@@ -35,7 +35,7 @@ fn a_part_of_the_device_sends() {
     assert_eq!((played.seconds, shared.seconds), (6.0, 6.5));
     assert_eq!((shared.compute_s, shared.spans[3].1), (4.5, 6.5));
     assert_eq!(played.clone().shared(0.0), played);
-    // What is sent alone slows nothing.
+    // Exposed communication slows nothing.
     let alone = play(&tasks[..2], Host::FREE);
     assert_eq!(alone.clone().shared(0.25), alone);
 }

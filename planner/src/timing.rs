@@ -31,7 +31,7 @@ pub struct BodyWork {
     pub kernels: Vec<Kernel>,
     /// For each kernel that is a collective: the collective, and the local bytes of its operand and result.
     pub sent: Vec<Option<(Collective, u64, u64)>>,
-    /// Whether it is sent together with what else its block has ([`Execution::unit_bytes`]).
+    /// True if it is sent together with the other collectives of its block ([`Execution::unit_bytes`]).
     of_unit: Vec<bool>,
     reads: FxHashMap<ValueId, BufferId>,
     writes: Vec<(BufferId, ValueId)>,

@@ -1,4 +1,4 @@
-//! What plans say of time, memory and schedules, and that they hold.
+//! Checks the time, memory and schedules that plans state.
 
 #[path = "../common/mod.rs"]
 mod common;

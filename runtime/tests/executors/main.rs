@@ -1,4 +1,4 @@
-//! What the runtime computes, against the reference semantics.
+//! Compares the runtime's results with the reference semantics.
 
 mod attention;
 mod chains;

@@ -79,7 +79,7 @@ impl Messages {
                 };
                 self.scratch.clear();
                 let gamma = self.gamma[u];
-                // What is forbidden stays so, whatever it was told.
+                // A forbidden strategy stays forbidden, whatever its messages.
                 let rest = |(&h, m): (&f64, &f64)| if h < f64::INFINITY { gamma * h - m } else { h };
                 self.scratch.extend(hat.iter().zip(own).map(rest));
                 told.fill(f64::INFINITY);

@@ -28,7 +28,7 @@ pub(super) struct NetNode {
     pub edges: Vec<u32>,
     /// Whether it has been decided, merged or eliminated.
     pub gone: bool,
-    /// Whether nothing has changed at it or at its neighbours since no reduction applied.
+    /// True if nothing has changed at it or its neighbours since no reduction applied.
     pub settled: bool,
 }
 

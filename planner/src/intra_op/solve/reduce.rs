@@ -41,7 +41,7 @@ impl Network {
             self.nodes.iter_mut().for_each(|node| node.settled = false);
         }
         self.reduce_by(&reducer)?;
-        // Of these more may be known once they are no longer pinned.
+        // More may be known of these once they are no longer pinned.
         for (node, _) in self.nodes.iter_mut().zip(pinned).filter(|(_, pinned)| **pinned) {
             node.settled = false;
         }

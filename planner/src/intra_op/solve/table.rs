@@ -239,7 +239,7 @@ fn beside_neighbours(of: &Compact) -> Vec<usize> {
     order
 }
 
-/// What a table is of.
+/// The subject of a table.
 struct Parts<'a> {
     problem: &'a Problem,
     dims: &'a [usize],
@@ -285,7 +285,7 @@ impl Parts<'_> {
     }
 }
 
-/// What bounds say of the entries of a table.
+/// The bounds of a table's entries.
 struct Bounded {
     entries: Vec<Entry>,
     /// Strategies that an entry which is not closed may need, and those of all choices found, flat.
@@ -342,7 +342,7 @@ fn bounded(of: &mut Compact, kept: &[usize], parts: &Parts<'_>, gap: f64, clock:
                 of.cost[at] = if s == local[v] { own[at] } else { f64::INFINITY };
             }
         }
-        // What is forbidden for one entry may be allowed for the next.
+        // A strategy forbidden for one entry may be allowed for the next.
         if infinite {
             messages = Messages::new(of);
         }
@@ -365,7 +365,7 @@ fn bounded(of: &mut Compact, kept: &[usize], parts: &Parts<'_>, gap: f64, clock:
             best.closed = left < f64::INFINITY && left <= gap * best.cost.abs();
             let slow = round > 0 && risen < WORTH_A_ROUND * left;
             if best.closed || slow || round + 1 == ROUNDS || clock.over() {
-                // What a strategy adds counts from the bound before the pass.
+                // The cost that a strategy adds counts from the bound before the pass.
                 let floor = of.constant + forward;
                 back.iter_mut().for_each(|b| *b += floor);
                 break;
