@@ -1,8 +1,8 @@
 //! Seconds to import and to simplify models, and the most memory held: `cargo bench --bench import -- FILE.mlir ...`, by
 //! default the demo model. Each line is the median of several runs in one process.
 
-use altiplano::ir::import::stablehlo::import;
 use altiplano::ir::simplify::simplify;
+use altiplano_import::stablehlo::import;
 use std::time::Instant;
 
 const RUNS: usize = 5;

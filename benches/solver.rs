@@ -8,7 +8,7 @@
 //! It stops at a gap of 1e-4, or when its effort is spent.
 //! One line a size: nodes, edges, seconds to reduce and in all, nodes left, gap.
 
-use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
+use altiplano_solver::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
 use std::time::Instant;
 
 /// A small generator of numbers that are the same everywhere (Steele, Lea & Flood 2014).

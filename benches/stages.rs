@@ -9,8 +9,6 @@ use altiplano::ir::op::{Input, Op, Parameter};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::Execution;
 use altiplano::ir::simplify::simplify;
-use altiplano::ir::step::updated_leaves;
-use altiplano::planner::intra_op::solve::Options;
 use altiplano::planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano::planner::intra_op::stage::{Demand, gradient_readers, state_stage};
 use altiplano::planner::layers::cluster;
@@ -19,6 +17,8 @@ use altiplano::planner::model::Layered;
 use altiplano::planner::refine::levels;
 use altiplano::{ImportOptions, load_all_results, load_cluster, load_model};
 use altiplano_cost_models::Roofline;
+use altiplano_solver::Options;
+use altiplano_transforms::step::updated_leaves;
 use std::path::Path;
 use std::time::Instant;
 

@@ -12,13 +12,13 @@
 use altiplano::arguments::{Argument, Stated, roles, with_roles};
 use altiplano::ir::autodiff::differentiate;
 use altiplano::ir::graph::Graph;
-use altiplano::ir::import::{onnx, stablehlo, torch_export};
 use altiplano::ir::interpret;
 use altiplano::ir::op::{Input, Op, Parameter};
 use altiplano::ir::simplify::simplify;
 use altiplano::ir::types::TensorType;
 use altiplano::runtime::data::read_safetensors;
 use altiplano::runtime::{HostTensor, evaluate};
+use altiplano_import::{onnx, stablehlo, torch_export};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

@@ -7,7 +7,7 @@
 //! The limit covers the whole run, reading included. Lines on stdout: `cost:`, `lower_bound:`, `gap:`, `peak_usage:`,
 //! seconds by phase, and last `solution:` with one strategy index per node.
 
-use altiplano_planner::intra_op::solve::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
+use altiplano_solver::{Edge, Holding, Node, Options, Problem, SolveError, held, solve_watched};
 use clap::Parser;
 use serde::Deserialize;
 use std::collections::BTreeMap;

@@ -9,13 +9,13 @@ use crate::training::checkpoint::CheckpointProblem;
 use crate::units::{bytes, plural};
 use altiplano_cost_models::ClusterError;
 use altiplano_cost_models::profile::ProfileError;
+use altiplano_import::huggingface::ConfigError;
+use altiplano_import::onnx::OnnxError;
+use altiplano_import::stablehlo::ImportError;
+use altiplano_import::torch_export;
 use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::{GraphError, ValueId};
-use altiplano_ir::import::huggingface::ConfigError;
-use altiplano_ir::import::json::{self, JsonError};
-use altiplano_ir::import::onnx::OnnxError;
-use altiplano_ir::import::stablehlo::ImportError;
-use altiplano_ir::import::torch_export;
+use altiplano_ir::json::{self, JsonError};
 use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::PlanError;
 use altiplano_ir::types::TensorType;
@@ -239,7 +239,6 @@ impl Error {
                     **error,
                     RuntimeError::Io { .. }
                         | RuntimeError::Safetensors { .. }
-                        | RuntimeError::TorchExport { .. }
                         | RuntimeError::Npy { .. }
                         | RuntimeError::Tensor { .. }
                         | RuntimeError::FileKind { .. }

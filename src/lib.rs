@@ -18,7 +18,7 @@
 //! ```
 //!
 //! The crates behind it are re-exported under short names: [`ir`] (graphs, shardings, plans, programs),
-//! [`cost_models`], [`planner`] and [`runtime`].
+//! [`import`], [`transforms`], [`cost_models`], [`planner`] and [`runtime`].
 
 #![forbid(unsafe_code)]
 
@@ -45,9 +45,11 @@ pub mod units;
 pub mod verify;
 
 pub use altiplano_cost_models as cost_models;
+pub use altiplano_import as import;
 pub use altiplano_ir as ir;
 pub use altiplano_planner as planner;
 pub use altiplano_runtime as runtime;
+pub use altiplano_transforms as transforms;
 
 pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
 pub use error::{DataProblem, Error, Names, OptionsProblem};

@@ -11,19 +11,21 @@ use crate::loss::{self, Attached};
 use crate::pins::{self, NamedPin};
 use crate::precision::with_precision;
 use crate::units::smaller;
-use altiplano_ir::accumulation::part_of_batch;
+use altiplano_import::{huggingface, onnx, stablehlo};
 use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
 use altiplano_ir::dtype::DType;
-use altiplano_ir::experts;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::import::{huggingface, onnx, stablehlo};
-use altiplano_ir::losses_of_step::other_losses;
+use altiplano_ir::names::stack_of;
 use altiplano_ir::op::Op;
-use altiplano_ir::reduce::{Goal, Reduction, reduce};
-use altiplano_ir::rewrite::rewrite;
+use altiplano_ir::plan::Downscaling;
 use altiplano_ir::simplify::simplify;
-use altiplano_ir::step::{self, Fitted, TrainingStep};
-use altiplano_ir::unstack::{stack_of, unstack};
+use altiplano_transforms::accumulation::part_of_batch;
+use altiplano_transforms::downscale::{Goal, downscale};
+use altiplano_transforms::experts;
+use altiplano_transforms::losses_of_step::other_losses;
+use altiplano_transforms::rewrite::rewrite;
+use altiplano_transforms::step::{self, Fitted, TrainingStep};
+use altiplano_transforms::unstack::unstack;
 use file::{Read, SEVERAL, graph_of, name_of};
 use std::path::{Path, PathBuf};
 
@@ -93,7 +95,7 @@ pub struct Model {
     /// The gradients of a whole training step as it computes them itself.
     pub given: Option<GivenStep>,
     /// The reduction relative to the model in the file.
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<Downscaling>,
     /// Remarks on the import for the user.
     pub warnings: Vec<Warning>,
 }
@@ -142,7 +144,7 @@ pub enum Warning {
     )]
     Newer { found: i64, known: i64 },
     #[error("reduced: {}", smaller(.0))]
-    Reduced(Reduction),
+    Reduced(Downscaling),
 }
 
 impl Warning {
@@ -370,12 +372,12 @@ fn load(
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
     let mut reduction = None;
     if let Some(goal) = &options.reduce {
-        let reduced = reduce(&graph, goal);
+        let reduced = downscale(&graph, goal);
         stop_gradients = stop_gradients.into_iter().filter_map(|v| reduced.map[v.index()]).collect();
         stop_gradients.sort();
         stop_gradients.dedup();
         graph = reduced.graph;
-        reduction = Some(reduced.reduction);
+        reduction = Some(reduced.downscaling);
     }
     let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);

@@ -1,6 +1,6 @@
 //! Prints quantities for people: three significant digits and a unit.
 
-use altiplano_ir::reduce::Reduction;
+use altiplano_ir::plan::Downscaling;
 
 /// Seconds, as in `1.23 ms`.
 pub fn seconds(value: f64) -> String {
@@ -47,7 +47,7 @@ pub fn count(value: u64) -> String {
 }
 
 /// A reduction, as in `2 of 16 layers, 1.24 G -> 3.10 M parameters`.
-pub fn smaller(reduction: &Reduction) -> String {
+pub fn smaller(reduction: &Downscaling) -> String {
     let (parameters, all) = reduction.parameters;
     let parameters = format!("{} -> {} parameters", count(all), count(parameters));
     match reduction.layers {
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(percent(0.4567), "45.7 %");
         assert_eq!(digits(0.0), "0.00");
         assert_eq!(digits(-0.0), "0.00");
-        let reduction = Reduction { layers: (2, 16), parameters: (3_100_000, 1_240_000_000) };
+        let reduction = Downscaling { layers: (2, 16), parameters: (3_100_000, 1_240_000_000) };
         assert_eq!(smaller(&reduction), "2 of 16 layers, 1.24 G -> 3.10 M parameters");
         assert_eq!(plural(1, "stage"), "1 stage");
         assert_eq!(plural(2, "microbatch"), "2 microbatches");

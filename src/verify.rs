@@ -9,10 +9,10 @@ use crate::training::{Batch, Batches, Training, expect_memory, scalars, session,
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
+use altiplano_ir::names::row_name;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
-use altiplano_ir::unstack::row_name;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, programs};
 use altiplano_runtime::data::{read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::CudaSession;

@@ -6,7 +6,7 @@
 //! with its line, or with the path of the place.
 
 use altiplano_ir::dtype::DType;
-use altiplano_ir::import::json;
+use altiplano_ir::json;
 use altiplano_ir::work::Term;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};

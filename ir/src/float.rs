@@ -223,7 +223,7 @@ mod tests {
     /// Compares rounding with that of the processor and of the crate `half`.
     #[test]
     fn wide_formats_round_as_the_processor_does() {
-        let mut rng = crate::op::tests::numbers::Rng::new(11);
+        let mut rng = crate::testing::numbers::Rng::new(11);
         for _ in 0..200_000 {
             let x = f64::from_bits(rng.next());
             let near = rng.real(-1.0, 1.0) * f64::powi(2.0, rng.below(300) as i32 - 150);

@@ -9,7 +9,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod accumulation;
 pub mod array;
 pub mod autodiff;
 pub mod batch;
@@ -17,38 +16,34 @@ pub mod cluster;
 pub mod dot;
 pub mod dtype;
 pub mod expand;
-pub mod experts;
 pub mod float;
 pub mod graph;
-pub mod import;
 pub mod interpret;
+pub mod json;
 pub mod kernels;
 pub mod literal;
 pub mod loss_scale;
-pub mod losses_of_step;
 pub mod mesh;
+pub mod names;
 pub mod op;
 pub mod optimizer;
 pub mod padding;
 pub mod plan;
 pub mod program;
 pub mod recompute;
-pub mod reduce;
-pub mod repetition;
 pub mod reshard;
-pub mod rewrite;
 pub mod rule;
 pub mod sample;
 pub mod servers;
 pub mod sharding;
 pub mod shift;
 pub mod simplify;
-pub mod step;
 pub mod storage;
-mod target;
+pub mod target;
 pub mod tensor;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod text;
 pub mod types;
-pub mod unstack;
 pub mod visible;
 pub mod work;

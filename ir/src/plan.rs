@@ -6,14 +6,13 @@
 use crate::batch::LossKind;
 use crate::cluster::{BetweenGroups, Cluster, Group};
 use crate::graph::{Graph, ValueId};
-use crate::import::json;
+use crate::json;
 use crate::loss_scale::LossScale;
 use crate::mesh::Mesh;
 use crate::op::Op;
 use crate::optimizer::Optimizer;
 use crate::padding::{Extents, Padding};
 use crate::recompute::{Recomputation, Recompute};
-use crate::reduce::Reduction;
 use crate::rule::Strategy;
 use crate::servers::ParameterServers;
 use crate::sharding::Sharding;
@@ -412,6 +411,15 @@ pub struct MadeBy {
     pub command: String,
 }
 
+/// The difference in size between a downscaled model and the original.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Downscaling {
+    /// The layers of all shortened runs of equal layers, after and before.
+    pub layers: (usize, usize),
+    /// The elements of all parameters, after and before.
+    pub parameters: (u64, u64),
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     pub format: String,
@@ -455,9 +463,9 @@ pub struct Plan {
     /// The values through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop_gradients: Vec<ValueId>,
-    /// For a downscaled model, how it differs in size from the original.
+    /// The difference in size from the original, for a downscaled model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<Downscaling>,
     /// The measured profile that predictions are based on, in words. Absent if they are based on the figures of the
     /// cluster.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -9,7 +9,7 @@
 //! another number of layers would give no new stages.
 
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::repetition::{Repetition, longest, numbered};
+use altiplano_transforms::repetition::{Repetition, longest, numbered};
 use std::ops::Range;
 
 /// The most layers that planning distinguishes. Longer models have several blocks in a layer.

@@ -8,7 +8,6 @@
 use crate::assemble::{Shardings, with_shardings};
 use crate::cache::{self, Digest};
 use crate::inter_op::search::Freedom;
-use crate::intra_op::solve::Options;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use crate::intra_op::statement::{Kept, Model, Variable};
@@ -20,6 +19,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Solved, Stage, Target};
+use altiplano_solver::Options;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 

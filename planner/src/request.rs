@@ -10,9 +10,9 @@ use altiplano_ir::cluster::Cluster;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::Downscaling;
 use altiplano_ir::plan::{Execution, Goal, MfuConvention, Offload, Plan, Schedule, Stage, Target, Update};
 use altiplano_ir::recompute::Recompute;
-use altiplano_ir::reduce::Reduction;
 use std::sync::Arc;
 
 /// A planning problem. Fields that are `None` are searched.
@@ -25,7 +25,7 @@ pub struct Request {
     pub loss: LossKind,
     pub stop_gradients: Vec<ValueId>,
     /// How the graph is smaller than the user's model, for display.
-    pub reduction: Option<Reduction>,
+    pub reduction: Option<Downscaling>,
     /// True if sizes that devices do not divide may be padded (see [`altiplano_ir::padding`]).
     pub pad: bool,
     /// Use of ring attention (see [`crate::rings`]).

@@ -3,7 +3,6 @@
 //! of the stage's problem ([`crate::intra_op::stage`]), by which shardings are chosen. A plan that differs only in this
 //! layout is predicted like any plan.
 
-use crate::intra_op::solve::{Options, Problem, SolveError, alternatives};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
 use crate::intra_op::statement::{Model, Variable};
@@ -16,6 +15,7 @@ use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
+use altiplano_solver::{Options, Problem, SolveError, alternatives};
 use rayon::prelude::*;
 
 /// One layout of a value, or one way of storing a parameter.

@@ -4,10 +4,9 @@ use crate::error::RuntimeError;
 use crate::host::{HostData, HostTensor};
 use crate::random::Stream;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::import::torch_export;
+use altiplano_ir::names::stack_of;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::types::TensorType;
-use altiplano_ir::unstack::stack_of;
 use half::{bf16, f16};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
@@ -47,22 +46,6 @@ pub fn tensor_named<'a>(tensors: &'a BTreeMap<String, HostTensor>, name: &str) -
 
 fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
     std::fs::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
-}
-
-/// Reads all weights of a `.safetensors` file or a `torch.export` archive, told apart by content.
-pub fn read_weights(file: &Path) -> Result<BTreeMap<String, HostTensor>, RuntimeError> {
-    let mut start = [0; 2];
-    let mut open = std::fs::File::open(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })?;
-    if std::io::Read::read_exact(&mut open, &mut start).is_err() || &start != b"PK" {
-        return read_safetensors(file);
-    }
-    let stored = torch_export::weights(&read_bytes(file)?)
-        .map_err(|error| RuntimeError::TorchExport { file: file.to_path_buf(), error: Box::new(error) })?;
-    let tensor = |stored: torch_export::Stored| {
-        let data = decode(stored.ty.dtype, &stored.bytes);
-        (stored.name, HostTensor { ty: stored.ty, data })
-    };
-    Ok(stored.into_iter().map(tensor).collect())
 }
 
 /// Reads all tensors of a `.safetensors` file.
@@ -212,7 +195,7 @@ fn parse_npy(bytes: &[u8]) -> Result<HostTensor, &'static str> {
 }
 
 /// Decodes little-endian elements of a file into their storage format.
-pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> HostData {
+pub fn decode(dtype: DType, bytes: &[u8]) -> HostData {
     fn each<const N: usize, T>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
         bytes.as_chunks::<N>().0.iter().map(|&b| convert(b)).collect()
     }

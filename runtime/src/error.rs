@@ -136,8 +136,6 @@ pub enum RuntimeError {
     Io { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
     Safetensors { file: PathBuf, error: safetensors::SafeTensorError },
-    #[error("{}: {error}", file.display())]
-    TorchExport { file: PathBuf, error: Box<altiplano_ir::import::torch_export::ImportError> },
     #[error("{}: {problem}", file.display())]
     Npy { file: PathBuf, problem: &'static str },
     #[error("{}: tensor '{tensor}': {problem}", file.display())]

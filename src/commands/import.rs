@@ -2,8 +2,8 @@
 
 use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
-use altiplano::ir::import::json;
 use altiplano::{Error, load_all_results, write_file};
+use altiplano_ir::json;
 use clap::Args;
 use std::path::PathBuf;
 

@@ -8,7 +8,6 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{MfuConvention, Plan, Schedule, Target, Update};
-use altiplano::ir::reduce::Goal;
 use altiplano::planner::chunked_loss::LossChunks;
 use altiplano::planner::frontier::Point;
 use altiplano::planner::rings::Ring;
@@ -20,6 +19,7 @@ use altiplano::{
     Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
     read_bytes,
 };
+use altiplano_transforms::downscale::Goal;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};

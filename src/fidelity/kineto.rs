@@ -10,7 +10,7 @@ use altiplano_cost_models::kernels::{Kernel, KernelKind, Matmul};
 use altiplano_cost_models::probe::{Gpu, catalogue_device};
 use altiplano_ir::cluster::Device;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::import::json;
+use altiplano_ir::json;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::collections::{BTreeMap, HashMap};

@@ -22,13 +22,14 @@ pub use loader::{InputSpeed, input_speed};
 
 use crate::error::{DataProblem, Error};
 use crate::simulate::Recorded;
+use altiplano_import::torch_export;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::loss_scale::{self, LossScale};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
 use altiplano_planner::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano_planner::programs;
-use altiplano_runtime::data::{read_weights, tensor_named};
+use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
 use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
@@ -565,7 +566,23 @@ fn start_of(
 /// Reads all tensors of a file of weights: `.safetensors`, a `torch.export` archive, or an ONNX model.
 fn weights_in(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     let is_onnx = file.extension().is_some_and(|e| e.eq_ignore_ascii_case("onnx"));
-    if is_onnx { onnx_weights::read(file) } else { Ok(read_weights(file)?) }
+    if is_onnx {
+        return onnx_weights::read(file);
+    }
+    let unreadable = |error| RuntimeError::Io { file: file.to_path_buf(), error };
+    let mut start = [0; 2];
+    let mut open = std::fs::File::open(file).map_err(unreadable)?;
+    // Archives of `torch.export` are zip files.
+    if std::io::Read::read_exact(&mut open, &mut start).is_err() || &start != b"PK" {
+        return Ok(read_safetensors(file)?);
+    }
+    let stored = torch_export::weights(&std::fs::read(file).map_err(unreadable)?)
+        .map_err(|error| Error::TorchExport { file: file.to_path_buf(), error: Box::new(error) })?;
+    let tensor = |stored: torch_export::Stored| {
+        let data = decode(stored.ty.dtype, &stored.bytes);
+        (stored.name, HostTensor { ty: stored.ty, data })
+    };
+    Ok(stored.into_iter().map(tensor).collect())
 }
 
 /// Selects the parameters among a file's tensors and casts them to their types. `transformer.wte.weight` may be named

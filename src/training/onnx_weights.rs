@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::model::read_bytes;
-use altiplano_ir::import::onnx::{self, External, Held, HeldData, OnnxError, TensorError};
+use altiplano_import::onnx::{self, External, Held, HeldData, OnnxError, TensorError};
 use altiplano_runtime::HostTensor;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -66,7 +66,7 @@ fn part(path: &Path, place: &External, most: u64) -> std::io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use altiplano_ir::import::onnx::proto;
+    use altiplano_import::onnx::proto;
     use prost::Message;
 
     fn property(key: &str, value: &str) -> proto::Property {

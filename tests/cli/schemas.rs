@@ -1,6 +1,6 @@
 //! JSON output conforms to its schema in `docs/`, and the schemas reject invalid documents.
 
-#[path = "../../ir/src/import/json/schema.rs"]
+#[path = "../../ir/src/json/schema.rs"]
 mod schema;
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};

@@ -1,7 +1,7 @@
 //! ONNX models end to end: planned, trained and verified from a file that the test encodes.
 
 use crate::common::{Scratch, succeeds};
-use altiplano::ir::import::onnx::proto::{
+use altiplano_import::onnx::proto::{
     Dimension, Graph, Model, Node, OperatorSet, Property, Shape, Tensor, Type, TypeOfTensor, ValueInfo,
 };
 use prost::Message;

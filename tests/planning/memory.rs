@@ -8,10 +8,10 @@ use crate::common::{DEMO, Scratch, altiplano, planned, shared_model, succeeds};
 use altiplano::ImportOptions;
 use altiplano::inference::infer;
 use altiplano::ir::plan::Plan;
-use altiplano::ir::reduce::Goal;
 use altiplano::planner::memory::cpu_peaks;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, train};
+use altiplano_transforms::downscale::Goal;
 use serde_json::Value;
 use std::path::Path;
 

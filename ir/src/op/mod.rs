@@ -32,7 +32,7 @@ mod transpose;
 mod window;
 
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 
 pub use bits::{BitcastConvert, ReducePrecision, Threefry, ThreefryWord};
 
@@ -52,7 +52,7 @@ pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};
 pub use reduce_window::{Extremum, ReduceWindow, SelectAndScatter};
 pub use reshape::Reshape;
-pub(crate) use reshape::gcd;
+pub use reshape::gcd;
 pub use reverse::Reverse;
 pub use roll::Roll;
 pub use scatter::{Combine, Scatter};

@@ -121,6 +121,6 @@ impl Operator for Reshape {
 }
 
 /// The greatest common divisor.
-pub(crate) fn gcd(a: u64, b: u64) -> u64 {
+pub fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -3,15 +3,13 @@
 //! A case is an op and the types of its operands. The tests compare `eval` with the shape function, the sharding rule
 //! under every strategy on several meshes, the gradient and the resizing. An op that has a case has all of these tests.
 
-mod cases;
 mod gradients;
-pub(crate) mod numbers;
 mod reference;
 mod reshards;
 mod rules;
 
 use super::*;
-pub(crate) use cases::{Case, cases, ty};
+use crate::testing::{Case, cases, numbers};
 use std::collections::BTreeSet;
 
 /// An index for each variant of [`Op`]. A new variant does not compile until it is listed here, and the next test fails
@@ -151,7 +149,8 @@ fn reference_results_have_the_inferred_type() {
 #[test]
 fn integers_are_exact_until_they_wrap() {
     let of = |op: Op, operands: &[(&str, &[f64])]| -> Vec<f64> {
-        let tensors: Vec<Tensor> = operands.iter().map(|(t, data)| Tensor::new(cases::ty(t), data.to_vec())).collect();
+        let tensors: Vec<Tensor> =
+            operands.iter().map(|(t, data)| Tensor::new(crate::testing::ty(t), data.to_vec())).collect();
         let types: Vec<&TensorType> = tensors.iter().map(|t| &t.ty).collect();
         let result = op.infer(&types).expect("a type");
         op.eval(&tensors.iter().collect::<Vec<_>>(), &result).data

@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::graph::{Pin, PinnedDim};
-use crate::op::tests::numbers::Rng;
-use crate::op::tests::{Case, cases};
 use crate::op::{Binary, Concatenate, Convert, Input, Parameter, Reduce, Reducer, Reshape, Transpose, Unary};
+use crate::testing::numbers::Rng;
+use crate::testing::{Case, cases};
 use proptest::prelude::*;
 
 /// A graph of one case: its operands as inputs, the op, and names that need escapes.

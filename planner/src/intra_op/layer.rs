@@ -5,12 +5,12 @@
 //! plus the once-per-step share of gradient reduction and update divided by the number of microbatches. What remains is a table
 //! over boundary layouts, and layers are put together from those.
 
-use super::solve::{self, BoundaryTable, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, Variable, state};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;
 use altiplano_ir::sharding::Sharding;
+use altiplano_solver::{self as solve, BoundaryTable, Options, Problem, SolveError};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;

@@ -9,7 +9,6 @@
 //! many microbatches as are in flight. It is an estimate: what runs is decided when a plan is lowered, and [`crate::predict`]
 //! has the last word.
 
-use super::solve::{self, Holding, Options, Problem, SolveError};
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
 use crate::again::Again;
@@ -22,6 +21,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::rule::Strategy;
+use altiplano_solver::{self as solve, Holding, Options, Problem, SolveError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -6,7 +6,6 @@
 //! What a price depends on is little, so tables are made once for all pairs that look alike, and stating takes time in
 //! proportion to the nodes.
 
-use super::solve::{self, Problem};
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::again::Again;
 use crate::lower::repeat::grows;
@@ -18,6 +17,7 @@ use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Offload};
 use altiplano_ir::types::TensorType;
+use altiplano_solver::{self as solve, Problem};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -9,11 +9,11 @@ use altiplano_ir::op::Reducer;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::intra_op::layer::{LayerTable, Variant, solve_layer, state_layer};
-use altiplano_planner::intra_op::solve::Problem;
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::lower::Prices;
 use altiplano_planner::model::Layered;
+use altiplano_solver::Problem;
 use proptest::prelude::*;
 use std::rc::Rc;
 

@@ -15,10 +15,10 @@ use altiplano_ir::op::{
 };
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::recompute::Recompute;
-use altiplano_ir::reduce::{Goal, reduce};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::{PlanFailure, Request, Silent, plan, programs};
+use altiplano_transforms::downscale::{Goal, downscale};
 use proptest::prelude::*;
 
 const SHAPE: [u64; 2] = [4, 8];
@@ -268,7 +268,7 @@ proptest! {
 /// A twin is a graph like any other: it verifies, and its plan computes the same result.
 fn check_twin(steps: &[(u8, u8, u8)], degrees: (u32, u32, u32)) {
     let whole = graph(steps);
-    let twin = reduce(&whole, &Goal { parameters: 1, flop: 1, batch: 1 });
+    let twin = downscale(&whole, &Goal { parameters: 1, flop: 1, batch: 1 });
     assert!(twin.graph.verify().is_empty(), "{:?}", twin.graph.verify());
     let elements = |g: &Graph| g.nodes.iter().map(|n| n.ty.elements()).max();
     assert!(elements(&twin.graph) <= elements(&whole));

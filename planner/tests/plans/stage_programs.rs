@@ -14,7 +14,6 @@ use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};
-use altiplano_planner::intra_op::solve::{Node, Options, SolveError};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use altiplano_planner::lower::{Prices, Sketch};
@@ -22,6 +21,7 @@ use altiplano_planner::memory::cpu_peaks;
 use altiplano_planner::model::Layered;
 use altiplano_planner::refine::{as_given, levels};
 use altiplano_planner::{Request, Silent, plan, predict, programs};
+use altiplano_solver::{Node, Options, SolveError};
 use proptest::prelude::*;
 
 /// A random graph of a few ops on `[4, 6]` matrices, ending in a scalar.

@@ -102,33 +102,33 @@ fn differences(case: &Case, operands: &[Tensor], weights: &Tensor, which: usize)
 fn ties_share_the_cotangent() {
     let tie = Case {
         op: Op::Reduce(Reduce { reducer: Reducer::Max, dims: vec![1] }),
-        operands: vec![cases::ty("f32[2,3]")],
-        result: cases::ty("f32[2]"),
+        operands: vec![crate::testing::ty("f32[2,3]")],
+        result: crate::testing::ty("f32[2]"),
         reals: (0.0, 1.0),
         integers: (0, 1),
     };
-    let x = Tensor::new(cases::ty("f32[2,3]"), vec![1.0, 3.0, 3.0, 5.0, 4.0, 2.0]);
-    let weights = Tensor::new(cases::ty("f32[2]"), vec![2.0, 7.0]);
+    let x = Tensor::new(crate::testing::ty("f32[2,3]"), vec![1.0, 3.0, 3.0, 5.0, 4.0, 2.0]);
+    let weights = Tensor::new(crate::testing::ty("f32[2]"), vec![2.0, 7.0]);
     let gradient = gradients(&tie, &[x], &weights).remove(0).map(|g| g.data);
     assert_eq!(gradient, Some(vec![0.0, 1.0, 1.0, 7.0, 0.0, 0.0]));
 
     let maximum = Case {
         op: Op::Binary(Binary::Maximum),
-        operands: vec![cases::ty("f32[3]"); 2],
-        result: cases::ty("f32[3]"),
+        operands: vec![crate::testing::ty("f32[3]"); 2],
+        result: crate::testing::ty("f32[3]"),
         reals: (0.0, 1.0),
         integers: (0, 1),
     };
-    let a = Tensor::new(cases::ty("f32[3]"), vec![1.0, 2.0, 3.0]);
-    let b = Tensor::new(cases::ty("f32[3]"), vec![1.0, 5.0, -3.0]);
-    let weights = Tensor::new(cases::ty("f32[3]"), vec![2.0, 7.0, 9.0]);
+    let a = Tensor::new(crate::testing::ty("f32[3]"), vec![1.0, 2.0, 3.0]);
+    let b = Tensor::new(crate::testing::ty("f32[3]"), vec![1.0, 5.0, -3.0]);
+    let weights = Tensor::new(crate::testing::ty("f32[3]"), vec![2.0, 7.0, 9.0]);
     let found: Vec<_> = gradients(&maximum, &[a, b], &weights).into_iter().map(|g| g.map(|g| g.data)).collect();
     assert_eq!(found, [Some(vec![1.0, 0.0, 9.0]), Some(vec![1.0, 7.0, 0.0])]);
 }
 
 #[test]
 fn reduced_precision_rounds_the_cotangent() {
-    let ty = cases::ty("f32[3]");
+    let ty = crate::testing::ty("f32[3]");
     let case = Case {
         op: Op::ReducePrecision(ReducePrecision { exponent_bits: 5, mantissa_bits: 2 }),
         operands: vec![ty.clone()],
@@ -145,7 +145,8 @@ fn reduced_precision_rounds_the_cotangent() {
 #[test]
 fn cotangents_go_to_the_elements_that_were_taken() {
     let of = |op: Op, operands: &[(&str, &[f64])], weights: &[f64]| -> Vec<Option<Vec<f64>>> {
-        let tensors: Vec<Tensor> = operands.iter().map(|(t, data)| Tensor::new(cases::ty(t), data.to_vec())).collect();
+        let tensors: Vec<Tensor> =
+            operands.iter().map(|(t, data)| Tensor::new(crate::testing::ty(t), data.to_vec())).collect();
         let types: Vec<TensorType> = tensors.iter().map(|t| t.ty.clone()).collect();
         let result = op.infer(&types.iter().collect::<Vec<_>>()).expect("a type");
         let weights = Tensor::new(result.clone(), weights.to_vec());

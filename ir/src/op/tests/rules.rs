@@ -141,7 +141,7 @@ fn every_strategy_computes_what_the_whole_op_does() {
 fn well_known_splits_are_offered() {
     let mesh = Mesh::new(&[("tensor", 2)]);
     let offers = |op: Op, operands: &[&str], expected: &str| {
-        let types: Vec<TensorType> = operands.iter().map(|t| cases::ty(t)).collect();
+        let types: Vec<TensorType> = operands.iter().map(|t| crate::testing::ty(t)).collect();
         let types: Vec<&TensorType> = types.iter().collect();
         let result = op.infer(&types).unwrap_or_else(|e| panic!("{op:?} {e}"));
         let rule = op.rule(&types, &result);
@@ -189,13 +189,13 @@ fn well_known_splits_are_offered() {
 /// Rules number factors and operands by `u8`. Whatever exceeds that is refused or not offered, and never wraps.
 #[test]
 fn long_concatenations_keep_to_the_limits_of_rules() {
-    let piece = cases::ty("f32[2]");
+    let piece = crate::testing::ty("f32[2]");
     let many = vec![&piece; 300];
     let concatenate = Op::Concatenate(Concatenate { dim: 0 });
     let result = concatenate.infer(&many).expect("300 equal pieces");
     let rule = concatenate.rule(&many, &result);
     assert_eq!((rule.factors.len(), rule.linear.len(), rule.operands.len()), (2, 0, 300));
-    let sizes: Vec<TensorType> = (1..=300).map(|n| cases::ty(&format!("f32[{n}]"))).collect();
+    let sizes: Vec<TensorType> = (1..=300).map(|n| crate::testing::ty(&format!("f32[{n}]"))).collect();
     let all: Vec<&TensorType> = sizes.iter().collect();
     assert!(matches!(concatenate.infer(&all), Err(ShapeError::Attribute(_))));
     let some = concatenate.infer(&all[..200]).expect("200 pieces");
@@ -205,7 +205,7 @@ fn long_concatenations_keep_to_the_limits_of_rules() {
 /// Sizes and attributes at the ends of their ranges are refused or counted, and never overflow.
 #[test]
 fn extreme_attributes_do_not_overflow() {
-    let square = cases::ty("f32[16777216,16777216]");
+    let square = crate::testing::ty("f32[16777216,16777216]");
     let dot = Op::DotGeneral(DotGeneral {
         lhs_batch: vec![],
         rhs_batch: vec![],
@@ -215,7 +215,7 @@ fn extreme_attributes_do_not_overflow() {
     let result = dot.infer(&[&square, &square]).expect("a product");
     assert_eq!(dot.flop(&[&square, &square], &result), u64::MAX);
 
-    let (one, scalar) = (cases::ty("f32[1]"), cases::ty("f32[]"));
+    let (one, scalar) = (crate::testing::ty("f32[1]"), crate::testing::ty("f32[]"));
     for pad in [
         Pad { low: vec![i64::MIN], high: vec![i64::MAX], interior: vec![0] },
         Pad { low: vec![0], high: vec![0], interior: vec![u64::MAX] },

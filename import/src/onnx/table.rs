@@ -1,0 +1,222 @@
+//! The table of ops and the functions that lower them.
+
+use super::call::{Call, Many, One};
+use super::{
+    activation, attention, contraction, control, elementwise, indexing, loss, movement, norm, pool, quantize,
+    recurrent, reduction, resize,
+};
+use altiplano_ir::array;
+use altiplano_ir::op::{Binary, Direction, Reducer, Unary};
+
+/// A function that expresses a node in ops of the graph, with one result or a list of them.
+#[derive(Clone, Copy)]
+pub(super) enum Lowering {
+    One(fn(&mut Call) -> One),
+    Many(fn(&mut Call) -> Many),
+}
+
+/// The function for an op of a domain. The standard's own domain is empty.
+pub(super) fn lowering(domain: &str, op: &str) -> Option<Lowering> {
+    match domain {
+        "" => ops(op),
+        "com.microsoft" => contributed(op),
+        _ => None,
+    }
+}
+
+/// Ops of the standard.
+fn ops(op: &str) -> Option<Lowering> {
+    use Lowering::{Many, One};
+    Some(match op {
+        // Functions of one element.
+        "Abs" => One(|c| elementwise::unary(c, Unary::Abs)),
+        "Acos" => One(|c| elementwise::function(c, array::acos)),
+        "Acosh" => One(|c| elementwise::function(c, array::acosh)),
+        "Asin" => One(|c| elementwise::function(c, array::asin)),
+        "Asinh" => One(|c| elementwise::function(c, array::asinh)),
+        "Atan" => One(|c| elementwise::function(c, array::atan)),
+        "Atanh" => One(|c| elementwise::function(c, array::atanh)),
+        "BitwiseNot" | "Not" => One(|c| elementwise::unary(c, Unary::Not)),
+        "Ceil" => One(|c| elementwise::unary(c, Unary::Ceil)),
+        "Cos" => One(|c| elementwise::unary(c, Unary::Cosine)),
+        "Cosh" => One(|c| elementwise::function(c, array::cosh)),
+        "Erf" => One(|c| elementwise::unary(c, Unary::Erf)),
+        "Exp" => One(|c| elementwise::unary(c, Unary::Exponential)),
+        "Floor" => One(|c| elementwise::unary(c, Unary::Floor)),
+        "Identity" => One(|c| c.x(0)),
+        "IsInf" => One(elementwise::is_inf),
+        "IsNaN" => One(elementwise::is_nan),
+        "Log" => One(|c| elementwise::unary(c, Unary::Log)),
+        "Neg" => One(|c| elementwise::unary(c, Unary::Negate)),
+        "Reciprocal" => One(elementwise::reciprocal),
+        "Round" => One(|c| elementwise::unary(c, Unary::RoundNearestEven)),
+        "Sign" => One(|c| elementwise::unary(c, Unary::Sign)),
+        "Sin" => One(|c| elementwise::unary(c, Unary::Sine)),
+        "Sinh" => One(|c| elementwise::function(c, array::sinh)),
+        "Sqrt" => One(|c| elementwise::unary(c, Unary::Sqrt)),
+        "Tan" => One(|c| elementwise::unary(c, Unary::Tan)),
+        "Tanh" => One(|c| elementwise::unary(c, Unary::Tanh)),
+        // Functions of several elements.
+        "Add" => One(|c| elementwise::binary(c, Binary::Add)),
+        "And" | "BitwiseAnd" => One(|c| elementwise::binary(c, Binary::And)),
+        "BitShift" => One(elementwise::bit_shift),
+        "BitwiseOr" | "Or" => One(|c| elementwise::binary(c, Binary::Or)),
+        "BitwiseXor" | "Xor" => One(|c| elementwise::binary(c, Binary::Xor)),
+        "Cast" => One(elementwise::cast),
+        "CastLike" => One(elementwise::cast_like),
+        "Div" => One(|c| elementwise::binary(c, Binary::Divide)),
+        "Equal" => One(|c| elementwise::compare(c, Direction::Eq)),
+        "Greater" => One(|c| elementwise::compare(c, Direction::Gt)),
+        "GreaterOrEqual" => One(|c| elementwise::compare(c, Direction::Ge)),
+        "Less" => One(|c| elementwise::compare(c, Direction::Lt)),
+        "LessOrEqual" => One(|c| elementwise::compare(c, Direction::Le)),
+        "Max" => One(|c| elementwise::fold(c, Binary::Maximum)),
+        "Mean" => One(elementwise::mean),
+        "Min" => One(|c| elementwise::fold(c, Binary::Minimum)),
+        "Mod" => One(elementwise::modulo),
+        "Mul" => One(|c| elementwise::binary(c, Binary::Multiply)),
+        "Pow" => One(elementwise::power),
+        "Sub" => One(|c| elementwise::binary(c, Binary::Subtract)),
+        "Sum" => One(|c| elementwise::fold(c, Binary::Add)),
+        "Where" => One(elementwise::select),
+        // Activations.
+        "Celu" => One(activation::celu),
+        "Clip" => One(activation::clip),
+        "Dropout" => Many(activation::dropout),
+        "Elu" => One(activation::elu),
+        "Gelu" => One(activation::gelu),
+        "Hardmax" => One(activation::hardmax),
+        "HardSigmoid" => One(activation::hard_sigmoid),
+        "HardSwish" => One(activation::hard_swish),
+        "LeakyRelu" => One(activation::leaky_relu),
+        "LogSoftmax" => One(activation::log_softmax),
+        "Mish" => One(activation::mish),
+        "PRelu" => One(activation::prelu),
+        "Relu" => One(activation::relu),
+        "Selu" => One(activation::selu),
+        "Shrink" => One(activation::shrink),
+        "Sigmoid" => One(|c| elementwise::unary(c, Unary::Logistic)),
+        "Softmax" => One(activation::softmax),
+        "Softplus" => One(activation::softplus),
+        "Softsign" => One(activation::softsign),
+        "SwiGLU" => One(activation::swiglu),
+        "Swish" => One(activation::swish),
+        "ThresholdedRelu" => One(activation::thresholded_relu),
+        // Shapes.
+        "CenterCropPad" => One(movement::center_crop_pad),
+        "Concat" => One(movement::concat),
+        "Constant" => One(movement::constant),
+        "ConstantOfShape" => One(movement::constant_of_shape),
+        "DepthToSpace" => One(movement::depth_to_space),
+        "Expand" => One(movement::expand),
+        "EyeLike" => One(movement::eye_like),
+        "Flatten" => One(movement::flatten),
+        "Pad" => One(movement::pad),
+        "Range" => One(movement::range),
+        "Reshape" => One(movement::reshape),
+        "Shape" => One(movement::shape),
+        "Size" => One(movement::size),
+        "Slice" => One(movement::slice),
+        "SpaceToDepth" => One(movement::space_to_depth),
+        "Split" => Many(movement::split),
+        "Squeeze" => One(movement::squeeze),
+        "Tile" => One(movement::tile),
+        "Transpose" => One(movement::transpose),
+        "Trilu" => One(movement::trilu),
+        "Unsqueeze" => One(movement::unsqueeze),
+        "BlackmanWindow" => One(|c| movement::window(c, &[0.42, -0.5, 0.08])),
+        "HammingWindow" => One(|c| movement::window(c, &[25.0 / 46.0, -21.0 / 46.0])),
+        "HannWindow" => One(|c| movement::window(c, &[0.5, -0.5])),
+        // Lookups and sorting.
+        "Compress" => One(indexing::compress),
+        "Gather" => One(indexing::gather),
+        "GatherElements" => One(indexing::gather_elements),
+        "GatherND" => One(indexing::gather_nd),
+        "NonZero" => One(indexing::non_zero),
+        "OneHot" => One(indexing::one_hot),
+        "ReverseSequence" => One(indexing::reverse_sequence),
+        "ScatterElements" | "Scatter" => One(indexing::scatter_elements),
+        "ScatterND" => One(indexing::scatter_nd),
+        "TopK" => Many(indexing::top_k),
+        // Reductions.
+        "ArgMax" => One(|c| reduction::arg(c, false)),
+        "ArgMin" => One(|c| reduction::arg(c, true)),
+        "CumProd" => One(|c| reduction::cumulative(c, Reducer::Product)),
+        "CumSum" => One(|c| reduction::cumulative(c, Reducer::Sum)),
+        "ReduceL1" => One(|c| reduction::reduce(c, reduction::l1)),
+        "ReduceL2" => One(|c| reduction::reduce(c, reduction::l2)),
+        "ReduceLogSum" => One(|c| reduction::reduce(c, reduction::log_sum)),
+        "ReduceLogSumExp" => One(|c| reduction::reduce(c, altiplano_ir::array::log_sum_exp)),
+        "ReduceMax" => One(|c| reduction::reduce(c, reduction::max)),
+        "ReduceMean" => One(|c| reduction::reduce(c, reduction::mean)),
+        "ReduceMin" => One(|c| reduction::reduce(c, reduction::min)),
+        "ReduceProd" => One(|c| reduction::reduce(c, altiplano_ir::array::prod)),
+        "ReduceSum" => One(|c| reduction::reduce(c, altiplano_ir::array::sum)),
+        "ReduceSumSquare" => One(|c| reduction::reduce(c, reduction::sum_square)),
+        // Contractions.
+        "Conv" => One(contraction::conv),
+        "ConvInteger" => One(quantize::conv_integer),
+        "ConvTranspose" => One(contraction::conv_transpose),
+        "Einsum" => One(contraction::einsum),
+        "Gemm" => One(contraction::gemm),
+        "MatMul" => One(contraction::matmul),
+        "MatMulInteger" => One(quantize::mat_mul_integer),
+        "AveragePool" => One(pool::average),
+        "GlobalAveragePool" => One(pool::global_average),
+        "GlobalLpPool" => One(pool::global_lp),
+        "GlobalMaxPool" => One(pool::global_max),
+        "LpPool" => One(pool::lp),
+        "MaxPool" => Many(pool::max),
+        "Resize" => One(resize::resize),
+        "Upsample" => One(resize::upsample),
+        // Normalisations and attention.
+        "Attention" => Many(attention::attention),
+        "BatchNormalization" => Many(norm::batch),
+        "GroupNormalization" => One(norm::group),
+        "InstanceNormalization" => One(norm::instance),
+        "LayerNormalization" => Many(norm::layer),
+        "LpNormalization" => One(norm::lp),
+        "LRN" => One(norm::local_response),
+        "MeanVarianceNormalization" => One(norm::mean_variance),
+        "RMSNormalization" => One(norm::rms),
+        "RotaryEmbedding" => One(attention::rotary_embedding),
+        "SimplifiedLayerNormalization" => One(norm::rms),
+        "GRU" => Many(recurrent::gru),
+        "LSTM" => Many(recurrent::lstm),
+        "RNN" => Many(recurrent::rnn),
+        // Narrow integers.
+        "DequantizeLinear" => One(quantize::dequantize),
+        "DynamicQuantizeLinear" => Many(quantize::dynamic),
+        "QLinearConv" => One(quantize::linear_conv),
+        "QLinearMatMul" => One(quantize::linear_mat_mul),
+        "QuantizeLinear" => One(quantize::quantize),
+        // Losses.
+        "NegativeLogLikelihoodLoss" => One(loss::negative_log_likelihood),
+        "SoftmaxCrossEntropyLoss" => Many(loss::softmax_cross_entropy),
+        // Control.
+        "If" => Many(control::branch),
+        "Loop" => Many(control::repeat),
+        "Scan" => Many(control::scan),
+        _ => return None,
+    })
+}
+
+/// Ops that ONNX Runtime adds and exporters write.
+fn contributed(op: &str) -> Option<Lowering> {
+    use Lowering::{Many, One};
+    Some(match op {
+        "BiasGelu" => One(activation::bias_gelu),
+        "FastGelu" => One(activation::fast_gelu),
+        "FusedMatMul" => One(contraction::fused_matmul),
+        "Gelu" => One(activation::gelu),
+        "GroupQueryAttention" => Many(attention::group_query),
+        "LayerNormalization" => Many(norm::layer),
+        "MultiHeadAttention" => Many(attention::multi_head),
+        "QuickGelu" => One(activation::quick_gelu),
+        "RotaryEmbedding" => One(attention::contributed_rotary),
+        "SimplifiedLayerNormalization" => One(norm::rms),
+        "SkipLayerNormalization" => Many(norm::skip_layer),
+        "SkipSimplifiedLayerNormalization" => Many(norm::skip_rms),
+        _ => return None,
+    })
+}

@@ -1,0 +1,641 @@
+//! Turns the syntax tree into a graph: calls and regions are inlined, names become values, and what no result needs
+//! is dropped.
+//!
+//! What this crate cannot express does not stop the walk. Such an op leaves a placeholder behind, so that one error
+//! can list all of them, and none is reported whose result nobody uses.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::known::Knowledge;
+use super::lexer::{MAX_DEPTH, Place};
+use super::literal::{same_type, tensor_type, tensor_type_with};
+use super::open::{Opened, open};
+use super::parse::parse;
+use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported, full_name};
+use super::syntax::{Argument as Named, Attribute, Function, LocationId, Module, Operation, Region, Type, find};
+use super::update::Updates;
+use crate::OpenSize;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, Node, Pin, ValueId};
+use altiplano_ir::literal::Literal;
+use altiplano_ir::op::{Input, Op, ShapeError};
+use altiplano_ir::types::TensorType;
+
+/// The most ops that a module may have once its calls are inlined and its loops unrolled: ten times what a training step of
+/// a thousand layers has, and about a gigabyte of nodes.
+pub const MAX_OPERATIONS: u64 = 4_000_000;
+
+/// A graph read from StableHLO.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Imported {
+    /// All arguments are [`Op::Input`]; which of them are parameters is for the caller to say. All results of the
+    /// entry function are outputs, in order.
+    pub graph: Graph,
+    /// The arguments of the entry function in order, whether used or not.
+    pub arguments: Vec<Argument>,
+    /// What the function calls its results, in order, where the text says: `result[0]`, `['loss']`.
+    pub results: Vec<Option<String>>,
+    /// Sizes that the text leaves open.
+    pub open_sizes: Vec<OpenSize>,
+    /// What was taken for granted.
+    pub notes: Vec<Note>,
+}
+
+/// What the reader should know of an import.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Note {
+    #[error(
+        "the kernel {kernel} is taken to be attention{} with a scale of one over the root of the head size, which the file does not say; numbers may differ by that",
+        if *.causal { " under a causal mask" } else { "" }
+    )]
+    KernelScale { kernel: String, causal: bool },
+}
+
+/// An argument of the entry function.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Argument {
+    /// `params['h000']['fc']['w']`, where the text has locations. The leaf's name is this or `argN`.
+    pub name: Option<String>,
+    pub ty: TensorType,
+    pub value: ValueId,
+}
+
+/// Reads the text of a module, as JAX prints it, into a graph.
+///
+/// The entry is `@main` or the only public function.
+///
+/// ```
+/// let text = "func.func public @main(%arg0: tensor<2xf32>) -> tensor<2xf32> {
+///     %0 = stablehlo.tanh %arg0 : tensor<2xf32>
+///     return %0 : tensor<2xf32>
+/// }";
+/// let imported = altiplano_ir::import::stablehlo::import(text)?;
+/// assert_eq!(imported.graph.len(), 2);
+/// # Ok::<(), altiplano_ir::import::stablehlo::ImportError>(())
+/// ```
+pub fn import(text: &str) -> Result<Imported, ImportError> {
+    import_with(text, &[])
+}
+
+/// [`import`] with values of sizes that the text leaves open, by symbol (`b`) or by argument and dimension (`tokens.0`).
+pub fn import_with(text: &str, sizes: &[(String, u64)]) -> Result<Imported, ImportError> {
+    import_limited(text, sizes, MAX_OPERATIONS)
+}
+
+/// [`import_with`] with another bound on the number of ops.
+pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) -> Result<Imported, ImportError> {
+    let module = parse(text)?;
+    let main = entry(&module)?;
+    let Opened { names: argument_names, sizes, open } = open(&module, main, sizes)?;
+    let mut converter = Converter {
+        module: &module,
+        functions: module.functions.iter().map(|function| (&*function.name, function)).collect(),
+        graph: Graph::new(module.name.as_deref().unwrap_or(&main.name)),
+        location: None,
+        placeholders: BTreeMap::new(),
+        tuples: HashMap::new(),
+        knowledge: Knowledge::default(),
+        updates: Updates::default(),
+        lifted: None,
+        problems: Vec::new(),
+        notes: Vec::new(),
+        is_open: !open.is_empty(),
+        threefry: HashMap::new(),
+        pins: Vec::new(),
+        callers: Vec::new(),
+        depth: 0,
+        limit,
+        operations: 0,
+    };
+    let arguments = converter.arguments(main, &argument_names, &sizes)?;
+    let values = arguments.iter().map(|argument| argument.value).collect();
+    let results = converter.inline(main, values, main.place)?;
+    for (value, result) in results.iter().zip(&main.results) {
+        converter.pin_named(*value, &result.attributes);
+    }
+    let name = |attributes| find(attributes, "jax.result_info").and_then(Attribute::as_word).map(str::to_string);
+    let mut named = results.iter().zip(&main.results).map(|(v, r)| (*v, name(&r.attributes))).collect::<Vec<_>>();
+    named.retain(|(value, _)| !converter.is_opaque(*value));
+    let (results, names): (Vec<ValueId>, Vec<Option<String>>) = named.into_iter().unzip();
+    if results.is_empty() && !converter.problems.is_empty() {
+        return Err(ImportError::Operations { unsupported: Vec::new(), problems: converter.problems });
+    }
+    if results.is_empty() {
+        return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
+    }
+    converter.graph.outputs = results;
+    let notes = std::mem::take(&mut converter.notes);
+    let imported = converter.finish(arguments, names)?;
+    Ok(Imported { open_sizes: open, notes, ..imported })
+}
+
+fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError> {
+    let mut public = module.functions.iter().filter(|function| function.visibility != "private");
+    match (module.function("main"), public.next(), public.next()) {
+        (Some(main), ..) => Ok(main),
+        (None, Some(only), None) => Ok(only),
+        _ => Err(ImportError::NoMain { functions: module.functions.len() }),
+    }
+}
+
+/// Stands for the result of an op that could not be converted, or for what is no tensor.
+struct Placeholder {
+    /// The op, unless it only uses another placeholder.
+    op: Option<(String, Place)>,
+    /// The type in the graph is that of the text. Otherwise nothing can be said of ops that use it.
+    typed: bool,
+    /// A token or a tuple, which is passed around but never computed with.
+    opaque: bool,
+}
+
+/// The names of a region; those of the regions around it are seen as well.
+pub(super) struct Scope<'s, 't> {
+    names: HashMap<(&'t str, u32), ValueId>,
+    outer: Option<&'s Scope<'s, 't>>,
+}
+
+impl Scope<'_, '_> {
+    fn find(&self, name: &str, index: u32) -> Option<ValueId> {
+        let mut scope = Some(self);
+        while let Some(Scope { names, outer }) = scope {
+            if let Some(value) = names.get(&(name, index)) {
+                return Some(*value);
+            }
+            scope = *outer;
+        }
+        None
+    }
+}
+
+pub(super) struct Converter<'t, 'a> {
+    pub module: &'t Module<'a>,
+    functions: HashMap<&'t str, &'t Function<'a>>,
+    pub graph: Graph,
+    /// Of the op that is being converted; of the call where an inlined op has none.
+    pub location: Option<LocationId>,
+    placeholders: BTreeMap<ValueId, Placeholder>,
+    /// What is in each tuple.
+    pub tuples: HashMap<ValueId, Vec<ValueId>>,
+    pub knowledge: Knowledge,
+    pub updates: Updates,
+    /// Inside a region of scalars that is applied to all elements of tensors at once: their shape.
+    pub lifted: Option<Vec<u64>>,
+    problems: Vec<Problem>,
+    notes: Vec<Note>,
+    /// The text leaves sizes open, from which others are computed.
+    is_open: bool,
+    /// Whether each function that was called is the cipher of JAX's random bits.
+    threefry: HashMap<&'t str, bool>,
+    /// Where values shall be split, in the order of the text.
+    pub pins: Vec<Pin>,
+    /// Functions that are being inlined, outermost first.
+    callers: Vec<&'t str>,
+    /// Functions and regions around the op that is being converted.
+    depth: u32,
+    limit: u64,
+    operations: u64,
+}
+
+impl<'t, 'a> Converter<'t, 'a> {
+    fn arguments(
+        &mut self,
+        main: &'t Function<'a>,
+        said: &[Option<String>],
+        sizes: &BTreeMap<(usize, usize), u64>,
+    ) -> Result<Vec<Argument>, ImportError> {
+        let mut arguments = Vec::with_capacity(main.arguments.len());
+        let mut names = std::collections::BTreeSet::new();
+        for (index, argument) in main.arguments.iter().enumerate() {
+            // A name that two arguments share tells nothing.
+            let name = said.get(index).cloned().flatten();
+            let name = name.filter(|name| names.insert(name.clone()));
+            let mut leaf = name.clone().unwrap_or_else(|| format!("arg{index}"));
+            while name.is_none() && !names.insert(leaf.clone()) {
+                leaf.push('_');
+            }
+            let Some(ty) = tensor_type_with(&argument.ty, |dim| sizes.get(&(index, dim)).copied()) else {
+                let kind = ProblemKind::ArgumentType { index, ty: argument.ty.to_string().into() };
+                self.problems.push(Problem { place: argument.place, op: String::new(), kind });
+                let value = self.placeholder(&argument.ty, &[], None);
+                arguments.push(Argument { name, ty: self.graph.ty(value).clone(), value });
+                continue;
+            };
+            let op = Op::Input(Input { name: leaf.clone(), ty: ty.clone() });
+            let value = self.append(Node { op, operands: Vec::new(), ty: ty.clone(), batch_dims: 0, name: leaf });
+            self.pin_named(value, &argument.attributes);
+            arguments.push(Argument { name, ty, value });
+        }
+        Ok(arguments)
+    }
+
+    /// Converts the body of a function on these arguments and returns what it returns.
+    fn inline(
+        &mut self,
+        function: &'t Function<'a>,
+        arguments: Vec<ValueId>,
+        place: Place,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let name = || function.name.as_ref().into();
+        if self.callers.contains(&&*function.name) {
+            return Err(ImportError::Recursive { place, name: name() });
+        }
+        if self.threefry_named(function)?
+            && let Ok(words) = self.threefry(&arguments)
+        {
+            return Ok(words);
+        }
+        self.inline_body(function, arguments, place)
+    }
+
+    /// [`Converter::is_threefry`], asked once for each function.
+    fn threefry_named(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
+        if let Some(&known) = self.threefry.get(&*function.name) {
+            return Ok(known);
+        }
+        // While it is being tried, it is a function like any other.
+        self.threefry.insert(&function.name, false);
+        let known = self.is_threefry(function)?;
+        self.threefry.insert(&function.name, known);
+        Ok(known)
+    }
+
+    pub fn inline_body(
+        &mut self,
+        function: &'t Function<'a>,
+        arguments: Vec<ValueId>,
+        place: Place,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let name = || function.name.as_ref().into();
+        self.callers.push(&function.name);
+        let returned = self.walk(&function.arguments, &function.operations, arguments, None, place)?;
+        self.callers.pop();
+        let expected = function.results.len();
+        match returned {
+            Some((values, end)) if values.len() == expected => {
+                for (index, (result, value)) in function.results.iter().zip(&values).enumerate() {
+                    self.check_operand(index, &result.ty, *value, end);
+                }
+                Ok(values)
+            }
+            _ => Err(ImportError::NoReturn { place: function.place, name: name(), expected }),
+        }
+    }
+
+    /// What a region of an op returns for these arguments.
+    pub fn region(
+        &mut self,
+        operation: &'t Operation<'a>,
+        region: &'t Region<'a>,
+        arguments: Vec<ValueId>,
+        results: usize,
+        scope: &Scope<'_, 't>,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let mismatch = ImportError::RegionMismatch {
+            place: operation.place,
+            op: full_name(operation).into(),
+            arguments: arguments.len(),
+            results,
+        };
+        if region.arguments.len() != arguments.len() {
+            return Err(mismatch);
+        }
+        let location = self.location;
+        let returned = self.walk(&region.arguments, &region.operations, arguments, Some(scope), operation.place)?;
+        self.location = location;
+        match returned {
+            Some((values, _)) if values.len() == results => Ok(values),
+            _ => Err(mismatch),
+        }
+    }
+
+    /// Converts ops in order up to a return, and gives what that returns.
+    fn walk(
+        &mut self,
+        parameters: &'t [Named<'a>],
+        operations: &'t [Operation<'a>],
+        arguments: Vec<ValueId>,
+        outer: Option<&Scope<'_, 't>>,
+        place: Place,
+    ) -> Result<Option<(Vec<ValueId>, &'t Operation<'a>)>, ImportError> {
+        if self.depth >= MAX_DEPTH {
+            return Err(ImportError::CallsTooDeep { place });
+        }
+        self.depth += 1;
+        let call = self.location;
+        let mut scope = Scope { names: HashMap::with_capacity(parameters.len() + operations.len()), outer };
+        for (argument, value) in parameters.iter().zip(arguments) {
+            // Arguments of a declaration have no names.
+            let named = !argument.name.is_empty();
+            if named && scope.names.insert((argument.name, 0), value).is_some() {
+                return Err(ImportError::Redefined { place: argument.place, name: argument.name.into() });
+            }
+        }
+        let mut returned = None;
+        for operation in operations {
+            self.operations += 1;
+            if self.operations > self.limit {
+                return Err(ImportError::TooManyOperations { place: operation.place, limit: self.limit });
+            }
+            let mut operands = Vec::with_capacity(operation.operands.len());
+            for operand in &operation.operands {
+                let Some(value) = scope.find(operand.name, operand.index) else {
+                    return Err(ImportError::Undefined { place: operand.place, name: operand.name.into() });
+                };
+                operands.push(value);
+            }
+            if operation.name == "return" {
+                returned = Some((operands, operation));
+                break;
+            }
+            let results = self.operation(operation, operands, &scope, call)?;
+            let mut results = results.into_iter();
+            for result in &operation.results {
+                for (index, value) in (0..result.count).zip(&mut results) {
+                    if scope.names.insert((result.name, index), value).is_some() {
+                        return Err(ImportError::Redefined { place: operation.place, name: result.name.into() });
+                    }
+                }
+            }
+        }
+        self.location = call;
+        self.depth -= 1;
+        Ok(returned)
+    }
+
+    /// The values of an op's results, one for each result type.
+    fn operation(
+        &mut self,
+        operation: &'t Operation<'a>,
+        operands: Vec<ValueId>,
+        scope: &Scope<'_, 't>,
+        call: Option<LocationId>,
+    ) -> Result<Vec<ValueId>, ImportError> {
+        let place = operation.place;
+        let location = match self.module.location_name(operation.location) {
+            Some(_) => operation.location,
+            None => call,
+        };
+        if operands.len() == operation.operand_types.len() {
+            for (index, (declared, operand)) in operation.operand_types.iter().zip(&operands).enumerate() {
+                self.check_operand(index, declared, *operand, operation);
+            }
+        }
+        self.location = location;
+        if let Some(callee) = callee(operation) {
+            let Some(&function) = self.functions.get(callee) else {
+                return Err(ImportError::UnknownFunction { place, name: callee.into() });
+            };
+            let (expected, results) = (function.arguments.len(), function.results.len());
+            if operands.len() != expected || operation.result_types.len() != results {
+                return Err(ImportError::CallMismatch { place, name: callee.into(), expected, results });
+            }
+            for (index, (argument, operand)) in function.arguments.iter().zip(&operands).enumerate() {
+                self.check_operand(index, &argument.ty, *operand, operation);
+            }
+            return self.inline(function, operands, place);
+        }
+        if !moves_only(operation) && operands.iter().any(|operand| self.is_untyped(*operand)) {
+            return Ok(self.stand_in(operation, &operands, None));
+        }
+        let types = operation.result_types.len();
+        let lowered = match &self.lifted {
+            Some(shape) => self.lower_lifted(operation, &operands, shape.clone(), scope),
+            None => self.lower(operation, &operands, scope),
+        };
+        self.location = location;
+        let rejected = match lowered {
+            Ok(values) if values.len() == types => {
+                let values = self.check_results(operation, values);
+                return Ok(values.into_iter().map(|value| self.counted(value)).collect());
+            }
+            Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
+            Err(reject) => reject,
+        };
+        let unsupported = match rejected {
+            Reject::Stop(error) => return Err(error),
+            Reject::Unsupported("") => Some((full_name(operation), place)),
+            Reject::Unsupported(detail) => Some((format!("{} ({detail})", full_name(operation)), place)),
+            Reject::Invalid(kind) => {
+                self.report(operation, kind);
+                None
+            }
+        };
+        Ok(self.stand_in(operation, &operands, unsupported))
+    }
+
+    /// A scalar that follows from sizes that were open, as the constant that it is: counts that scale with the batch are then
+    /// found where they divide.
+    fn counted(&mut self, value: ValueId) -> ValueId {
+        let node = self.graph.node(value);
+        if !self.is_open || node.ty.rank() > 0 || matches!(node.op, Op::Constant(_)) {
+            return value;
+        }
+        let Some(tensor) = self.known(value) else { return value };
+        let (ty, Some(&number)) = (self.graph.ty(value).clone(), tensor.data.first()) else { return value };
+        self.push(Op::Constant(Literal::splat(ty, number)), &[]).unwrap_or(value)
+    }
+
+    fn check_operand(&mut self, index: usize, declared: &Type, operand: ValueId, operation: &Operation) {
+        if !self.is_untyped(operand) && !self.is_opaque(operand) && !self.fits(declared, operand) {
+            let actual = self.graph.ty(operand).clone();
+            let declared = declared.to_string().into();
+            self.report(operation, ProblemKind::OperandType { index, declared, actual });
+        }
+    }
+
+    /// Inside a region of scalars that is applied to tensors, a tensor stands for a scalar.
+    fn fits(&self, declared: &Type, value: ValueId) -> bool {
+        let actual = self.graph.ty(value);
+        same_type(declared, actual)
+            || self
+                .lifted
+                .as_ref()
+                .is_some_and(|shape| *shape == actual.shape && same_type(declared, &TensorType::scalar(actual.dtype)))
+    }
+
+    fn is_untyped(&self, value: ValueId) -> bool {
+        let placeholder = self.placeholders.get(&value);
+        placeholder.is_some_and(|placeholder| !placeholder.typed && !placeholder.opaque)
+    }
+
+    pub fn is_opaque(&self, value: ValueId) -> bool {
+        self.placeholders.get(&value).is_some_and(|placeholder| placeholder.opaque)
+    }
+
+    /// Whether the text has a mistake, so that nothing will come of it but a list of mistakes.
+    pub fn is_refused(&self) -> bool {
+        !self.problems.is_empty()
+    }
+
+    /// Keeps a note, once however often what it says happens.
+    pub fn note(&mut self, note: Note) {
+        if !self.notes.contains(&note) {
+            self.notes.push(note);
+        }
+    }
+
+    /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
+    fn report(&mut self, operation: &Operation, kind: ProblemKind) {
+        let problem = Problem { place: operation.place, op: full_name(operation), kind };
+        if self.problems.len() < 100 && !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
+    }
+
+    /// The results, or placeholders of the declared type where the graph infers another.
+    fn check_results(&mut self, operation: &Operation, mut values: Vec<ValueId>) -> Vec<ValueId> {
+        for (value, declared) in values.iter_mut().zip(&operation.result_types) {
+            if self.fits(declared, *value) || self.placeholders.contains_key(value) {
+                continue;
+            }
+            let inferred = self.graph.ty(*value).clone();
+            let kind = ProblemKind::ResultType { declared: declared.to_string().into(), inferred };
+            self.report(operation, kind);
+            *value = self.placeholder(declared, &[], None);
+        }
+        values
+    }
+
+    fn stand_in(&mut self, operation: &Operation, operands: &[ValueId], op: Option<(String, Place)>) -> Vec<ValueId> {
+        // Results after the first depend on it, so that an op with several is counted once.
+        let mut depends = operands.to_vec();
+        let mut op = op;
+        let mut values = Vec::with_capacity(operation.result_types.len());
+        for ty in &operation.result_types {
+            let value = self.placeholder(ty, &depends, op.take());
+            depends = vec![*values.first().unwrap_or(&value)];
+            values.push(value);
+        }
+        values
+    }
+
+    /// An input that is none: it has operands, and no graph is given out that contains it.
+    fn placeholder(&mut self, ty: &Type, operands: &[ValueId], op: Option<(String, Place)>) -> ValueId {
+        let known = tensor_type(ty);
+        // What stands for a scalar where it stands for all elements may have any shape.
+        let typed = known.is_some() && self.lifted.is_none();
+        let ty = known.unwrap_or_else(|| TensorType::scalar(DType::Bool));
+        self.pseudo(ty, operands, Placeholder { op, typed, opaque: false })
+    }
+
+    /// A token, or a tuple of these values.
+    pub fn opaque(&mut self, operands: &[ValueId]) -> ValueId {
+        let placeholder = Placeholder { op: None, typed: false, opaque: true };
+        self.pseudo(TensorType::scalar(DType::Bool), operands, placeholder)
+    }
+
+    fn pseudo(&mut self, ty: TensorType, operands: &[ValueId], placeholder: Placeholder) -> ValueId {
+        let leaf = Op::Input(Input { name: String::new(), ty: ty.clone() });
+        let node = Node { op: leaf, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() };
+        let value = self.append(node);
+        self.placeholders.insert(value, placeholder);
+        value
+    }
+
+    /// Appends a node under the name of the op that is being converted.
+    pub fn push(&mut self, op: Op, operands: &[ValueId]) -> Result<ValueId, ShapeError> {
+        let ty = {
+            let types: Vec<&TensorType> = operands.iter().map(|&v| self.graph.ty(v)).collect();
+            altiplano_ir::op::Operator::infer(&op, &types)?
+        };
+        let name = self.module.location_name(self.location).unwrap_or_default().to_owned();
+        Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name }))
+    }
+
+    pub fn append(&mut self, node: Node) -> ValueId {
+        self.knowledge.note(&node);
+        self.graph.append(node)
+    }
+
+    /// Reports what was not converted, and drops what no output needs. The first output is the loss; another one that
+    /// rests on something unsupported (an accuracy beside the loss, say) is dropped instead of refused.
+    fn finish(
+        mut self,
+        mut arguments: Vec<Argument>,
+        mut results: Vec<Option<String>>,
+    ) -> Result<Imported, ImportError> {
+        let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some() || p.opaque);
+        let tainted = self.graph.depends_on(unsupported);
+        let first = self.graph.outputs.first().copied();
+        let keeps: Vec<bool> = self.graph.outputs.iter().map(|o| Some(*o) == first || !tainted[o.index()]).collect();
+        let mut kept = keeps.iter();
+        self.graph.outputs.retain(|_| kept.next() == Some(&true));
+        let mut kept = keeps.iter();
+        results.retain(|_| kept.next() == Some(&true));
+        let live = self.resolve_updates();
+        let unsupported = self.unsupported(&live);
+        if !unsupported.is_empty() || !self.problems.is_empty() {
+            self.problems.sort_by_key(|problem| problem.place);
+            return Err(ImportError::Operations { unsupported, problems: self.problems });
+        }
+        let mut live = live;
+        for argument in &arguments {
+            live[argument.value.index()] = true;
+        }
+        let mut graph = Graph::new(std::mem::take(&mut self.graph.name));
+        let mut renumbered = vec![ValueId(0); live.len()];
+        let nodes = std::mem::take(&mut self.graph.nodes);
+        for (old, mut node) in nodes.into_iter().enumerate() {
+            if !live[old] {
+                continue;
+            }
+            if let Some(pieces) = self.updates.resolved(ValueId(old as u32)) {
+                renumbered[old] = pieces.emit(&mut graph, &renumbered, &node.name);
+                continue;
+            }
+            for operand in &mut node.operands {
+                *operand = renumbered[operand.index()];
+            }
+            renumbered[old] = graph.append(node);
+        }
+        graph.outputs = self.graph.outputs.iter().map(|output| renumbered[output.index()]).collect();
+        for argument in &mut arguments {
+            argument.value = renumbered[argument.value.index()];
+        }
+        for pin in self.pins.into_iter().filter(|pin| live[pin.value.index()]) {
+            graph.pin(Pin { value: renumbered[pin.value.index()], ..pin });
+        }
+        Ok(Imported { graph, arguments, results, open_sizes: Vec::new(), notes: Vec::new() })
+    }
+
+    /// The ops among what is needed that the graph cannot express, each once.
+    fn unsupported(&self, live: &[bool]) -> Vec<Unsupported> {
+        let mut unsupported: Vec<Unsupported> = Vec::new();
+        let mut positions: HashMap<&str, usize> = HashMap::new();
+        for (value, placeholder) in &self.placeholders {
+            let (true, Some((name, place))) = (live[value.index()], &placeholder.op) else {
+                continue;
+            };
+            let position = *positions.entry(name).or_insert(unsupported.len());
+            if position == unsupported.len() {
+                unsupported.push(Unsupported { name: name.clone(), count: 0, places: Vec::new(), more_places: false });
+            }
+            let entry = &mut unsupported[position];
+            entry.count += 1;
+            if !entry.places.contains(place) {
+                if entry.places.len() < 3 {
+                    entry.places.push(*place);
+                } else {
+                    entry.more_places = true;
+                }
+            }
+        }
+        unsupported
+    }
+}
+
+/// The function that an op calls. A composite op says in a function what it means.
+fn callee<'o>(operation: &'o Operation) -> Option<&'o str> {
+    let attribute = match (operation.dialect, operation.name) {
+        ("func", "call") => "callee",
+        ("stablehlo", "composite") => "decomposition",
+        _ => return None,
+    };
+    operation.attribute(attribute)?.as_word()
+}
+
+/// Ops that pass their operands on, whatever these are.
+fn moves_only(operation: &Operation) -> bool {
+    operation.dialect == "stablehlo"
+        && matches!(operation.name, "optimization_barrier" | "tuple" | "get_tuple_element" | "while" | "after_all")
+}

@@ -1,0 +1,87 @@
+//! The ops, by family: each a table of names, and the lowerings that are more than an op of the graph.
+
+pub mod activation;
+pub mod contraction;
+pub mod creation;
+pub mod elementwise;
+pub mod image;
+pub mod indexing;
+pub mod linalg;
+pub mod loss;
+pub mod marked;
+pub mod program;
+pub mod random;
+pub mod recurrent;
+pub mod reduction;
+pub mod sampling;
+pub mod shape;
+pub mod spectral;
+
+use super::call::{Call, Operand, Out, problem};
+use super::promote::DEFAULT_FLOAT;
+use super::report::{Reject, other};
+use super::table::{Lowered, Lowering};
+use altiplano_ir::array as a;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::{Binary, Direction, Op, Reducer, Unary};
+
+impl Lowering {
+    pub fn apply(self, c: &mut Call<'_>) -> Lowered {
+        match self {
+            Lowering::Function(f) => f(c),
+            Lowering::OfFloats(op) => {
+                let x = c.float_tensor()?;
+                Ok(Out::Value(a::unary(c.g(), op, x)?))
+            }
+            Lowering::OfNumbers(op) => {
+                let x = c.first()?;
+                Ok(Out::Value(a::unary(c.g(), op, x)?))
+            }
+            Lowering::ToWhole(op) => {
+                let x = c.first()?;
+                if !c.dtype_of(x).is_float() {
+                    return Ok(Out::Value(x));
+                }
+                Ok(Out::Value(a::unary(c.g(), op, x)?))
+            }
+            Lowering::Binary(op) => {
+                let both = c.promoted(&["self", "other"], false)?;
+                Ok(Out::Value(a::binary(c.g(), op, both[0], both[1])?))
+            }
+            Lowering::Compare(direction) => {
+                let both = c.promoted(&["self", "other"], false)?;
+                Ok(Out::Value(a::compare(c.g(), direction, both[0], both[1])?))
+            }
+            Lowering::Logical(op) => {
+                let mut both = Vec::new();
+                for name in ["self", "other"] {
+                    let operand = c.operand(name)?;
+                    both.push(c.as_tensor(operand, DType::Bool)?);
+                }
+                Ok(Out::Value(a::binary(c.g(), op, both[0], both[1])?))
+            }
+            Lowering::Reduce(reducer) => reduction::reduce(c, reducer),
+            Lowering::Sizes(f) => program::sizes(c, f),
+            Lowering::Ignored => Ok(Out::Nothing),
+        }
+    }
+}
+
+/// `x` and a number, in the type of `x`.
+fn number(c: &mut Call<'_>, op: Binary, x: ValueId, value: f64) -> Result<ValueId, Reject> {
+    Ok(a::with_number(c.g(), op, x, value)?)
+}
+
+/// An op of two operands of one type, broadcast.
+fn two(c: &mut Call<'_>, op: Binary, x: ValueId, y: ValueId) -> Result<ValueId, Reject> {
+    Ok(a::binary(c.g(), op, x, y)?)
+}
+
+fn one(c: &mut Call<'_>, op: Unary, x: ValueId) -> Result<ValueId, Reject> {
+    Ok(a::unary(c.g(), op, x)?)
+}
+
+fn value(v: ValueId) -> Lowered {
+    Ok(Out::Value(v))
+}
