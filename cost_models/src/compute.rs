@@ -1,9 +1,10 @@
-//! Seconds of a kernel on a device, from its shape.
+//! Predicts the seconds of a kernel on a device, from its shape.
 //!
-//! A matmul is cut into tiles that run in waves over the device's multiprocessors, so a last wave that is half empty and
-//! rows that do not fill a tile cost as much as full ones; the best of the tile sizes that libraries have is taken, with the
-//! contraction cut too where tiles alone leave multiprocessors idle. Everything else takes as long as its memory traffic or
-//! its scalar operations. The host needs time to issue each kernel, which is what small ones take.
+//! A matmul is cut into tiles that run in waves over the device's multiprocessors. A half-empty last wave and
+//! rows that do not fill a tile cost as much as full ones. The model takes the best of the tile sizes that
+//! libraries have, and splits the contraction if the tiles alone leave multiprocessors idle. Other kernels take
+//! the time of their memory traffic or of their scalar operations. The host takes time to issue each kernel,
+//! which dominates small ones.
 
 use crate::catalogue;
 use crate::fitted::flash_2;
@@ -15,24 +16,25 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::AttentionKernels;
 use serde::{Deserialize, Serialize};
 
-/// A tile of a matmul's result, and what part of the best rate it reaches: smaller tiles load more for each multiplication.
-/// The sizes are those of CUTLASS's default kernels; the fractions are the ratio of multiplications to loads,
-/// `tm tn / (tm + tn)`, relative to the largest's, to the power that fits NVIDIA's figures for tile sizes (Matrix
-/// Multiplication Background, 2023: 256x128 as 1, 128x128 slightly below, 64x64 about two thirds).
+/// Tiles of a matmul's result, with the fraction of the best rate that each reaches: smaller tiles load more
+/// per multiplication. The sizes are those of CUTLASS's default kernels. The fractions derive from the ratio of
+/// multiplications to loads, `tm tn / (tm + tn)`, relative to that of the largest tile. Its exponent fits
+/// NVIDIA's figures for tile sizes (Matrix Multiplication Background, 2023: 256x128 as 1, 128x128 slightly
+/// below, 64x64 about two thirds).
 const TILES: [(u64, u64, f64); 6] =
     [(256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.66)];
 
-/// Elements of the contraction that a tile needs to get going, in which it loads and does not multiply.
+/// The start-up cost of a tile, in elements of the contraction: it loads operands and does not multiply yet.
 const FILL: f64 = 64.0;
 
-/// Seconds of an op's kernel, and why.
+/// The seconds of an op's kernel, and their cause.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KernelTime {
     pub seconds: f64,
     pub bound: Bound,
 }
 
-/// What a kernel waits for.
+/// The resource that bounds a kernel's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Bound {
@@ -41,7 +43,7 @@ pub enum Bound {
     Launch,
 }
 
-/// Prices kernels on one device.
+/// Predicts the time of kernels on one device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Compute {
     pub device: Device,
@@ -51,7 +53,7 @@ pub struct Compute {
 impl Compute {
     pub fn new(device: Device) -> Self {
         let mut constants = device.constants.unwrap_or_else(|| catalogue::constants_of(&device));
-        // What multiplies runs at a lower clock within a power limit; memory has a clock of its own.
+        // A power limit lowers the clock of the multiplying units. The memory has a separate clock.
         let clock = device.clock_part();
         constants.matmul_efficiency *= clock;
         constants.attention_efficiency *= clock;
@@ -60,13 +62,14 @@ impl Compute {
         Compute { device, constants }
     }
 
-    /// The same for kernels that sum gradients and update parameters.
+    /// The same prices for kernels that sum gradients and update parameters.
     pub fn of_updates(&self) -> Compute {
         let constants = Constants { memory_efficiency: self.constants.update_efficiency, ..self.constants };
         Compute { device: self.device.clone(), constants }
     }
 
-    /// Seconds of a kernel on the device, once it is issued and its operands are there. Collectives are priced elsewhere: 0.
+    /// Seconds of a kernel on the device after it is issued and its operands have arrived. Collectives are
+    /// priced elsewhere, so they take 0 here.
     pub fn kernel(&self, kernel: &Kernel) -> KernelTime {
         let memory_s = self.memory_s((kernel.read_bytes + kernel.written_bytes) as f64);
         let arithmetic_s = match kernel.kind {
@@ -95,7 +98,7 @@ impl Compute {
         KernelTime { seconds: busy_s + self.device.launch_s, bound }
     }
 
-    /// Seconds that the first of `devices` waits for the last where they meet.
+    /// Seconds that the first of `devices` waits for the last at a synchronisation.
     pub fn waiting_s(&self, devices: u64) -> f64 {
         match devices {
             0..=1 => 0.0,
@@ -103,12 +106,12 @@ impl Compute {
         }
     }
 
-    /// Seconds for `bytes` read and written.
+    /// Seconds to read and write `bytes`.
     pub fn memory_s(&self, bytes: f64) -> f64 {
         bytes / (self.device.memory_bytes_per_s * self.constants.memory_efficiency)
     }
 
-    /// Seconds for `bytes` from the host's memory, or to it. Workers on cores have no other memory than that.
+    /// Seconds to copy `bytes` from or to the host's memory. For CPU workers, that is their only memory.
     pub fn host_copy_s(&self, bytes: f64) -> f64 {
         match (self.device.host_bytes_per_s, self.device.kind) {
             (Some(rate), _) => bytes / rate,
@@ -117,9 +120,9 @@ impl Compute {
         }
     }
 
-    /// Seconds that the products of fused attention take. A row of queries takes as long as the keys in the tiles that it sees, and
-    /// [`Constants::attention_fill`] more. In these a tile waits for what it loads and stores, so that wider types take longer by their
-    /// bytes, and not by how much slower they are multiplied.
+    /// Seconds of the matrix products in fused attention. The time of a row of queries is proportional to the
+    /// keys in the tiles that it sees, plus [`Constants::attention_fill`]. The additional time is spent on
+    /// loads and stores, so it scales with the bytes of the type and not with its multiplication rate.
     pub fn attention_s(&self, attention: &Attention) -> f64 {
         let Attention { flop, share, keys, backward, dtype, software } = *attention;
         if share <= 0.0 {
@@ -134,8 +137,8 @@ impl Compute {
         flop / efficiency * (share / peak + width * fill / keys.max(1) as f64 / of_halves)
     }
 
-    /// Fused attention of some software: the parts of the peak rate that it reaches forward and backward, and the keys that a row
-    /// takes as long as beyond those it sees. No software is faster than the device's constants say.
+    /// The fractions of the peak rate that a fused attention kernel reaches forward and backward, and the fixed
+    /// cost of a row in keys. No kernel is faster than the device's constants.
     pub fn attention(&self, software: AttentionKernels) -> [f64; 3] {
         let c = &self.constants;
         let clock = self.device.clock_part();
@@ -148,7 +151,7 @@ impl Compute {
         older.filter(|older| older[0] < newest[0]).unwrap_or(newest)
     }
 
-    /// Seconds that a matmul's multiplications take, in the best of [`TILES`].
+    /// Seconds of a matmul's multiplications, with the best of [`TILES`].
     pub fn matmul_s(&self, matmul: &Matmul) -> f64 {
         let Matmul { batch, m, n, k, dtype, aligned } = *matmul;
         let c = &self.constants;
@@ -163,7 +166,7 @@ impl Compute {
         }
         let tiled = |&(tm, tn, part): &(u64, u64, f64)| {
             let tiles = batch as f64 * m.div_ceil(tm) as f64 * n.div_ceil(tn) as f64;
-            // Of few tiles, each contraction is cut so that all multiprocessors work.
+            // If there are few tiles, each contraction is split to occupy all multiprocessors.
             let cuts = (slots / tiles).floor().min(k as f64 / (4.0 * FILL)).max(1.0);
             let full = tiles * cuts / slots;
             let waves = (full + c.tail_loss * (full.ceil() - full)).max(1.0);

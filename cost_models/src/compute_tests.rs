@@ -1,4 +1,4 @@
-//! Kernels priced by hand, and what must hold of any prices.
+//! Tests of kernel prices against hand calculations, and of properties that hold for any prices.
 
 use super::*;
 use crate::catalogue::device_names;
@@ -18,7 +18,7 @@ fn matmul(m: u64, n: u64, k: u64) -> Matmul {
 fn a_wave_of_tiles_costs_what_a_tile_costs() {
     let mut a100 = model("A100-SXM-80GB");
     a100.constants.tail_loss = 1.0;
-    // 108 tiles of 256 x 128 fill the device once; one row of tiles more needs a second wave.
+    // 108 tiles of 256 x 128 fill the device once. One more row of tiles needs a second wave.
     let one = a100.matmul_s(&matmul(256 * 108, 128, 4096));
     let by_hand = 2.0 * 256.0 * 128.0 * (4096.0 + FILL) * 108.0 / (312e12 * a100.constants.matmul_efficiency);
     assert!((one / by_hand - 1.0).abs() < 1e-9, "{one} {by_hand}");
@@ -60,7 +60,7 @@ proptest! {
         let at = Matmul { batch, ..matmul(m, n, k) };
         let seconds = device.matmul_s(&at);
         prop_assert!(seconds.is_finite() && seconds > 0.0);
-        // No faster than the peak.
+        // The rate does not exceed the peak.
         let peak = peak_flops(&device.device, DType::F16);
         prop_assert!(seconds >= at.flop() / peak * 0.999, "{seconds} {}", at.flop() / peak);
         let more = [Matmul { m: 2 * m, ..at }, Matmul { n: 2 * n, ..at }, Matmul { k: 2 * k, ..at }, Matmul { batch: 2 * batch, ..at }];
@@ -70,7 +70,8 @@ proptest! {
     }
 }
 
-/// Kernels published with NVIDIA's AIConfigurator (bf16, causal, heads of 128, 32 samples and heads or more): seconds measured.
+/// Measured seconds of kernels published with NVIDIA's AIConfigurator (bf16, causal, heads of 128, at least 32
+/// samples times heads).
 #[test]
 fn fused_attention_takes_what_was_measured() {
     let table = [
@@ -93,25 +94,26 @@ fn fused_attention_takes_what_was_measured() {
         };
         let ms = 1e3 * compute.attention_s(&attention);
         assert!((ms / expect_ms - 1.0).abs() < tolerance, "{name} {batch} x {length}: {ms} ms, measured {expect_ms}");
-        // A backward pass has five products for two.
+        // A backward pass has five products where a forward pass has two.
         let backward = Attention { flop: 2.5 * flop, backward: true, ..attention };
         let times = compute.attention_s(&backward) / compute.attention_s(&attention);
         assert!((2.5..3.5).contains(&times), "{times}");
-        // A window of 1,024 takes far less, and more than its part of the products.
+        // A window of 1,024 takes far less time, but more than its fraction of the products.
         let window = Attention { share: (8.0 + 1.0) / tiles, ..attention };
         let times = compute.attention_s(&window) / compute.attention_s(&attention);
         assert!((0.12..0.25).contains(&times), "{times}");
     }
 }
 
-/// Clocks that NVIDIA guarantees of an A100 of 40 GB under load: 1095 MHz within 400 W, 765 MHz within 250 W.
+/// Clocks that NVIDIA guarantees for a 40 GB A100 under load: 1095 MHz within 400 W, 765 MHz within 250 W.
 #[test]
 fn clocks_follow_power_as_those_of_one_chip_at_two_limits_do() {
     let device = Device { power_limit_watts: Some(250.0), ..catalogue::device("A100-SXM-40GB").unwrap() };
     assert!((device.clock_part() / (765.0 / 1095.0) - 1.0).abs() < 0.01, "{}", device.clock_part());
 }
 
-/// Rounds of a ring in single precision wait for loads as often as rounds of halves do, and multiply far longer.
+/// Ring rounds in single precision wait for loads as often as rounds in half precision, but multiply far
+/// longer.
 #[test]
 fn a_row_waits_for_bytes_and_not_for_products() {
     let compute = Compute::new(catalogue::device("H100-SXM").unwrap());
@@ -125,7 +127,8 @@ fn a_row_waits_for_bytes_and_not_for_products() {
     assert!((waits_s(DType::F32) / waits_s(DType::BF16) - 2.0).abs() < 1e-9);
 }
 
-/// FlashAttention-2 on H100, by Shah et al. 2024, figures 5 and 6: TFLOP/s with heads of 128 and 16k tokens in all.
+/// FlashAttention-2 on H100, from Shah et al. 2024, figures 5 and 6: TFLOP/s with heads of 128 and 16k tokens
+/// in total.
 #[test]
 fn flash_attention_2_takes_what_was_measured() {
     let compute = Compute::new(catalogue::device("H100-SXM").unwrap());
@@ -159,7 +162,7 @@ fn flash_attention_2_takes_what_was_measured() {
         let newest = Attention { software: AttentionKernels::Newest, ..of };
         assert!(compute.attention_s(&newest) < 0.7 * compute.attention_s(&of));
     }
-    // It was written for Ampere, and is no faster where a device's constants are below it.
+    // The kernel was written for Ampere, and is no faster on devices whose constants are lower.
     let ampere = Compute::new(catalogue::device("A100-SXM-80GB").unwrap());
     assert_eq!(ampere.attention(AttentionKernels::Flash2), ampere.attention(AttentionKernels::Newest));
     let slow = Constants { attention_efficiency: 0.3, ..compute.constants };
@@ -173,7 +176,7 @@ fn a_power_limit_slows_what_multiplies_and_not_memory() {
     let full = Compute::new(device.clone());
     let limited = Compute::new(Device { power_limit_watts: Some(500.0), ..device.clone() });
     let part = limited.constants.matmul_efficiency / full.constants.matmul_efficiency;
-    // (500 - 300) of (700 - 300) W, to the third root.
+    // The cube root of (500 - 300) of (700 - 300) W.
     assert!((part - 0.5f64.cbrt()).abs() < 1e-9, "{part}");
     assert_eq!(limited.memory_s(1e9), full.memory_s(1e9));
     let unlimited = Compute::new(Device { power_limit_watts: Some(900.0), ..device });

@@ -1,14 +1,16 @@
-//! Constants of devices fitted on measured steps. `altiplano calibrate TABLES...` starts from them and gains little
-//! (benches/results/fidelity.md).
+//! Constants of devices, fitted to measured steps. `altiplano calibrate TABLES...` starts from them and
+//! improves them little (benches/results/fidelity.md).
 //!
-//! They are as much of the software of their time as of the device: a V100's are those of XLA in 2021, an A100's of
-//! Megatron-LM and Megatron-DeepSpeed in 2021 to 2023 (eager PyTorch, dropout, attention in parts), an H100's of NeMo in 2025
-//! (fused attention, overlapped communication). Tile counts are multiprocessors of the datasheet, vector rates its f32 peak.
+//! They describe the software of their time as much as the device. The V100 constants are for XLA in 2021. The
+//! A100 constants are for Megatron-LM and Megatron-DeepSpeed in 2021 to 2023 (eager PyTorch, dropout, attention
+//! in parts). The H100 constants are for NeMo in 2025 (fused attention, overlapped communication). Tile counts
+//! are the multiprocessors of the datasheet, and vector rates its f32 peak.
 
 use altiplano_ir::cluster::{Architecture, Constants};
 
-/// Fitted on Narayanan et al. 2021, table 1 (10 rows), and on the steps published with vTrain (Bang et al. 2024): 841 rows on one node,
-/// 68 on 64 to 512 devices; `queued_kernels` by trial. Left: 3 %, 6 % and 6 % mean absolute error.
+/// Fitted to Narayanan et al. 2021, table 1 (10 rows), and to the steps published with vTrain (Bang et al.
+/// 2024): 841 rows on one node, 68 on 64 to 512 devices. `queued_kernels` was found by trial. The mean absolute
+/// errors are 3 %, 6 % and 6 %.
 const A100: Constants = Constants {
     matmul_efficiency: 0.736,
     attention_efficiency: 0.661,
@@ -27,8 +29,8 @@ const A100: Constants = Constants {
     vector_flops: 19.5e12,
 };
 
-/// Fitted on the GPT steps of Alpa's artifact (Zheng et al. 2022, 20 rows on 1 to 64 devices); `update_efficiency` and
-/// `collective_efficiency`, which these hardly determine, are near those of A100. 3.5 % left.
+/// Fitted to the GPT steps of Alpa's artifact (Zheng et al. 2022, 20 rows on 1 to 64 devices), with an error of
+/// 3.5 %. These hardly determine `update_efficiency` and `collective_efficiency`, which are near those of A100.
 const V100: Constants = Constants {
     matmul_efficiency: 0.7,
     attention_efficiency: 0.35,
@@ -47,8 +49,9 @@ const V100: Constants = Constants {
     vector_flops: 15.7e12,
 };
 
-/// Fitted on NVIDIA's benchmark recipes for DGX H100 (19 rows on 16 to 2,304 devices), attention on its kernels ([`ATTENTION`]); 3.5 %
-/// left. Matmuls of 8,192 rows and 4,096 columns and terms or more, measured alone, reach 0.77 (median, same source as attention's).
+/// Fitted to NVIDIA's benchmark recipes for DGX H100 (19 rows on 16 to 2,304 devices), with an error of 3.5 %.
+/// Attention is fitted to its kernels ([`ATTENTION`]). Matmuls of at least 8,192 rows, 4,096 columns and 4,096
+/// terms reach 0.77 when measured alone (median, same source as for attention).
 const H100: Constants = Constants {
     matmul_efficiency: 0.76,
     attention_efficiency: 0.684,
@@ -67,13 +70,15 @@ const H100: Constants = Constants {
     vector_flops: 67e12,
 };
 
-/// What fused attention reaches, by the generation of a device: part of the peak forward and backward, and keys that a row takes
-/// as long as beyond those in the tiles that it sees.
+/// Rates of fused attention by device generation: the fraction of the peak forward and backward, and the fixed
+/// cost of a row, in keys beyond those in the tiles that it sees.
 ///
-/// sm_80, sm_90 and sm_100 forward: fitted on kernels published with NVIDIA's AIConfigurator (2025; causal, bf16, heads of 128, rows of 512
-/// and more that take a millisecond or longer, 3,600 rows; 6, 8 and 10 % mean absolute error left). Backward against forward, 0.86 and 0.85: Dao 2023 (FlashAttention-2, figures 4
-/// and 5, causal, 16k) and Shah et al. 2024 (FlashAttention-3, figures 5 and 6). Ada runs the kernels of Ampere. Volta and Turing have
-/// PyTorch's memory-efficient kernels, and AMD's devices those of Composable Kernel: estimates.
+/// sm_80, sm_90 and sm_100 forward are fitted to kernels published with NVIDIA's AIConfigurator (2025; causal,
+/// bf16, heads of 128, rows of at least 512, at least a millisecond, 3,600 rows). The mean absolute errors are
+/// 6, 8 and 10 %. The ratios of backward to forward are 0.86 and 0.85, from Dao 2023 (FlashAttention-2, figures
+/// 4 and 5, causal, 16k) and Shah et al. 2024 (FlashAttention-3, figures 5 and 6). Ada runs the kernels of
+/// Ampere. Volta and Turing use PyTorch's memory-efficient kernels, and AMD's devices use Composable Kernel:
+/// these rows are estimates.
 const ATTENTION: [(Architecture, f64, f64, f64); 6] = [
     (Architecture::Nvidia(100), 0.63, 0.535, 430.0),
     (Architecture::Nvidia(90), 0.684, 0.581, 320.0),
@@ -83,19 +88,19 @@ const ATTENTION: [(Architecture, f64, f64, f64); 6] = [
     (Architecture::Amd(0), 0.45, 0.35, 90.0),
 ];
 
-/// The same of FlashAttention-2, where it is slower than what a generation has: on sm_90, whose asynchronous products it does not use.
-/// Shah et al. 2024 (FlashAttention-3, figures 5 and 6: heads of 128, 1k to 16k): forward with and without a causal mask and backward
-/// without, of which these leave 4 and 2 %.
+/// The same rates for FlashAttention-2 on generations with a faster kernel: sm_90, whose asynchronous products
+/// it does not use. Source: Shah et al. 2024 (FlashAttention-3, figures 5 and 6: heads of 128, 1k to 16k),
+/// forward with and without a causal mask, and backward without. The errors are 4 and 2 %.
 const FLASH_2: [(Architecture, f64, f64, f64); 1] = [(Architecture::Nvidia(90), 0.375, 0.325, 170.0)];
 
-/// Rates of FlashAttention-2 on devices of a generation: forward, backward, and keys beyond those that a row sees; `None` where
-/// that is what [`with_attention_of`] says.
+/// Rates of FlashAttention-2 on a device generation: forward, backward, and the fixed cost of a row in keys.
+/// `None` if they equal those of [`with_attention_of`].
 pub fn flash_2(generation: Option<Architecture>) -> Option<[f64; 3]> {
     let found = FLASH_2.iter().find(|row| Some(row.0) == generation);
     found.map(|&(_, forward, backward, fill)| [forward, backward, fill])
 }
 
-/// Constants with those of attention that software reaches on devices of a generation.
+/// Constants with the attention rates of a device generation.
 pub fn with_attention_of(generation: Option<Architecture>, constants: Constants) -> Constants {
     let same_vendor = |known: Architecture, of: Architecture| {
         matches!(
@@ -112,7 +117,7 @@ pub fn with_attention_of(generation: Option<Architecture>, constants: Constants)
     }
 }
 
-/// By name of the device. One of the same chip has the same constants.
+/// Constants by device name. Devices with the same chip have the same constants.
 pub const FITTED: &[(&str, Constants)] = &[
     ("V100-SXM2-16GB", V100),
     ("V100-SXM2-32GB", V100),

@@ -1,5 +1,5 @@
-//! What the fuzz targets share: the way from a file's bytes to a model as the command line goes it, and mutations of text
-//! by the token, which get past a parser more often than mutations of bytes do.
+//! Shared code of the fuzz targets: the command line's path from a file's bytes to a model, and text mutations
+//! by token. These get past a parser more often than mutations of bytes.
 
 pub mod onnx;
 

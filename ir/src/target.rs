@@ -22,7 +22,7 @@ pub struct Execution {
     pub fused_loss: bool,
     /// The type in which half-precision gradients are summed over microbatches and devices.
     pub gradients: Option<DType>,
-    /// Which kernels fused attention has.
+    /// The kernels of fused attention.
     #[serde(skip_serializing_if = "is_default")]
     pub attention: AttentionKernels,
     /// Selective recomputation computes every second product with a weight again as well.

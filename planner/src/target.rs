@@ -1,7 +1,8 @@
-//! Plans for other software than this project's runtime.
+//! Plans for software other than this project's runtime.
 //!
-//! A target narrows what is searched to what its users can configure, and says how it runs that: which reductions hide behind the
-//! backward pass, whether attention is one kernel, in which type gradients are summed. Everything else is as for any plan.
+//! A target restricts the search to plans that its users can configure. It also determines how a plan runs:
+//! reductions that overlap the backward pass, fused attention, and the type in which gradients are summed.
+//! Everything else is the same for all plans.
 
 use crate::lower::repeat::grows;
 use crate::request::{PlanFailure, Request, SearchKind};
@@ -12,14 +13,16 @@ use altiplano_ir::op::{Composite, Function, Op};
 use altiplano_ir::plan::{AttentionKernels, Execution, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How a target runs a model on a device. Sources: Megatron-LM's `--overlap-grad-reduce` and `--overlap-param-gather` come with its
-/// distributed optimizer, and it reduces all of a stage's gradients in one buffer; FSDP prefetches the next parameters and reduces
-/// in the type that it computes in (PyTorch's `MixedPrecision`). It gathers and reduces what one block has through one buffer, from and to which
-/// parameters and gradients are copied (`foreach_all_gather` and `foreach_reduce`, torch/distributed/fsdp). PyTorch's
-/// `scaled_dot_product_attention` prefers FlashAttention-2 on all devices, and torchtitan's selective checkpointing computes every second
-/// product again. XLA schedules collectives asynchronously. All three have losses whose
-/// lookup reads a tensor of log-probabilities and whose gradient is scattered into another: Megatron-LM's
-/// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives of `take_along_axis`.
+/// Describes how a target runs a model on a device. Megatron-LM: `--overlap-grad-reduce` and
+/// `--overlap-param-gather` come with its distributed optimizer, and all gradients of a stage are reduced in
+/// one buffer. FSDP: prefetches the next parameters, and reduces in the type that it computes in (PyTorch's
+/// `MixedPrecision`). It gathers and reduces each block through one buffer, with copies of parameters and
+/// gradients (`foreach_all_gather` and `foreach_reduce`, torch/distributed/fsdp). PyTorch's
+/// `scaled_dot_product_attention` prefers FlashAttention-2 on all devices, and torchtitan's selective
+/// checkpointing recomputes every second product. XLA: schedules collectives asynchronously. In all three, the
+/// loss reads a tensor of log-probabilities, and its gradient is scattered into another: Megatron-LM's
+/// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives from
+/// `take_along_axis`.
 pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<u8>) -> Execution {
     let half = graph.values().find_map(|v| match graph.node(v).op {
         Op::Parameter(_) if graph.ty(v).dtype.is_half() => Some(graph.ty(v).dtype),
@@ -49,8 +52,8 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
     }
 }
 
-/// Bytes of the largest block of a model: of the parameters whose names are the same up to their first number, as those of a module of
-/// a list are. All parameters where no name has a number.
+/// Bytes of the largest block of a model. A block consists of parameters with the same name up to the first
+/// number, as in a list of modules. If no name has a number, all parameters are one block.
 fn unit_bytes(graph: &Graph) -> u64 {
     let mut blocks: BTreeMap<&str, u64> = BTreeMap::new();
     let mut all = 0;
@@ -64,8 +67,8 @@ fn unit_bytes(graph: &Graph) -> u64 {
     blocks.into_values().max().unwrap_or(all)
 }
 
-/// True if the software of a target has attention in one kernel for a model, on every device of a cluster: lowering is the same for all
-/// stages. A device that says so itself is taken at its word.
+/// True if a target's software has fused attention for a model on every device of a cluster, since lowering is
+/// the same for all stages. A device that declares fused attention is trusted.
 pub fn fuses_attention(target: Target, cluster: &Cluster, graph: &Graph) -> bool {
     let heads = heads(graph);
     let fuses = |group: &Group| {
@@ -86,7 +89,7 @@ struct Head {
     size: u64,
 }
 
-/// The heads of a model: of attention that was recognised, else of products that are larger than their factors.
+/// The heads of a model: those of recognised attention, or else of products that are larger than their factors.
 fn heads(graph: &Graph) -> BTreeSet<Head> {
     let head = |v: ValueId| {
         let ty = graph.ty(v);
@@ -109,15 +112,17 @@ fn heads(graph: &Graph) -> BTreeSet<Head> {
     graph.values().flat_map(of_node).collect()
 }
 
-/// True if a target's software has a kernel for heads like this on devices of a generation:
+/// True if a target's software has a fused attention kernel for such heads on devices of a generation:
 ///
-/// * This project's kernels multiply by `mma.sync` of sm_80, also single precision, and hold heads of 256 elements. It runs on no
-///   other vendor's devices; plans for these are for what will.
-/// * Megatron-LM takes Transformer Engine's: FlashAttention-2 (16 bits, sm_80 and later, heads up to 256) or its port to gfx90a and
-///   gfx942.
-/// * PyTorch's `scaled_dot_product_attention` has FlashAttention-2 likewise, and for all else on NVIDIA devices a memory-efficient kernel:
-///   of f16 and f32 everywhere, of bf16 from sm_80 on. Both want rows of 16 bytes.
-/// * XLA calls cuDNN's: 16 bits, sm_80 and later, heads up to 128, from sm_90 on 256; on AMD devices it writes scores.
+/// * This project's kernels use `mma.sync` of sm_80, also in single precision, and support heads of up to 256
+///   elements. The runtime supports no other vendor's devices, but plans may target a future one.
+/// * Megatron-LM uses Transformer Engine: FlashAttention-2 (16 bits, sm_80 and later, heads up to 256), or its port
+///   to gfx90a and gfx942.
+/// * PyTorch's `scaled_dot_product_attention` uses FlashAttention-2 under the same conditions. Otherwise, on NVIDIA
+///   devices, it uses a memory-efficient kernel: for f16 and f32 everywhere, for bf16 from sm_80 on. Both need rows
+///   aligned to 16 bytes.
+/// * XLA calls cuDNN: 16 bits, sm_80 and later, heads up to 128, and up to 256 from sm_90 on. On AMD devices it
+///   materialises the scores.
 fn has_kernel(target: Target, generation: Architecture, head: Head) -> bool {
     let Head { dtype, size } = head;
     let aligned = (size * dtype.bytes()).is_multiple_of(16);
@@ -138,7 +143,7 @@ fn has_kernel(target: Target, generation: Architecture, head: Head) -> bool {
     }
 }
 
-/// Refuses what is uniform over all devices where those are of several groups.
+/// Refuses an option that requires identical devices if the cluster has several groups.
 pub fn one_group(request: &Request, option: &'static str, value: &'static str) -> Result<(), PlanFailure> {
     match request.cluster.groups.len() {
         1 => Ok(()),
@@ -146,11 +151,12 @@ pub fn one_group(request: &Request, option: &'static str, value: &'static str) -
     }
 }
 
-/// A request with what its target leaves no choice in.
+/// Applies the restrictions of the request's target.
 ///
 /// # Errors
-/// [`PlanFailure::Target`] where the request fixes a degree that the target does not have, and [`PlanFailure::OneGroup`] where
-/// the target or the search is for devices that are all alike, and the cluster's are not.
+/// [`PlanFailure::Target`] if the request fixes a degree that the target does not have.
+/// [`PlanFailure::OneGroup`] if the target or the search requires identical devices and the cluster has several
+/// groups.
 pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
     if request.target != Target::Altiplano {
         one_group(request, "--target", request.target.name())?;

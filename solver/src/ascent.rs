@@ -22,7 +22,7 @@ pub(super) struct Ascent<'a> {
     unit: f64,
     /// Minus what the priced capacities are worth, and the constant.
     constant: f64,
-    /// What each strategy adds at least to the bound before the last pass.
+    /// A lower bound on the amount that each strategy adds to `floor`, from before the last pass.
     pub hat: Vec<f64>,
     /// The bound that `hat` adds to.
     floor: f64,

@@ -40,7 +40,7 @@ impl Incumbent {
     }
 }
 
-/// What may still be spent: table entries read, and time.
+/// The remaining budget: table entries to read, and time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Budget<'a> {
     pub work: f64,
@@ -113,7 +113,7 @@ impl Tree {
 }
 
 impl Open {
-    /// What is left to be searched of it: nothing, itself (where the budget ends), or two halves.
+    /// The parts that remain to be searched: none, the node itself if the budget ends, or two halves.
     fn branched(mut self, best: &mut Incumbent, budget: &mut Budget<'_>) -> Vec<Open> {
         loop {
             if self.network.reduce(Reductions::ALL, &[]).is_err() {

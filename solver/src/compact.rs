@@ -37,7 +37,7 @@ impl CompactEdge {
         if is_first { self.b as usize } else { self.a as usize }
     }
 
-    /// What the strategies of one end cost with the other end at `strategy`; `width` is how many there are.
+    /// The costs of one end's strategies if the other end has `strategy`. `width` is their number.
     pub fn given(&self, is_first: bool, strategy: usize, width: usize) -> &[f64] {
         let table = if is_first { &self.ba } else { &self.ab };
         &table[strategy * width..][..width]
@@ -99,7 +99,7 @@ impl Compact {
         self.constant + own + self.edges.iter().map(edge).sum::<f64>()
     }
 
-    /// What each strategy of `u` costs with its neighbours as they are.
+    /// The cost of each strategy of `u`, with its neighbours unchanged.
     pub fn costs_at(&self, x: &[usize], u: usize, into: &mut Vec<f64>) {
         into.clear();
         into.extend_from_slice(&self.cost[self.offset[u]..self.offset[u + 1]]);
@@ -141,7 +141,7 @@ impl Assignment {
         self.over.iter().all(|&o| o <= 0)
     }
 
-    /// Whether node `u` may take strategy `s` without a row becoming fuller that is, or would be, overfull.
+    /// True if node `u` can take strategy `s` without adding bytes to a row that is, or would become, overfull.
     fn allows(&self, of: &Compact, u: usize, s: usize) -> bool {
         of.profile[u].iter().all(|run| {
             let more = run.bytes[s] - run.bytes[self.x[u]];

@@ -8,7 +8,7 @@ use super::messages::first_least;
 /// Entries of the largest table that is built.
 pub(super) const TABLE_ENTRIES: usize = 4_000_000;
 
-/// What an elimination may use.
+/// The limits of an elimination.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Caps {
     /// Entries of one table.

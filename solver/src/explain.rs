@@ -4,7 +4,7 @@
 use super::{Options, Problem, SolveError, check, cost_of, solve};
 use rayon::prelude::*;
 
-/// What another strategy of a node would be.
+/// The effects of another strategy of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
     pub strategy: usize,

@@ -108,7 +108,7 @@ pub enum SolveError {
     Malformed { fault: Fault },
 }
 
-/// What is wrong with a malformed problem. Indices are positions in the problem's vectors.
+/// The error in a malformed problem. Indices are positions in the problem's vectors.
 #[derive(Clone, Debug, Error, PartialEq)]
 pub enum Fault {
     #[error("node {node} has no strategies")]
@@ -195,7 +195,7 @@ pub fn solve_watched(
     match best.choice {
         Some(choice) => {
             let cost = cost_of(problem, &choice);
-            // What was cut is within the gap of the incumbent.
+            // Pruned choices are within the gap of the incumbent.
             let cutoff = cost - options.gap.max(ROUNDING) * cost.abs();
             let exact = network.live().next().is_none();
             Ok(Solution { choice, cost, lower_bound: if exact { cost } else { bound.min(cutoff) } })

@@ -6,7 +6,7 @@ use rustc_hash::FxHashMap;
 
 #[derive(Clone, Debug)]
 pub(super) struct Messages {
-    /// What each edge tells its ends.
+    /// The message of each edge to either end.
     to_a: Vec<Vec<f64>>,
     to_b: Vec<Vec<f64>>,
     /// One over the chains through a node.
@@ -28,7 +28,8 @@ impl Messages {
         }
     }
 
-    /// What was told before strategies and nodes of the same network went: where the sums are close, so is the bound.
+    /// Takes over the messages from before strategies and nodes of the same network were removed. If the sums
+    /// are close, so is the bound.
     pub fn inherit(&mut self, of: &Compact, old: &Messages, old_of: &Compact) {
         let ends = |of: &Compact, e: usize| {
             let edge = &of.edges[e];

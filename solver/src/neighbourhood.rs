@@ -14,7 +14,7 @@ pub(super) struct Neighbourhoods<'a> {
     pub of: &'a Compact,
     pub current: Assignment,
     random: Random,
-    /// What each size of region has gained and spent lately.
+    /// The recent gain and work of each size of region.
     rates: Vec<(f64, f64)>,
 }
 
@@ -105,7 +105,7 @@ impl<'a> Neighbourhoods<'a> {
             while let Some(u) = next.pop_front().filter(|_| grown < share) {
                 inside.insert(u);
                 grown += 1;
-                // Of a hub's neighbours only a few.
+                // A hub contributes only a few of its neighbours.
                 let around = &self.of.incident[u];
                 let start = self.random.below(around.len());
                 for k in 0..around.len().min(FEW) {
@@ -181,5 +181,5 @@ const REGION_WORK: f64 = 3e7;
 const TRIES: usize = 100;
 /// Neighbours of a node that its region grows to.
 const FEW: usize = 12;
-/// What counts of earlier gains.
+/// The decay of earlier gains per update.
 const FORGETTING: f64 = 0.98;

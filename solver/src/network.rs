@@ -26,7 +26,7 @@ pub(super) struct NetNode {
     pub profile: Vec<Run>,
     /// Live edges.
     pub edges: Vec<u32>,
-    /// Whether it has been decided, merged or eliminated.
+    /// True if it has been decided, merged or eliminated.
     pub gone: bool,
     /// True if nothing has changed at it or its neighbours since no reduction applied.
     pub settled: bool,
@@ -72,13 +72,14 @@ pub(super) struct Network {
     pub capacity: Vec<i64>,
     /// A program point of each row.
     pub point: Vec<u32>,
-    /// Whether strategies have gone since they would overfill a row: the least of those left is no longer the least there is.
+    /// True if strategies that would overfill a row have been removed. The least of the rest may then exceed
+    /// the original least.
     pub trimmed: bool,
     trail: Vec<Step>,
     origin: Option<Arc<Origin>>,
 }
 
-/// What a network was before its nodes were numbered anew: its trail, and for each node that was left its number and labels.
+/// A network before its nodes were renumbered: its trail, and the number and labels of each remaining node.
 #[derive(Clone, Debug)]
 struct Origin {
     nodes: Vec<(u32, Vec<u32>)>,
@@ -111,7 +112,8 @@ impl Network {
         opens.dedup();
         closes.sort_unstable();
         closes.dedup();
-        // What is held between an opening and the next closing grows: the last opening before each closing sees most.
+        // The held bytes grow between an opening and the next closing, so the last opening before each closing
+        // has the most.
         let mut at = 0;
         for &close in &closes {
             let before = opens[at..].partition_point(|&open| open < close);

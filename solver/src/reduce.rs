@@ -11,7 +11,7 @@ use super::SolveError;
 use super::network::Network;
 use std::borrow::Cow;
 
-/// Which reductions are made; all of them, but in tests.
+/// The enabled reductions. Only tests disable any.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Reductions {
     pub arcs: bool,
@@ -205,7 +205,8 @@ fn followed(cost: &[f64], width: usize, follower_is_row: bool) -> Option<Vec<usi
         .collect()
 }
 
-/// Whether `table[i][j] = table[i][0] + table[0][j] - table[0][0]` up to the rounding of these three operations.
+/// True if `table[i][j] = table[i][0] + table[0][j] - table[0][0]`, up to the rounding of these three
+/// operations.
 fn is_separable(table: &[f64], width: usize) -> bool {
     let first = &table[..width];
     let rounding = 4.0 * f64::EPSILON;
@@ -220,7 +221,8 @@ fn is_separable(table: &[f64], width: usize) -> bool {
         })
 }
 
-/// Which strategies of `v` are allowed and not beaten by another. Of two that are alike the first stays.
+/// Marks the strategies of `v` that are allowed and not dominated by another. Of two equal strategies, the
+/// first stays.
 fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
     let node = &network.nodes[v];
     let count = node.cost.len();
@@ -260,11 +262,11 @@ fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
     keep
 }
 
-/// Whether `other` costs no more than `dropped` whatever the neighbours choose: the sum over edges of the largest
-/// difference of their rows does not exceed zero. Every row has a finite entry.
+/// True if `other` costs no more than `dropped` for any choice of the neighbours: the sum over edges of the
+/// largest difference of their rows does not exceed zero. Every row has a finite entry.
 fn beats(cost: &[f64], tables: &[(usize, Cow<'_, [f64]>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
     let mut worst = cost[other] - cost[dropped];
-    // What the edges not yet summed add at least.
+    // A lower bound on the sum over the remaining edges.
     let mut rest: f64 = least.iter().map(|l| l[other] - l[dropped]).sum();
     let slack = 1e-12 * least.iter().map(|l| l[other].abs() + l[dropped].abs()).sum::<f64>();
     for ((width, table), l) in tables.iter().zip(least) {

@@ -57,7 +57,7 @@ fn check(problem: &Problem, best: f64) {
             assert!(obeys(problem, &solution.choice));
             assert_close(cost_of(problem, &solution.choice), solution.cost);
             assert_close(solution.cost, best);
-            // What is cut is within 1e-9 of the best, and sums are rounded.
+            // Pruning is within 1e-9 of the best cost, and sums are rounded.
             assert!(solution.gap() <= 1.1e-9 && solution.lower_bound <= best + 1e-12 * best.abs() + 1e-15);
         }
         Err(SolveError::Infeasible) => assert_eq!(best, f64::INFINITY),

@@ -40,7 +40,7 @@ pub(super) fn hold_one_sample(graph: &mut Graph, listed: &Listed, notes: &mut Ve
         if let Some(data) = is_small(tensor).then(|| elements_of(tensor).ok()).flatten().map(|t| t.data) {
             let width = data.len() / batch as usize;
             let same = |slice: &[f64]| slice.iter().zip(&data).all(|(a, b)| a.to_bits() == b.to_bits());
-            // What is narrower than a byte is not cut at a byte.
+            // Elements narrower than a byte may not split at a byte boundary.
             if width == 0 || dtype.width() < 8 || !data.chunks_exact(width).all(same) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Attributes, types and locations: the parts of MLIR text that are the same in every op.
+//! Parses attributes, types and locations, the parts of MLIR text that all ops share.
 
 use std::borrow::Cow;
 
@@ -6,13 +6,13 @@ use super::lexer::{ParseError, Token};
 use super::parse::Parser;
 use super::syntax::{Attribute, Attributes, Dense, Elements, LocationId, Scalar, TensorType, Type};
 
-/// A location as written; its name is found once all aliases are known.
+/// A location as written. Its name is resolved once all aliases are known.
 #[derive(Debug, Clone)]
 pub(super) enum LocationNode<'a> {
     Unknown,
     Name(Cow<'a, str>, Option<LocationId>),
     File(Cow<'a, str>, &'a str, &'a str),
-    /// The first of these that has a name: the parts of a fused location, or the callee of a call site.
+    /// The parts of a fused location, or the callee of a call site. The first part with a name gives the name.
     First(Vec<LocationId>),
     Alias(&'a str),
 }
@@ -24,7 +24,7 @@ impl<'a> Parser<'a> {
         self.attribute_list(b'}', true)
     }
 
-    /// `key = value` pairs up to and with the closing byte.
+    /// Parses `key = value` pairs through the closing byte.
     pub fn attribute_list(&mut self, close: u8, typed: bool) -> Result<Attributes<'a>, ParseError> {
         let mut attributes = Vec::new();
         self.enter()?;
@@ -43,8 +43,8 @@ impl<'a> Parser<'a> {
         Ok(attributes)
     }
 
-    /// One attribute. `typed` says whether numbers and strings may be followed by `: type`; in an op's own syntax
-    /// a colon after a number begins the type of the op.
+    /// Parses one attribute. `typed` says whether numbers and strings may be followed by `: type`; in an op's
+    /// own syntax a colon after a number begins the type of the op.
     pub fn attribute(&mut self, typed: bool) -> Result<Attribute<'a>, ParseError> {
         self.enter()?;
         let attribute = self.attribute_inside(typed)?;
@@ -172,7 +172,7 @@ impl<'a> Parser<'a> {
         };
         match known {
             Ok(attribute) => Ok(attribute),
-            // Whatever another dialect writes between the brackets is kept as it stands.
+            // Text of other dialects between the brackets is kept unparsed.
             Err(error) if name != "stablehlo.conv" || matches!(error, ParseError::TooDeep { .. }) => {
                 (self.lexer, self.current, self.previous_end, self.depth) = bracket;
                 self.balanced()?;
@@ -202,7 +202,7 @@ impl<'a> Parser<'a> {
         Ok(dimensions)
     }
 
-    /// `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]`, as the fields that the raw form has.
+    /// Parses `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]` into the fields of the raw form.
     pub fn convolution_labels(&mut self) -> Result<Attribute<'a>, ParseError> {
         let mut fields = Vec::new();
         self.labels(
@@ -251,7 +251,7 @@ impl<'a> Parser<'a> {
                 Token::Word(word) if word == letters[0] && found[0].is_none() => found[0] = Some(position),
                 Token::Word(word) if word == letters[1] && found[1].is_none() => found[1] = Some(position),
                 Token::Integer(digits) => positions.push((self.integer(digits)?, position)),
-                // An unknown dimension has no role; the op will not convert, but it does parse.
+                // An unknown dimension has no role. The op parses, but does not convert.
                 Token::Punctuation(b'?') => {}
                 _ => return Err(self.expected("a dimension label")),
             }
@@ -295,10 +295,10 @@ impl<'a> Parser<'a> {
 
     fn dense_list(&mut self) -> Result<Elements<'a>, ParseError> {
         let mut values = Vec::new();
-        // Length of each level once one list of that level has ended, and of the lists now open.
+        // The length of each level once one of its lists has ended, and the lengths of the lists now open.
         let mut shape: Vec<Option<u64>> = Vec::new();
         let mut open: Vec<u64> = Vec::new();
-        // Scalars may stand on one level only, the innermost.
+        // The innermost level, the only one that may hold scalars.
         let mut innermost = None;
         loop {
             if self.at(b'[') {
@@ -401,7 +401,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The value of the digits, which are the current token; at most 64 bits.
+    /// The value of `digits`, the text of the current token; at most 64 bits.
     pub fn integer(&self, digits: &str) -> Result<i128, ParseError> {
         let value = match digits.strip_prefix("0x") {
             Some(hex) => u64::from_str_radix(hex, 16),
@@ -484,7 +484,7 @@ impl<'a> Parser<'a> {
         if !self.at(b'<') {
             return Err(self.expected("'<'"));
         }
-        // Dimensions and the `x` between them are not tokens: they are read byte by byte, from behind the '<'.
+        // Dimensions and the `x` between them are not tokens. They are read byte by byte, from after the '<'.
         let mut position = self.current.end;
         let mut dims = Vec::new();
         let mut ranked = true;
@@ -521,7 +521,7 @@ impl<'a> Parser<'a> {
         Ok(Type::Tensor(TensorType { dims, ranked, element, encoding }))
     }
 
-    /// `loc(...)` where one stands.
+    /// Parses `loc(...)` if it comes next.
     pub fn optional_location(&mut self) -> Result<Option<LocationId>, ParseError> {
         match self.current.token {
             Token::Word("loc") => self.location().map(Some),
@@ -629,7 +629,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The name of each location, aliases followed.
+    /// The name of each location, with aliases resolved.
     pub fn location_names(&self) -> Vec<Option<Cow<'a, str>>> {
         let mut names = vec![None; self.locations.len()];
         let mut done = vec![false; self.locations.len()];
@@ -639,8 +639,8 @@ impl<'a> Parser<'a> {
         names
     }
 
-    /// Printers put a location after those it refers to or before, chains are short, and a cycle has no name:
-    /// hence a depth limit and a mark are all that is needed.
+    /// Follows references by recursion, since a location may come before or after those it refers to. Chains are
+    /// short and a cycle has no name, so a depth limit and a mark suffice.
     fn name_location(&self, index: usize, depth: u32, names: &mut [Option<Cow<'a, str>>], done: &mut [bool]) {
         if depth > super::lexer::MAX_DEPTH || done[index] {
             return;
@@ -653,7 +653,7 @@ impl<'a> Parser<'a> {
         };
         let name = match &self.locations[index] {
             LocationNode::Unknown => None,
-            // JAX wraps what it lowers to several ops as `"reduce:"(...)`; the name inside says more.
+            // JAX wraps an op that it lowers to several as `"reduce:"(...)`. The name inside is more specific.
             LocationNode::Name(name, Some(child)) => match name.strip_suffix(':') {
                 Some(short) => follow(child).or_else(|| Some(short.to_owned().into())),
                 None => Some(name.clone()),
@@ -667,7 +667,7 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// Is a bare word a type? Other bare words are enum values.
+/// True if a bare word is a type. Other bare words are enum values.
 fn is_scalar_type(word: &str) -> bool {
     if matches!(word, "index" | "none" | "bf16" | "tf32") {
         return true;
@@ -677,7 +677,7 @@ fn is_scalar_type(word: &str) -> bool {
     matches!(prefix, "i" | "si" | "ui" | "f") && digits.starts_with(|c: char| c.is_ascii_digit())
 }
 
-/// Replaces `\"`, `\\`, `\n`, `\t` and `\` with two hexadecimal digits.
+/// Replaces the escapes `\"`, `\\`, `\n`, `\t`, and `\` followed by two hexadecimal digits.
 pub(super) fn unescape(raw: &str) -> Cow<'_, str> {
     if !raw.contains('\\') {
         return Cow::Borrowed(raw);

@@ -1,4 +1,5 @@
-//! Ops on complex numbers, which are pairs of real ones along a last dimension of two, and Fourier transforms.
+//! Lowers ops on complex numbers, stored as pairs of reals along a last dimension of two, and Fourier
+//! transforms.
 
 use super::convert::{Converter, Scope};
 use super::lower::{Lowered, dims, exactly, result_type, sizes};
@@ -12,12 +13,12 @@ use altiplano_ir::op::{Binary, Direction, Op};
 
 const UNSUPPORTED: Reject = Reject::Unsupported("of complex numbers");
 
-/// True if the text says that a value is complex.
+/// True if the text declares a complex type.
 pub(super) fn is_complex(ty: &Type<'_>) -> bool {
     matches!(ty, Type::Tensor(SyntaxTensor { element, .. }) if element.starts_with("complex<"))
 }
 
-/// True if an op computes with complex numbers. Regions and calls pass them on as what they are.
+/// True if an op computes with complex numbers. Regions and calls pass complex values on unchanged.
 pub(super) fn concerns(operation: &Operation<'_>) -> bool {
     operation.operand_types.iter().chain(&operation.result_types).any(is_complex)
         && !matches!(
@@ -34,7 +35,8 @@ pub(super) fn concerns(operation: &Operation<'_>) -> bool {
 }
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// What array functions append, known of as what this converter appends itself.
+    /// Runs array functions on the graph and records the nodes they append, as if this converter had appended
+    /// them.
     pub fn arrays<T>(&mut self, f: impl FnOnce(&mut Graph) -> Result<T, ShapeError>) -> Result<T, Reject> {
         let before = self.graph.len();
         let name = self.module.location_name(self.location).unwrap_or_default().to_owned();
@@ -46,7 +48,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(done?)
     }
 
-    /// An operand in two parts, the imaginary one zero where it is real.
+    /// An operand as its two parts. The imaginary part of a real operand is zero.
     fn pair(&mut self, operation: &Operation<'_>, operands: &[ValueId], at: usize) -> Result<Pair, Reject> {
         let x = *operands.get(at).ok_or(super::lower::count(at + 1, operands.len()))?;
         let complex = operation.operand_types.get(at).is_some_and(is_complex);
@@ -134,7 +136,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
             "reduce" => self.complex_sum(operation, operands)?,
             "fft" => return self.fft(operation, operands),
-            // Ops that move elements and at most add them, whatever their parts.
+            // Ops that only move or add elements apply to each part alike.
             "transpose"
             | "slice"
             | "concatenate"
@@ -165,7 +167,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         joined(self, pair)
     }
 
-    /// A reduction that adds, from zero.
+    /// A reduction that adds, starting from zero.
     fn complex_sum(&mut self, operation: &'t Operation<'a>, operands: &[ValueId]) -> Result<Pair, Reject> {
         let adds = |region: &super::syntax::Region<'_>| matches!(region.operations.as_slice(), [add, end] if add.name == "add" && end.name == "return");
         if operands.len() != 2 || !operation.regions.first().is_some_and(adds) {
@@ -222,7 +224,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         result.map(|v| vec![v]).ok_or(super::lower::attribute("fft_type"))
     }
 
-    /// The first part of an op's meaning that needs no type of its result.
+    /// Lowers an op on one part of its operands, without its declared result type, which is complex.
     fn lower_real(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         match operation.name {
             "concatenate" => {

@@ -1,7 +1,8 @@
-//! Loops, branches, and regions of scalars that are applied to whole tensors.
+//! Lowers loops, branches, and regions of scalars that are applied to whole tensors.
 //!
-//! A graph has no control flow. A loop whose condition follows from constants is unrolled; of a branch with a known index
-//! only that one is converted, and with a computed one all are and each element is selected.
+//! A graph has no control flow. A loop whose condition follows from constants is unrolled. A branch with a
+//! known index converts only the chosen region. With a computed index, all regions are converted and each
+//! element is selected.
 
 use super::convert::{Converter, Scope};
 use super::lower::{Lowered, exactly, is_elementwise};
@@ -13,7 +14,7 @@ use altiplano_ir::op::{Compare, Direction, Op, Select};
 use altiplano_ir::types::TensorType;
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// Runs the body on the values that are carried for as long as the condition holds.
+    /// Runs the body on the carried values while the condition holds.
     pub fn while_loop(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         let [condition, body] = regions(operation)?;
         let mut carried = operands.to_vec();
@@ -25,15 +26,15 @@ impl<'t, 'a> Converter<'t, 'a> {
                 None => return Err(Reject::Unsupported("whose number of turns is not known before it runs")),
             }
             carried = self.region(operation, body, carried, operands.len(), scope)?;
-            // A loop with a mistake in it may never end, and one turn has shown the mistake.
+            // A faulty loop may never end, and one iteration has already reported the fault.
             if self.is_refused() {
                 return Ok(carried);
             }
         }
     }
 
-    /// `case` takes the branch of its index, the last one where there is no such branch; `if` the first where its
-    /// predicate holds.
+    /// Lowers branches. `case` takes the branch of its index, or the last one if the index is out of range;
+    /// `if` takes the first branch if its predicate holds.
     pub fn branch(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         let [index] = exactly(operands)?;
         let results = operation.result_types.len();
@@ -72,7 +73,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(chosen)
     }
 
-    /// Scalars among the three stand for all elements.
+    /// Selects between two values. Any scalar among the three operands applies to all elements.
     fn select_between(&mut self, predicate: ValueId, a: ValueId, b: ValueId) -> Result<ValueId, Reject> {
         let rank = |v: &ValueId| self.graph.ty(*v).rank();
         let like = [predicate, a, b].into_iter().max_by_key(rank).unwrap_or(a);
@@ -101,7 +102,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             .map(|value| match self.graph.ty(value) {
                 ty if ty.shape == shape => Ok(value),
                 ty if ty.rank() == 0 => self.broadcast(value, shape.clone(), Vec::new()),
-                // From outside of the region, and no smaller however often it is applied.
+                // A non-scalar value from outside the region: repeated application never shrinks it.
                 ty => {
                     Err(Reject::Invalid(ProblemKind::ResultType { declared: "a scalar".into(), inferred: ty.clone() }))
                 }
@@ -110,7 +111,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         values
     }
 
-    /// An op of a region that is applied to tensors of this shape: they stand where the text has scalars.
+    /// Lowers an op of a region that is applied to tensors of this shape. The tensors stand where the text has
+    /// scalars.
     pub fn lower_lifted(
         &mut self,
         operation: &'t Operation<'a>,
@@ -140,14 +142,14 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// A scalar constant.
+    /// A scalar constant with the element type of `like`.
     pub fn scalar(&mut self, like: ValueId, value: f64) -> Result<ValueId, Reject> {
         let ty = TensorType::scalar(self.graph.ty(like).dtype);
         Ok(self.push(Op::Constant(Literal::splat(ty, value)), &[])?)
     }
 }
 
-/// The regions of an op, which must be as many.
+/// The regions of an op, which must have exactly `N`.
 pub(super) fn regions<'t, 'a, const N: usize>(operation: &'t Operation<'a>) -> Result<[&'t Region<'a>; N], Reject> {
     let regions: Vec<&'t Region<'a>> = operation.regions.iter().collect();
     let found = regions.len();

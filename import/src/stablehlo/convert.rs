@@ -1,8 +1,8 @@
-//! Turns the syntax tree into a graph: calls and regions are inlined, names become values, and what no result needs
-//! is dropped.
+//! Turns the syntax tree into a graph: inlines calls and regions, turns names into values, and drops values
+//! that no result needs.
 //!
-//! What this crate cannot express does not stop the walk. Such an op leaves a placeholder behind, so that one error
-//! can list all of them, and none is reported whose result nobody uses.
+//! An op that this crate cannot express does not stop the walk; it leaves a placeholder. One error can then
+//! list all such ops, without those whose results are unused.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -21,27 +21,27 @@ use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{Input, Op, ShapeError};
 use altiplano_ir::types::TensorType;
 
-/// The most ops that a module may have once its calls are inlined and its loops unrolled: ten times what a training step of
-/// a thousand layers has, and about a gigabyte of nodes.
+/// The maximum number of ops in a module after calls are inlined and loops unrolled. It is ten times the ops of
+/// a training step of a thousand layers, and about a gigabyte of nodes.
 pub const MAX_OPERATIONS: u64 = 4_000_000;
 
 /// A graph read from StableHLO.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Imported {
-    /// All arguments are [`Op::Input`]; which of them are parameters is for the caller to say. All results of the
-    /// entry function are outputs, in order.
+    /// All arguments are [`Op::Input`]; the caller decides which are parameters. All results of the entry
+    /// function are outputs, in order.
     pub graph: Graph,
     /// The arguments of the entry function in order, whether used or not.
     pub arguments: Vec<Argument>,
-    /// What the function calls its results, in order, where the text says: `result[0]`, `['loss']`.
+    /// Names of the results in order, where the text gives them: `result[0]`, `['loss']`.
     pub results: Vec<Option<String>>,
     /// Sizes that the text leaves open.
     pub open_sizes: Vec<OpenSize>,
-    /// What was taken for granted.
+    /// Assumptions that the import made.
     pub notes: Vec<Note>,
 }
 
-/// What the reader should know of an import.
+/// An assumption of an import that the user should know about.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Note {
     #[error(
@@ -54,7 +54,7 @@ pub enum Note {
 /// An argument of the entry function.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Argument {
-    /// `params['h000']['fc']['w']`, where the text has locations. The leaf's name is this or `argN`.
+    /// `params['h000']['fc']['w']`, if the text has locations. The leaf is named this or `argN`.
     pub name: Option<String>,
     pub ty: TensorType,
     pub value: ValueId,
@@ -77,12 +77,12 @@ pub fn import(text: &str) -> Result<Imported, ImportError> {
     import_with(text, &[])
 }
 
-/// [`import`] with values of sizes that the text leaves open, by symbol (`b`) or by argument and dimension (`tokens.0`).
+/// [`import`] with given values for open sizes, by symbol (`b`) or by argument and dimension (`tokens.0`).
 pub fn import_with(text: &str, sizes: &[(String, u64)]) -> Result<Imported, ImportError> {
     import_limited(text, sizes, MAX_OPERATIONS)
 }
 
-/// [`import_with`] with another bound on the number of ops.
+/// [`import_with`] with a different limit on the number of ops.
 pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) -> Result<Imported, ImportError> {
     let module = parse(text)?;
     let main = entry(&module)?;
@@ -138,17 +138,17 @@ fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError
     }
 }
 
-/// Stands for the result of an op that could not be converted, or for what is no tensor.
+/// Stands for the result of an op that could not be converted, or for a value that is not a tensor.
 struct Placeholder {
-    /// The op, unless it only uses another placeholder.
+    /// The unsupported op; `None` if the op only uses another placeholder.
     op: Option<(String, Place)>,
-    /// The type in the graph is that of the text. Otherwise nothing can be said of ops that use it.
+    /// True if the type in the graph matches the text. Otherwise ops that use the value cannot be checked.
     typed: bool,
-    /// A token or a tuple, which is passed around but never computed with.
+    /// True for a token or a tuple, which is passed around but never computed with.
     opaque: bool,
 }
 
-/// The names of a region; those of the regions around it are seen as well.
+/// The names of a region. Names of the enclosing regions are visible as well.
 pub(super) struct Scope<'s, 't> {
     names: HashMap<(&'t str, u32), ValueId>,
     outer: Option<&'s Scope<'s, 't>>,
@@ -171,22 +171,22 @@ pub(super) struct Converter<'t, 'a> {
     pub module: &'t Module<'a>,
     functions: HashMap<&'t str, &'t Function<'a>>,
     pub graph: Graph,
-    /// Of the op that is being converted; of the call where an inlined op has none.
+    /// Location of the op that is being converted. An inlined op without a location has that of its call.
     pub location: Option<LocationId>,
     placeholders: BTreeMap<ValueId, Placeholder>,
-    /// What is in each tuple.
+    /// Elements of each tuple.
     pub tuples: HashMap<ValueId, Vec<ValueId>>,
     pub knowledge: Knowledge,
     pub updates: Updates,
-    /// Inside a region of scalars that is applied to all elements of tensors at once: their shape.
+    /// The shape of the tensors to which a region of scalars is being applied, if any.
     pub lifted: Option<Vec<u64>>,
     problems: Vec<Problem>,
     notes: Vec<Note>,
-    /// The text leaves sizes open, from which others are computed.
+    /// True if the text leaves sizes open, from which others are computed.
     is_open: bool,
-    /// Whether each function that was called is the cipher of JAX's random bits.
+    /// Caches for each called function whether it is the cipher of JAX's random bits.
     threefry: HashMap<&'t str, bool>,
-    /// Where values shall be split, in the order of the text.
+    /// Requested splits of values, in the order of the text.
     pub pins: Vec<Pin>,
     /// Functions that are being inlined, outermost first.
     callers: Vec<&'t str>,
@@ -206,7 +206,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         let mut arguments = Vec::with_capacity(main.arguments.len());
         let mut names = std::collections::BTreeSet::new();
         for (index, argument) in main.arguments.iter().enumerate() {
-            // A name that two arguments share tells nothing.
+            // A name shared by two arguments is ambiguous, so it is dropped.
             let name = said.get(index).cloned().flatten();
             let name = name.filter(|name| names.insert(name.clone()));
             let mut leaf = name.clone().unwrap_or_else(|| format!("arg{index}"));
@@ -228,7 +228,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(arguments)
     }
 
-    /// Converts the body of a function on these arguments and returns what it returns.
+    /// Converts the body of a function on these arguments and returns its results.
     fn inline(
         &mut self,
         function: &'t Function<'a>,
@@ -247,12 +247,12 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.inline_body(function, arguments, place)
     }
 
-    /// [`Converter::is_threefry`], asked once for each function.
+    /// [`Converter::is_threefry`], cached per function.
     fn threefry_named(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
         if let Some(&known) = self.threefry.get(&*function.name) {
             return Ok(known);
         }
-        // While it is being tried, it is a function like any other.
+        // During the test, the function is treated like any other.
         self.threefry.insert(&function.name, false);
         let known = self.is_threefry(function)?;
         self.threefry.insert(&function.name, known);
@@ -281,7 +281,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// What a region of an op returns for these arguments.
+    /// Converts a region of an op on these arguments and returns its results.
     pub fn region(
         &mut self,
         operation: &'t Operation<'a>,
@@ -308,7 +308,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// Converts ops in order up to a return, and gives what that returns.
+    /// Converts ops in order up to a return, and gives the returned values.
     fn walk(
         &mut self,
         parameters: &'t [Named<'a>],
@@ -362,7 +362,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(returned)
     }
 
-    /// The values of an op's results, one for each result type.
+    /// The values of an op's results, one per result type.
     fn operation(
         &mut self,
         operation: &'t Operation<'a>,
@@ -423,8 +423,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.stand_in(operation, &operands, unsupported))
     }
 
-    /// A scalar that follows from sizes that were open, as the constant that it is: counts that scale with the batch are then
-    /// found where they divide.
+    /// Replaces a scalar that follows from formerly open sizes with its constant. Counts that scale with the
+    /// batch can then be found where they divide.
     fn counted(&mut self, value: ValueId) -> ValueId {
         let node = self.graph.node(value);
         if !self.is_open || node.ty.rank() > 0 || matches!(node.op, Op::Constant(_)) {
@@ -443,7 +443,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// Inside a region of scalars that is applied to tensors, a tensor stands for a scalar.
+    /// True if a value has the declared type. Inside a lifted region, a tensor stands for a scalar.
     fn fits(&self, declared: &Type, value: ValueId) -> bool {
         let actual = self.graph.ty(value);
         same_type(declared, actual)
@@ -462,19 +462,19 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.placeholders.get(&value).is_some_and(|placeholder| placeholder.opaque)
     }
 
-    /// Whether the text has a mistake, so that nothing will come of it but a list of mistakes.
+    /// True if the text has an error, so that the import can only end in a list of errors.
     pub fn is_refused(&self) -> bool {
         !self.problems.is_empty()
     }
 
-    /// Keeps a note, once however often what it says happens.
+    /// Keeps a note, without repeating one that is already kept.
     pub fn note(&mut self, note: Note) {
         if !self.notes.contains(&note) {
             self.notes.push(note);
         }
     }
 
-    /// Keeps a problem, once however often its function is called. A text with hundreds is hopeless anyway.
+    /// Keeps a problem, once even if its function is called repeatedly. At most 100 are kept.
     fn report(&mut self, operation: &Operation, kind: ProblemKind) {
         let problem = Problem { place: operation.place, op: full_name(operation), kind };
         if self.problems.len() < 100 && !self.problems.contains(&problem) {
@@ -482,7 +482,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// The results, or placeholders of the declared type where the graph infers another.
+    /// The results, each replaced with a placeholder of the declared type if the graph infers another.
     fn check_results(&mut self, operation: &Operation, mut values: Vec<ValueId>) -> Vec<ValueId> {
         for (value, declared) in values.iter_mut().zip(&operation.result_types) {
             if self.fits(declared, *value) || self.placeholders.contains_key(value) {
@@ -497,7 +497,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     fn stand_in(&mut self, operation: &Operation, operands: &[ValueId], op: Option<(String, Place)>) -> Vec<ValueId> {
-        // Results after the first depend on it, so that an op with several is counted once.
+        // Later results depend on the first, so that an op with several is counted once.
         let mut depends = operands.to_vec();
         let mut op = op;
         let mut values = Vec::with_capacity(operation.result_types.len());
@@ -509,10 +509,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         values
     }
 
-    /// An input that is none: it has operands, and no graph is given out that contains it.
+    /// Appends an input that stands for a missing value. Unlike other inputs it has operands, and no returned
+    /// graph contains it.
     fn placeholder(&mut self, ty: &Type, operands: &[ValueId], op: Option<(String, Place)>) -> ValueId {
         let known = tensor_type(ty);
-        // What stands for a scalar where it stands for all elements may have any shape.
+        // In a lifted region, a stand-in for a scalar may have any shape.
         let typed = known.is_some() && self.lifted.is_none();
         let ty = known.unwrap_or_else(|| TensorType::scalar(DType::Bool));
         self.pseudo(ty, operands, Placeholder { op, typed, opaque: false })
@@ -547,8 +548,9 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.graph.append(node)
     }
 
-    /// Reports what was not converted, and drops what no output needs. The first output is the loss; another one that
-    /// rests on something unsupported (an accuracy beside the loss, say) is dropped instead of refused.
+    /// Reports the ops that were not converted, and drops values that no output needs. The first output is the
+    /// loss. Another output that depends on something unsupported, such as an accuracy, is dropped instead of
+    /// refused.
     fn finish(
         mut self,
         mut arguments: Vec<Argument>,
@@ -598,7 +600,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(Imported { graph, arguments, results, open_sizes: Vec::new(), notes: Vec::new() })
     }
 
-    /// The ops among what is needed that the graph cannot express, each once.
+    /// The needed ops that the graph cannot express, each listed once.
     fn unsupported(&self, live: &[bool]) -> Vec<Unsupported> {
         let mut unsupported: Vec<Unsupported> = Vec::new();
         let mut positions: HashMap<&str, usize> = HashMap::new();
@@ -624,7 +626,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// The function that an op calls. A composite op says in a function what it means.
+/// The function that an op calls. The decomposition of a composite op is such a function.
 fn callee<'o>(operation: &'o Operation) -> Option<&'o str> {
     let attribute = match (operation.dialect, operation.name) {
         ("func", "call") => "callee",
@@ -634,7 +636,7 @@ fn callee<'o>(operation: &'o Operation) -> Option<&'o str> {
     operation.attribute(attribute)?.as_word()
 }
 
-/// Ops that pass their operands on, whatever these are.
+/// Ops that pass any kind of operand on unchanged.
 fn moves_only(operation: &Operation) -> bool {
     operation.dialect == "stablehlo"
         && matches!(operation.name, "optimization_barrier" | "tuple" | "get_tuple_element" | "while" | "after_all")

@@ -1,4 +1,4 @@
-//! Tests of the conversion to graphs: what each op becomes, what is refused and where, literals, and real models.
+//! Tests of the conversion to graphs: lowering of each op, errors with their places, literals, and real models.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -14,7 +14,7 @@ use altiplano_ir::op::Op;
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::tensor::Tensor;
 
-/// One line for each node that is no leaf: `%2 = {"reduce":{...}} %0 %1 : f32[2]`.
+/// Prints one line per node that is not a leaf: `%2 = {"reduce":{...}} %0 %1 : f32[2]`.
 fn show(graph: &Graph) -> String {
     let mut out = String::new();
     for value in graph.values() {
@@ -31,7 +31,8 @@ fn show(graph: &Graph) -> String {
     out
 }
 
-/// Arguments that the cases share: `%a %b %v` of floats, `%i` of integers, `%p` of booleans, scalars `%s %z`.
+/// Wraps `body` with the arguments that the cases share: `%a %b %v` of floats, `%i` of integers, `%p` of
+/// booleans, scalars `%s %z`.
 fn function(body: &str, result: &str) -> String {
     format!(
         "func.func public @main(%a: tensor<2x3xf32>, %b: tensor<3x4xf32>, %v: tensor<3xf32>, %i: tensor<5x1xi32>, \
@@ -298,7 +299,7 @@ fn calls_are_inlined_and_unused_ops_dropped() {
     assert_eq!(import(text), import(text));
 }
 
-/// Sums `(table[tokens] . w)` and a half.
+/// Sums `(table[tokens] . w)` and adds a half.
 const SMALL: &str = r#"
     func.func public @main(%table: tensor<3x2xf32>, %tokens: tensor<4xi32>) -> tensor<f32> {
       %0 = stablehlo.broadcast_in_dim %tokens, dims = [0] : (tensor<4xi32>) -> tensor<4x1xi32>
@@ -315,7 +316,7 @@ const SMALL: &str = r#"
       return %3 : tensor<4xf32>
     }"#;
 
-/// What a model means does not change on the way.
+/// Conversion preserves the value of a small model.
 #[test]
 fn a_small_model_computes() {
     let Imported { graph, arguments, .. } = imported(SMALL);
@@ -324,7 +325,7 @@ fn a_small_model_computes() {
         let argument = arguments.iter().position(|argument| argument.value == leaf).unwrap();
         Tensor::new(arguments[argument].ty.clone(), data[argument].clone())
     });
-    // Rows 0, 2, 2 and, moved inside, 2.
+    // Rows 0, 2, 2, and 2 again for the index that is clamped.
     assert_eq!(loss[0].data, [9.0 + 3.0 * 27.0 + 0.5]);
 }
 
@@ -425,7 +426,7 @@ fn refusals_name_the_place() {
             "2:1: stablehlo.tanh: operand 0 is declared as tensor<f64>, but is f32[]\n\
              2:1: stablehlo.tanh: is declared to give tensor<f64>, but gives f32[]",
         ),
-        // A function of scalars that gives a tensor from outside, which is never reduced.
+        // A region of scalars that returns an outer tensor, which is never reduced.
         (
             "%r = stablehlo.reduce(%v init: %s) across dimensions = [0] : (tensor<3xf32>, tensor<f32>) -> tensor<f32>\n\
              reducer(%x: tensor<f32>, %y: tensor<f32>) {\n%0 = stablehlo.add %y, %x : tensor<f32>\n\
@@ -466,7 +467,7 @@ fn refusals_name_the_place() {
         ("return %a : tensor<2x3xf32>", f32, "2:1: func.return: operand 0 is declared as tensor<f32>, but is f32[2,3]"),
         ("return", f32, "1:1: @main does not end with a return of 1 results"),
         ("return", "()", "1:1: @main returns nothing; a model returns its loss first"),
-        // What the graph does not have.
+        // Constructs that the graph does not have.
         (
             "%r = stablehlo.constant dense_resource<__elided__> : tensor<f32>\nreturn %r : tensor<f32>",
             f32,
@@ -570,7 +571,7 @@ fn inlining_is_limited() {
     assert_eq!(import(&chain).unwrap_err().to_string(), "510:1: calls are nested more than 128 levels deep");
 }
 
-/// Files of the models that this project is measured on, or nothing where they are not at hand.
+/// Files of the models that this project is measured on; empty if they are not available.
 fn models() -> BTreeMap<String, String> {
     let default = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared"));
     let shared = std::env::var_os("ALTIPLANO_SHARED").map_or(default, PathBuf::from);
@@ -583,7 +584,7 @@ fn models() -> BTreeMap<String, String> {
         }
     }
     if models.is_empty() {
-        // Written past the test harness, which hides what a passing test prints.
+        // Written directly to stderr, since the test harness hides the output of passing tests.
         let skipped = format!("SKIPPED: no model files in {}; set ALTIPLANO_SHARED\n", shared.display());
         let _ = std::io::stderr().write_all(skipped.as_bytes());
     }

@@ -1,4 +1,5 @@
-//! Tests of what exports have beside ops of real numbers: complex numbers, symbolic sizes, attention left to kernels.
+//! Tests of constructs that exports use besides real ops: complex numbers, symbolic sizes, attention in backend
+//! kernels.
 
 use super::meaning_tests::{imported, run};
 use super::{import, import_with};
@@ -22,7 +23,7 @@ fn complex_numbers_are_pairs() {
     let imported = imported(text);
     assert_eq!(imported.arguments[1].ty.to_string(), "f32[2,2]");
     let results = run(&imported.graph, &[&[1.0, 2.0, 3.0, 4.0], &[3.0, 4.0, 0.0, 0.0]]);
-    // Times i: what was imaginary is real and negative.
+    // Multiplication by i makes the imaginary part real and negative.
     for (found, expected) in results.iter().zip([
         vec![0.0, -2.0, 0.0, 2.0],
         vec![10.0, -2.0, -2.0, -2.0],
@@ -84,7 +85,7 @@ fn fused_attention_is_attention() {
     };
     let v: Vec<f64> = (0..4).map(f64::from).collect();
     let run_with = |text: &str| run(&imported(text).graph, &[&[0.0; 4], &[0.0; 4], &v])[0].clone();
-    // Of equal scores the mean of the values seen so far: two positions of one head of two features.
+    // Equal scores give the mean of the values seen so far: two positions of one head of two features.
     let config = "{\\22fmha_scale\\22: 0.5, \\22mask_type\\22: \\22CAUSAL\\22}";
     let causal = call("__cudnn$fmhaSoftmax", config, "tensor<1x2x1x2xf32>", "tensor<1x1x2x2xf32>");
     assert_eq!(run_with(&causal), [0.0, 1.0, 1.0, 2.0]);

@@ -29,7 +29,7 @@ impl Converter<'_, '_> {
         self.function_named(operation.name, operands)
     }
 
-    /// A function of one value by its name.
+    /// Applies a named function of one value.
     pub fn function_named(&mut self, name: &str, operands: &[ValueId]) -> Lowered {
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
             let [x] = exactly(operands)?;
@@ -61,7 +61,8 @@ impl Converter<'_, '_> {
         Ok(vec![self.arrays(|g| function(g, x))?])
     }
 
-    /// `broadcast_add` and the like: operands of lower rank get leading dimensions, sizes of one are repeated.
+    /// Lowers `broadcast_add` and the like: operands of lower rank get leading dimensions, and sizes of one are
+    /// repeated.
     fn broadcasting(&mut self, operation: &Operation, name: &str, operands: &[ValueId]) -> Lowered {
         let rank = operands.iter().map(|&o| self.graph.ty(o).rank()).max().unwrap_or(0);
         let said = optional_dims(operation, "broadcast_dimensions")?;
@@ -96,7 +97,7 @@ impl Converter<'_, '_> {
         self.one(Op::Binary(binary.ok_or(Reject::Unsupported(""))?), &wide)
     }
 
-    /// This value in the type of `x`.
+    /// A tensor filled with `value`, in the type of `x`.
     fn like(&mut self, x: ValueId, value: f64) -> Value {
         let ty = self.graph.ty(x).clone();
         Ok(self.push(Op::Constant(Literal::splat(ty, value)), &[])?)
@@ -115,8 +116,8 @@ impl Converter<'_, '_> {
         Ok(self.push(Op::Select(Select {}), &[predicate, a, b])?)
     }
 
-    /// The number next to `x` in the direction of `y`: floats are in the order of their bits, which stand for an integer
-    /// that counts up from zero on either side.
+    /// The number next to `x` in the direction of `y`. The bits of a float, read as an integer, count up from
+    /// zero on either side.
     fn next_after(&mut self, x: ValueId, y: ValueId) -> Value {
         let ty = self.graph.ty(x).clone();
         let bits = match ty.dtype.bytes() {
@@ -134,7 +135,7 @@ impl Converter<'_, '_> {
         let positive = self.push(compare(Direction::Gt), &[x, zero])?;
         let outwards = self.push(compare(Direction::Eq), &[above, positive])?;
         let moved = self.choose(outwards, grown, shrunk)?;
-        // From zero of either sign the next number is the least one of the sign of the direction.
+        // From a zero of either sign, the next number is the smallest one with the sign of the direction.
         let least = self.like(word, 1.0)?;
         let least = self.cast(least, ty.dtype)?;
         let minus = self.unary(Unary::Negate, least)?;
@@ -145,7 +146,7 @@ impl Converter<'_, '_> {
         let value = self.choose(same, y, moved)?;
         let sum = self.add(x, y)?;
         let undefined = self.push(compare(Direction::Ne), &[sum, sum])?;
-        // Opposite infinities have no sum either, but are numbers.
+        // Opposite infinities sum to NaN too, but are numbers.
         let (x_known, y_known) =
             (self.push(compare(Direction::Eq), &[x, x])?, self.push(compare(Direction::Eq), &[y, y])?);
         let both = self.binary(Binary::And, x_known, y_known)?;

@@ -1,8 +1,9 @@
-//! Attention that a program leaves to a kernel of its backend: the call names the kernel, and the graph gets the function.
+//! Lowers attention that a program leaves to a backend kernel. The call names the kernel, and the graph gets
+//! the function.
 //!
-//! What a kernel is told beside its operands lies in its configuration. cuDNN's says the scale and the mask. The kernel of
-//! TPUs is a program in a binary form: whether it compares positions tells that it is causal, and its scale is taken to be
-//! the customary one.
+//! Parameters other than operands are in a kernel's configuration. For cuDNN it gives the scale and the mask.
+//! For TPUs it is a binary program: attention is taken to be causal if that program compares positions, and the
+//! scale to be the customary one.
 
 use super::convert::{Converter, Note};
 use super::lower::Lowered;
@@ -11,12 +12,13 @@ use super::syntax::{Attribute, Operation};
 use altiplano_ir::array as a;
 use altiplano_ir::graph::ValueId;
 
-/// Results beside the attention are what a backward pass reads; the graph has one of its own.
+/// Extra results besides the attention are read by a kernel's backward pass. The graph has a backward pass of
+/// its own.
 const TRAINED: Reject =
     Reject::Unsupported("with what its own backward pass reads; lower the loss alone, not its gradient");
 
 impl Converter<'_, '_> {
-    /// `[batch, heads, positions, features]` of queries, keys and values, and of the result.
+    /// Lowers attention whose queries, keys, values and result are `[batch, heads, positions, features]`.
     pub fn flash_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
         let kernel = operation.attribute("kernel_name").and_then(Attribute::as_word).unwrap_or_default();
         if !kernel.contains("flash_attention") {
@@ -37,7 +39,8 @@ impl Converter<'_, '_> {
         Ok(vec![self.arrays(|g| a::attention(g, q, k, v, &how))?])
     }
 
-    /// `[batch, positions, heads, features]`, or heads before positions; the result has heads before positions.
+    /// Lowers attention on `[batch, positions, heads, features]`, or on heads before positions. The result has
+    /// heads before positions.
     pub fn cudnn_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
         let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
         if target.ends_with("Backward") {
@@ -61,7 +64,7 @@ impl Converter<'_, '_> {
             [q, k, v, bias] if biased => (q, k, v, Some(bias)),
             _ => return Err(Reject::Unsupported("with operands of another kind")),
         };
-        // The product of queries and keys has batch dimensions 0 and that of heads.
+        // The product of queries and keys has dimension 0 and the heads as batch dimensions.
         let heads = field(config, "lhs_batch_dimensions").and_then(|list| list.split(',').nth(1));
         let heads = heads.and_then(|text| text.trim_matches(|c: char| !c.is_ascii_digit()).parse::<usize>().ok());
         let positions_first = heads.unwrap_or(2) == 2;
@@ -72,7 +75,7 @@ impl Converter<'_, '_> {
             a::attention(g, q, k, v, &how)
         })?;
         let mut results = vec![y];
-        // Statistics and scratch memory are no values that anything reads.
+        // No op reads the statistics and the scratch memory.
         for _ in 1..operation.result_types.len() {
             results.push(self.opaque(&[]));
         }
@@ -80,7 +83,7 @@ impl Converter<'_, '_> {
     }
 }
 
-/// The text of a field of JSON: what is between its quotes, or up to the next comma or brace.
+/// The text of a JSON field: the part between quotes, or up to the next comma or brace.
 fn field<'c>(config: &'c str, name: &str) -> Option<&'c str> {
     let (_, rest) = config.split_once(&format!("\"{name}\""))?;
     let rest = rest.trim_start().strip_prefix(':')?.trim_start();
@@ -91,7 +94,7 @@ fn field<'c>(config: &'c str, name: &str) -> Option<&'c str> {
     }
 }
 
-/// The bytes of a text in base 64.
+/// Decodes base 64.
 fn decoded(text: &str) -> Option<Vec<u8>> {
     let digit = |c: u8| match c {
         b'A'..=b'Z' => Some(u32::from(c - b'A')),

@@ -1,7 +1,7 @@
-//! Ops that read or write parts of tensors at given or computed positions.
+//! Lowers ops that read or write parts of tensors at given or computed positions.
 //!
-//! Positions that follow from constants become slices and concatenations, which any layout plans well; only computed ones
-//! become gathers and scatters.
+//! Positions that follow from constants become slices and concatenations, which can be planned well in any
+//! layout. Only computed positions become gathers and scatters.
 
 use super::convert::Converter;
 use super::lower::{Lowered, attribute, count, exactly, optional_dim, optional_dims, sizes};
@@ -13,7 +13,7 @@ use altiplano_ir::op::{
     Binary, Combine, Concatenate, Gather, GatherDims, Op, OutOfBounds, Reshape, Scatter, ScatterAdd, Unary,
 };
 
-/// How a scatter combines what is there with an update.
+/// The operation by which a scatter combines the existing element with an update.
 #[derive(Clone, Copy, PartialEq)]
 enum Write {
     /// The update is dropped.
@@ -24,7 +24,7 @@ enum Write {
 }
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// `start` moved so that the slice lies inside, where it is known.
+    /// The known value of `start`, clamped so that the slice lies inside.
     fn known_start(&mut self, start: ValueId, length: u64, size: u64) -> Option<u64> {
         let most = size.saturating_sub(length);
         if most == 0 {
@@ -33,7 +33,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Some((self.known_scalar(start)?.max(0.0) as u64).min(most))
     }
 
-    /// A vector of these scalars.
+    /// Concatenates scalars into a vector.
     fn index_vector(&mut self, starts: &[ValueId]) -> Result<ValueId, Reject> {
         let wide = starts.iter().any(|&s| self.graph.ty(s).dtype.bytes() > 4 || self.graph.ty(s).dtype == DType::U32);
         let dtype = if wide { DType::I64 } else { DType::I32 };
@@ -48,7 +48,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// Starts are moved so that the slice lies inside.
+    /// Lowers a slice at computed starts, which are clamped so that the slice lies inside.
     pub fn dynamic_slice(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let lengths = sizes(operation, "slice_sizes")?;
         self.slice_at(operands, lengths)
@@ -101,7 +101,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         if let Some(starts) = known.iter().copied().collect::<Option<Vec<u64>>>() {
             return Ok(vec![self.updated(*x, *update, &starts)?]);
         }
-        // A scatter drops what does not lie inside; here it is moved.
+        // The op clamps starts, but a scatter drops updates outside, so starts are clamped first.
         let partial: Vec<usize> = (0..shape.len()).filter(|&d| lengths[d] < shape[d]).collect();
         let mut moved = Vec::with_capacity(partial.len());
         for &d in &partial {
@@ -117,7 +117,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     pub fn gather(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let slice_sizes = match operation.attribute("slice_sizes") {
             Some(_) => sizes(operation, "slice_sizes")?,
-            // `dynamic_gather` has them as an operand.
+            // `dynamic_gather` has the slice sizes as an operand.
             None => {
                 let sizes = operands.get(2).and_then(|&sizes| self.known_ints(sizes));
                 let sizes = sizes.ok_or(Reject::Unsupported("with sizes that are computed"))?;
@@ -134,7 +134,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             index_vector_dim: optional_dim(operation, "index_vector_dim")?,
             slice_sizes,
         };
-        // StableHLO moves indices to where the slice lies inside; other behaviours are ops around it.
+        // StableHLO clamps indices so that the slice lies inside. Other behaviours are ops around it.
         let lengths = dims.slice_sizes.clone();
         let gather = Op::Gather(Gather { dims: dims.clone(), out_of_bounds: OutOfBounds::Clamp });
         let types = [self.graph.ty(x), self.graph.ty(indices)];
@@ -150,7 +150,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(vec![self.reshaped(slice, shape)?])
     }
 
-    /// The only index vector as a start in each dimension, where there is just one and it is known.
+    /// The start in each dimension, if there is only one index vector and it is known.
     fn single_start(&mut self, x: ValueId, indices: ValueId, dims: &GatherDims) -> Option<Vec<i64>> {
         let rank = self.graph.ty(x).rank();
         let indexed = dims.start_index_map.iter().all(|&d| d < rank) && dims.slice_sizes.len() == rank;
@@ -202,7 +202,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             index_vector_dim: optional_dim(operation, "index_vector_dim")?,
             slice_sizes: Vec::new(),
         };
-        // The windows have the sizes of the updates; dimensions without one have windows of a single element.
+        // Windows have the sizes of the updates; in dimensions without one, a window is a single element.
         let mut windows = dims.offset_dims.iter().map(|&dim| updates_shape.get(dim).copied());
         for dim in 0..shape.len() {
             let single = dims.collapsed_slice_dims.contains(&dim) || dims.operand_batching_dims.contains(&dim);
@@ -250,7 +250,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// One index vector of the dimensions `indexed`, and windows that keep all dimensions.
+/// Dimension numbers for one index vector over the dimensions `indexed`, with windows that keep all dimensions.
 fn window_dims(rank: usize, indexed: Vec<usize>, slice_sizes: Vec<u64>) -> GatherDims {
     GatherDims {
         offset_dims: (0..rank).collect(),
@@ -263,7 +263,8 @@ fn window_dims(rank: usize, indexed: Vec<usize>, slice_sizes: Vec<u64>) -> Gathe
     }
 }
 
-/// What a scatter of `n` operands does with the one at `position`: its region has what is there first, then the updates.
+/// The operation that a scatter of `n` operands applies to the one at `position`. Its region takes the existing
+/// elements first, then the updates.
 fn write_of(region: &Region, position: usize, n: usize) -> Option<Write> {
     let end = region.operations.last()?;
     let (there, update) = (region.arguments.get(position)?.name, region.arguments.get(n + position)?.name);
@@ -282,7 +283,7 @@ fn write_of(region: &Region, position: usize, n: usize) -> Option<Write> {
     }
     let ty = apply.result_types.first()?;
     let boolean = matches!(ty, super::syntax::Type::Tensor(ty) if ty.element == "i1");
-    // The parts of complex numbers are written apart, which only sums allow.
+    // Parts of complex numbers are written separately, which only sums allow.
     if super::complex::is_complex(ty) && !matches!(apply.name, "add" | "subtract") {
         return None;
     }

@@ -1,7 +1,7 @@
-//! Values that follow from constants alone, such as loop counters, known while the text is being read.
+//! Evaluates values that follow from constants alone, such as loop counters, while the text is being read.
 //!
-//! Whether a value follows from constants is noted when its node is made; its elements are computed when first asked for,
-//! by the ops' own reference semantics, rounded to the element type as the traced program would.
+//! A flag is set when a node is made if its value follows from constants. Its elements are computed on first
+//! use by the ops' reference semantics, and rounded to the element type as in the traced program.
 
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
@@ -13,18 +13,18 @@ use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::simplify::rounded;
 use altiplano_ir::tensor::Tensor;
 
-/// Larger tensors are not evaluated: no condition or position is one.
+/// Larger tensors are not evaluated: conditions and positions are small.
 const MOST_ELEMENTS: u64 = 4096;
 
 #[derive(Default)]
 pub(super) struct Knowledge {
-    /// For each node, whether it is small and follows from constants.
+    /// For each node, true if it is small and follows from constants.
     follows: Vec<bool>,
     values: HashMap<ValueId, Rc<Tensor>>,
 }
 
 impl Knowledge {
-    /// To be called for each node that is appended, in order.
+    /// Records a node. Must be called for each appended node, in order.
     pub fn note(&mut self, node: &Node) {
         let small = node.ty.elements() <= MOST_ELEMENTS;
         let known = small && !node.op.is_leaf() && node.operands.iter().all(|o| self.follows[o.index()]);
@@ -35,7 +35,7 @@ impl Knowledge {
         self.follows[value.index()]
     }
 
-    /// The elements of the last node, which is none that could be evaluated.
+    /// Records the elements of the last node, which cannot be evaluated by its op.
     pub fn note_value(&mut self, value: ValueId, tensor: Tensor) {
         self.follows[value.index()] = true;
         self.values.insert(value, Rc::new(tensor));
@@ -43,12 +43,12 @@ impl Knowledge {
 }
 
 impl Converter<'_, '_> {
-    /// The elements of a value, where they follow from constants.
+    /// The elements of a value, if they follow from constants.
     pub fn known(&mut self, value: ValueId) -> Option<Rc<Tensor>> {
         if !self.knowledge.follows(value) {
             return None;
         }
-        // Chains of counters can be as long as loops, hence a stack instead of recursion.
+        // Uses a stack instead of recursion, since chains of counters can be as long as loops.
         let mut stack = vec![value];
         while let Some(&last) = stack.last() {
             if self.knowledge.values.contains_key(&last) {
@@ -90,7 +90,7 @@ impl Converter<'_, '_> {
         Some(self.known(value)?.data.iter().map(|x| *x as i64).collect())
     }
 
-    /// The value of all elements where it is known: of a constant, or of a constant that was broadcast.
+    /// The common value of all elements, if known: from a constant, or from a broadcast constant.
     pub fn splat(&self, mut value: ValueId) -> Option<f64> {
         loop {
             let node = self.graph.node(value);
@@ -103,9 +103,9 @@ impl Converter<'_, '_> {
     }
 }
 
-/// Trying functions on given values instead of the leaves.
+/// Evaluates functions on given values in place of the leaves.
 impl Converter<'_, '_> {
-    /// The values that `value` is computed from.
+    /// All values that `value` is computed from.
     pub fn reached(&self, value: ValueId) -> BTreeMap<ValueId, ()> {
         let mut reached = BTreeMap::new();
         let mut stack = vec![value];
@@ -117,9 +117,10 @@ impl Converter<'_, '_> {
         reached
     }
 
-    /// The elements of `value` where the leaves have the `given` ones. In place of each tensor of shape `shape` there is one of
-    /// `n` elements; that is possible only through ops that compute each element by itself, otherwise there is no answer. A single
-    /// element stands for tensors, too, that are repeated to `shape`. Where `shape` is empty, tensors keep their shapes.
+    /// The elements of `value` if the leaves have the `given` ones. Each tensor of shape `shape` is replaced
+    /// with one of `n` elements. This needs ops that compute each element by itself; other ops give `None`. A
+    /// single element also replaces tensors that are repeated to `shape`. If `shape` is empty, tensors keep
+    /// their shapes.
     pub fn elements_of(
         &self,
         value: ValueId,
@@ -175,7 +176,7 @@ impl Converter<'_, '_> {
     }
 }
 
-/// True if repeating along dimensions of one element gives `to`.
+/// True if repeating dimensions of one element turns `shape` into `to`.
 pub(super) fn repeats_to(shape: &[u64], to: &[u64]) -> bool {
     shape.len() == to.len() && shape.iter().zip(to).all(|(&own, &size)| own == size || own == 1)
 }

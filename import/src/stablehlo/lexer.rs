@@ -1,7 +1,7 @@
-//! Tokens of MLIR text and the errors of reading it.
+//! Tokens of MLIR text, and parse errors.
 //!
-//! Tokens borrow from the text and nothing is allocated per token, since a large model is megabytes of text.
-//! The lexer is `Copy`, so that the parser can try a form and go back.
+//! Tokens borrow from the text and none is allocated, since a large model is megabytes of text. The lexer is
+//! `Copy`, so that the parser can try a form and backtrack.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Why the text is not MLIR that this importer reads. The caller puts the file name in front.
+/// A parse error: the text is not MLIR that this importer reads. The caller prepends the file name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     #[error("{place}: expected {expected}, found {found}")]
@@ -37,8 +37,8 @@ pub enum ParseError {
     DuplicateFunction { place: Place, name: Box<str> },
 }
 
-/// Regions, attributes, types and locations may nest this deep: far more than any printer produces, and
-/// little enough that no input can exhaust the stack.
+/// Maximum nesting of regions, attributes, types and locations. Printers stay far below it, and no input can
+/// overflow the stack.
 pub(super) const MAX_DEPTH: u32 = 128;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,14 +58,14 @@ pub(super) enum Token<'a> {
     /// Decimal digits or `0x` and hexadecimal digits; a sign is a token of its own.
     Integer(&'a str),
     Float(&'a str),
-    /// What stands between the quotes, escapes not yet replaced.
+    /// The text between the quotes, escapes not yet replaced.
     String(&'a str),
     Punctuation(u8),
     Arrow,
     End,
 }
 
-/// A token and where it stands.
+/// A token and its place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lexed<'a> {
     pub token: Token<'a>,
@@ -87,7 +87,7 @@ impl<'a> Lexer<'a> {
         Lexer { text, position: 0, line: 1, line_start: 0 }
     }
 
-    /// Continues at `position`, which must lie on the current line.
+    /// Continues at `position`, which must be on the current line.
     pub fn seek(&mut self, position: usize) {
         self.position = position;
     }
@@ -97,7 +97,7 @@ impl<'a> Lexer<'a> {
     }
 
     pub fn byte(&self, position: usize) -> u8 {
-        // Zero is no MLIR character, so it can stand for the end of the text.
+        // Zero is not an MLIR character, so it can mark the end of the text.
         self.text.as_bytes().get(position).copied().unwrap_or(0)
     }
 
@@ -139,7 +139,7 @@ impl<'a> Lexer<'a> {
         Ok(Lexed { token, start, end: self.position, place })
     }
 
-    /// How many decimal digits stand at `position`.
+    /// The number of decimal digits at `position`.
     pub fn digits(&self, position: usize) -> usize {
         self.run(position, |byte| byte.is_ascii_digit()) - position
     }
@@ -249,7 +249,7 @@ fn is_word(byte: u8) -> bool {
 }
 
 impl Token<'_> {
-    /// How an error message names this token; long ones are cut.
+    /// The name of this token in error messages. Long tokens are truncated.
     pub fn describe(&self) -> Box<str> {
         let (sigil, name) = match *self {
             Token::Word(name) | Token::Integer(name) | Token::Float(name) => ("", name),
@@ -263,7 +263,7 @@ impl Token<'_> {
             Token::Arrow => return "'->'".into(),
             Token::End => return "the end of the file".into(),
         };
-        // Names are ASCII, hence cutting at a byte is cutting at a character; symbols in quotes may not be.
+        // Names are ASCII, but quoted symbols may not be, so the cut is at a character and not at a byte.
         match name.char_indices().nth(40) {
             Some((cut, _)) => format!("'{sigil}{}...'", &name[..cut]).into(),
             None => format!("'{sigil}{name}'").into(),

@@ -1,6 +1,6 @@
-//! Types and literals of MLIR as types and literals of the graph.
+//! Converts types and literals of MLIR to those of the graph.
 //!
-//! The graph computes its constants in `f64`; what a literal says is first rounded to its own element type, so that
+//! The graph computes its constants in `f64`. A literal is first rounded to its own element type, so that
 //! `dense<0.1> : tensor<bf16>` is the number that the traced program used.
 
 use super::syntax::{Dense, Elements, Scalar, TensorType as SyntaxTensor, Type};
@@ -8,18 +8,18 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::types::TensorType;
 
-/// Why a literal has no value in the graph.
+/// The reason that a literal has no value in the graph.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LiteralError {
     /// Complex numbers, and tensors of types that the graph does not have.
     Unsupported,
-    /// More or fewer elements than the type says.
+    /// The number of elements differs from that of the type.
     Count,
     /// An element that its type cannot hold.
     Element,
 }
 
-/// The graph's type, where it has one: a ranked tensor of known sizes and of a number type.
+/// The graph's type, if there is one: a ranked tensor of known sizes and of a number type.
 pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
     let Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) = ty else {
         return None;
@@ -28,7 +28,7 @@ pub(super) fn tensor_type(ty: &Type) -> Option<TensorType> {
     typed(element, shape?)
 }
 
-/// The graph's type of a tensor of this shape: complex numbers are pairs along a last dimension.
+/// The graph's type of a tensor of this shape. Complex numbers are pairs along a last dimension.
 fn typed(element: &str, mut shape: Vec<u64>) -> Option<TensorType> {
     let part = complex_part(element);
     shape.extend(part.map(|_| 2));
@@ -36,7 +36,7 @@ fn typed(element: &str, mut shape: Vec<u64>) -> Option<TensorType> {
     ty.check().then_some(ty)
 }
 
-/// [`tensor_type`] of a tensor some of whose sizes are open, which `size` gives.
+/// [`tensor_type`] of a tensor with open sizes, which `size` gives.
 pub(super) fn tensor_type_with(ty: &Type, size: impl Fn(usize) -> Option<u64>) -> Option<TensorType> {
     let Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) = ty else {
         return None;
@@ -45,12 +45,12 @@ pub(super) fn tensor_type_with(ty: &Type, size: impl Fn(usize) -> Option<u64>) -
     typed(element, shape?)
 }
 
-/// The type of the parts of complex numbers.
+/// The type of each part of a complex number.
 fn complex_part(element: &str) -> Option<DType> {
     dtype(element.strip_prefix("complex<")?.strip_suffix('>')?)
 }
 
-/// The element type of a tensor, whatever its shape.
+/// The element type of a tensor of any shape.
 pub(super) fn element_type(ty: &Type) -> Option<DType> {
     match ty {
         Type::Tensor(SyntaxTensor { element, .. }) => complex_part(element).or_else(|| dtype(element)),
@@ -58,7 +58,7 @@ pub(super) fn element_type(ty: &Type) -> Option<DType> {
     }
 }
 
-/// Is `ty` the way MLIR writes `known`? A size that is left open agrees with any.
+/// True if `ty` is the MLIR form of `known`. A size that is left open matches any.
 pub(super) fn same_type(ty: &Type, known: &TensorType) -> bool {
     match ty {
         Type::Tensor(SyntaxTensor { dims, ranked: true, element, .. }) => {
@@ -116,7 +116,7 @@ pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
             Ok(Literal::splat(ty, value))
         }
         Elements::List { shape, values } => {
-            // An empty tensor of any rank may be written as `dense<>`.
+            // `dense<>` may stand for an empty tensor of any rank.
             let empty = values.is_empty() && ty.elements() == 0;
             if !empty && *shape != ty.shape {
                 return Err(LiteralError::Count);
@@ -132,7 +132,7 @@ pub(super) fn literal(dense: &Dense) -> Result<Literal, LiteralError> {
     }
 }
 
-/// A literal of complex numbers, whose own shape is `shape`.
+/// A literal of complex numbers whose own shape is `shape`.
 fn pairs(ty: TensorType, shape: Vec<u64>, elements: &Elements) -> Result<Literal, LiteralError> {
     let parts = |scalar: &Scalar| match *scalar {
         Scalar::Complex(re, im) => Ok([ty.dtype.round(re), ty.dtype.round(im)]),
@@ -145,7 +145,7 @@ fn pairs(ty: TensorType, shape: Vec<u64>, elements: &Elements) -> Result<Literal
             if re == im && re.is_sign_positive() == im.is_sign_positive() {
                 return Ok(Literal::splat(ty, re));
             }
-            // One pair for many elements is written out, so it must not be for too many.
+            // A splat pair is expanded, so the number of elements is limited.
             if count > 1 << 16 {
                 return Err(LiteralError::Unsupported);
             }
@@ -157,7 +157,7 @@ fn pairs(ty: TensorType, shape: Vec<u64>, elements: &Elements) -> Result<Literal
             }
             values.iter().map(parts).collect::<Result<Vec<_>, _>>()?.concat()
         }
-        // The bytes are those of the parts one after the other.
+        // The bytes of the parts alternate: real, then imaginary.
         Elements::Hex(digits) => return hexadecimal(ty, digits),
     };
     Ok(Literal::dense(ty, values))
@@ -182,7 +182,7 @@ fn element(scalar: Scalar, dtype: DType) -> Result<f64, LiteralError> {
     }
 }
 
-/// An integer of either sign convention that fits the width of the type: `i8` takes -128 to 255.
+/// Checks that an integer fits the width of the type, signed or unsigned: `i8` takes -128 to 255.
 fn integer(value: i128, dtype: DType) -> Result<f64, LiteralError> {
     if dtype == DType::Bool {
         return match value {
@@ -197,15 +197,16 @@ fn integer(value: i128, dtype: DType) -> Result<f64, LiteralError> {
     Ok(dtype.from_bits(value as u64))
 }
 
-/// The element whose memory is `bytes`, little end first. 64-bit integers beyond 2^53 lose their last digits, since
-/// the graph computes in `f64`.
+/// Decodes an element from little-endian bytes. 64-bit integers beyond 2^53 lose their last digits, since the
+/// graph computes in `f64`.
 fn from_bytes(bytes: &[u8], dtype: DType) -> f64 {
     let mut wide = [0; 8];
     wide[..bytes.len()].copy_from_slice(bytes);
     dtype.from_bits(u64::from_le_bytes(wide))
 }
 
-/// `dense<"0x...">`: the bytes of all elements, or of one that stands for all. Booleans are eight to a byte or one.
+/// Decodes `dense<"0x...">`: the bytes of all elements, or of one that is repeated. Booleans are packed eight
+/// to a byte, or take a byte each.
 fn hexadecimal(ty: TensorType, digits: &str) -> Result<Literal, LiteralError> {
     let nibble = |byte: u8| char::from(byte).to_digit(16).unwrap_or(0) as u8;
     let bytes: Vec<u8> = digits.as_bytes().chunks(2).map(|pair| nibble(pair[0]) * 16 + nibble(pair[1])).collect();

@@ -1,7 +1,7 @@
-//! The meaning of each op as ops of the graph.
+//! Lowers each op to ops of the graph.
 //!
-//! Attributes are read here and nowhere else. What the graph writes in another way, such as a reduction that starts
-//! from a value or a scatter into a tensor, becomes several nodes.
+//! Attributes are read here and nowhere else. An op without a direct counterpart, such as a reduction from an
+//! initial value or a scatter into a tensor, becomes several nodes.
 
 use super::convert::{Converter, Scope};
 use super::literal::{LiteralError, element_type, literal, tensor_type};
@@ -19,7 +19,7 @@ use altiplano_ir::types::TensorType;
 pub(super) type Lowered = Result<Vec<ValueId>, Reject>;
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// The results of an op. Calls are not ops here: the walk inlines them.
+    /// The results of an op. Calls do not come here: the walk inlines them.
     pub fn lower(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         match operation.dialect {
             "stablehlo" | "chlo" => {}
@@ -32,7 +32,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.lower_op(operation, operands, scope)
     }
 
-    /// [`Self::lower`] of an op of StableHLO on numbers that are real.
+    /// [`Self::lower`] for a StableHLO op on real numbers.
     pub fn lower_op(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         let name = operation.name;
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
@@ -58,7 +58,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 let element = self.tuples.get(&tuple).and_then(|elements| elements.get(index));
                 element.map(|element| vec![*element]).ok_or_else(|| attribute("index"))
             }
-            // The order of effects, of which a graph has none.
+            // These ops order effects, which a graph does not have.
             "after_all" | "create_token" => Ok(vec![self.opaque(&[])]),
             "constant" if operation.dialect == "stablehlo" => self.constant(operation),
             "iota" | "dynamic_iota" => {
@@ -177,7 +177,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             "rng_bit_generator" => self.random_bits(operation, operands),
             "rng" => Err(Reject::Unsupported("whose numbers follow from no key; use jax.random")),
             "custom_call" => self.custom_call(operation, operands),
-            // Of real numbers the parts are these and zero.
+            // The parts of a real number are the number itself and zero.
             "real" | "conj" => Ok(vec![exactly::<1>(operands)?[0]]),
             "imag" => {
                 let [x] = exactly(operands)?;
@@ -218,7 +218,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Binary(op), &[a, b])?)
     }
 
-    /// The value itself where it has this shape already.
+    /// Reshapes a value, unless it already has this shape.
     pub fn reshaped(&mut self, x: ValueId, shape: Vec<u64>) -> Result<ValueId, Reject> {
         if self.graph.shape(x) == shape {
             return Ok(x);
@@ -235,7 +235,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// A shape given as a tensor, which must follow from constants.
+    /// A shape given as a tensor. Its elements must follow from constants.
     fn known_shape(&mut self, shape: ValueId) -> Result<Vec<u64>, Reject> {
         let sizes = self.known_ints(shape).ok_or(COMPUTED_SHAPE)?;
         sizes.into_iter().map(|size| u64::try_from(size).map_err(|_| COMPUTED_SHAPE)).collect()
@@ -275,7 +275,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.one(Op::Compare(Compare { direction }), &[a, b])
     }
 
-    /// Integers in the total order of these floats: their bits, those of negative numbers counted the other way.
+    /// Maps floats to integers in the total order: their bits, with those of negative numbers counted in
+    /// reverse.
     fn total_order(&mut self, x: ValueId) -> Result<ValueId, Reject> {
         let ty = self.graph.ty(x).clone();
         let (bits, most) = match ty.dtype.bytes() {
@@ -293,7 +294,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Select(Select {}), &[negative, mirrored, word])?)
     }
 
-    /// One predicate may choose for all elements.
+    /// Lowers `select`. A scalar predicate applies to all elements.
     fn select(&mut self, operands: &[ValueId]) -> Lowered {
         let [predicate, on_true, on_false] = exactly(operands)?;
         let predicate = self.broadcast_scalar(predicate, on_true)?;
@@ -309,7 +310,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.one(Op::Binary(Binary::Minimum), &[above, high])
     }
 
-    /// A scalar in the shape of `like`; anything else as it is.
+    /// Broadcasts a scalar to the shape of `like`. Other values are returned unchanged.
     pub fn broadcast_scalar(&mut self, x: ValueId, like: ValueId) -> Result<ValueId, Reject> {
         if self.graph.ty(x).rank() > 0 {
             return Ok(x);
@@ -339,11 +340,11 @@ impl<'t, 'a> Converter<'t, 'a> {
             name if name.starts_with("__cudnn$fmha") => self.cudnn_attention(operation, operands),
             "lapack_spotrf_ffi" | "lapack_dpotrf_ffi" => self.lapack_cholesky(operation, operands),
             "lapack_strsm_ffi" | "lapack_dtrsm_ffi" => self.lapack_solve(operation, operands),
-            // Sizes were chosen, so that what is asserted of them is known or follows.
+            // Sizes are fixed by now, so asserted conditions are known or implied.
             "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),
             "annotate_device_placement" => Ok(operands.to_vec()),
-            // What the generator of random bits is called where a device has a kernel for it.
+            // Names of the random bit generator on devices that have a kernel for it.
             "cu_threefry2x32" | "cu_threefry2x32_ffi" | "hip_threefry2x32" | "hip_threefry2x32_ffi" => {
                 self.threefry(operands)
             }
@@ -371,7 +372,7 @@ pub(super) fn attribute(name: &'static str) -> Reject {
     Reject::Invalid(ProblemKind::Attribute { name })
 }
 
-/// The type of the only result, for ops that do not follow from their operands.
+/// The type of the only result, for ops whose operands do not determine it.
 pub(super) fn result_type(operation: &Operation) -> Result<TensorType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => tensor_type(ty).ok_or_else(|| no_type(ty)),
@@ -407,7 +408,7 @@ pub(super) fn dim(operation: &Operation, name: &'static str) -> Result<usize, Re
     }
 }
 
-/// Printers leave out dimension numbers that are empty or zero.
+/// Dimension numbers, which printers omit if they are empty or zero.
 pub(super) fn optional_dims(operation: &Operation, name: &'static str) -> Result<Vec<usize>, Reject> {
     match operation.attribute(name) {
         Some(_) => dims(operation, name),
@@ -422,7 +423,7 @@ pub(super) fn optional_dim(operation: &Operation, name: &'static str) -> Result<
     }
 }
 
-/// The element type of the only result, which is known even where its sizes are not.
+/// The element type of the only result, which is known even if its sizes are not.
 pub(super) fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
     match operation.result_types.as_slice() {
         [ty] => element_type(ty).ok_or_else(|| no_type(ty)),
@@ -430,7 +431,7 @@ pub(super) fn result_dtype(operation: &Operation) -> Result<DType, Reject> {
     }
 }
 
-/// Bits of the exponent and of the mantissa: two attributes, or `format = e5m2`.
+/// Bits of the exponent and of the mantissa, from two attributes or from `format = e5m2`.
 fn precision(operation: &Operation) -> Result<(u32, u32), Reject> {
     let bits = |name: &'static str| -> Result<u32, Reject> {
         u32::try_from(dim(operation, name)?).map_err(|_| attribute(name))
@@ -445,7 +446,7 @@ fn precision(operation: &Operation) -> Result<(u32, u32), Reject> {
     }
 }
 
-/// Does the op give each element of its result from the elements of its operands at the same index?
+/// True if each element of the op's result depends only on the operands' elements at the same index.
 pub(super) fn is_elementwise(operation: &Operation) -> bool {
     let name = operation.name;
     let structural = ["constant", "top_k", "ragged_dot", "constant_like"];

@@ -1,5 +1,5 @@
-//! Tests of what imported modules compute: loops, branches, regions, positions, sorts, random bits and functions, evaluated
-//! by the reference interpreter before and after simplification.
+//! Tests of the values that imported modules compute: loops, branches, regions, positions, sorts, random bits
+//! and functions, evaluated by the reference interpreter before and after simplification.
 
 use super::convert::import_limited;
 use super::{Imported, import};
@@ -37,7 +37,7 @@ fn assert_near(actual: &[f64], expected: &[f64], context: &str) {
     assert!(all, "{actual:?} instead of {expected:?}\n{context}");
 }
 
-/// A module computes these outputs, and its simplified graph does too.
+/// Checks that a module computes these outputs, before and after simplification.
 fn computes(text: &str, inputs: &[&[f64]], expected: &[&[f64]]) {
     let graph = imported(text).graph;
     for graph in [&graph, &simplify(&graph)] {
@@ -49,7 +49,7 @@ fn computes(text: &str, inputs: &[&[f64]], expected: &[&[f64]]) {
     }
 }
 
-/// [`computes`] of a function of these arguments and results with this body.
+/// [`computes`] for a function with these arguments, results and body.
 fn body(arguments: &str, results: &str, body: &str, inputs: &[&[f64]], expected: &[&[f64]]) {
     computes(&format!("func.func @main({arguments}) -> ({results}) {{\n{body}\n}}"), inputs, expected);
 }
@@ -88,7 +88,7 @@ fn loops_are_unrolled() {
         }
         body("%x: tensor<f32>", "tensor<i32>, tensor<f32>", &text(limit), &[&[2.0]], &[&[i as f64], &[y]]);
     }
-    // The counter wraps at 32 bits, so that this loop ends.
+    // The counter wraps at 32 bits, so this loop ends.
     let wrapping = text(i64::from(i32::MIN) + 1).replace("dense<-1>", "dense<2147483646>").replace("LT", "GT");
     let end = f64::from(i32::MIN + 1);
     body("%x: tensor<f32>", "tensor<i32>, tensor<f32>", &wrapping, &[&[1.0]], &[&[end], &[2_147_483_647.0]]);
@@ -106,7 +106,7 @@ fn layers_of_a_scan_are_written_out() {
     assert_eq!(count(&graph, "pad") + count(&graph, "scatter") + count(&graph, "gather"), 0);
 }
 
-/// What a loop stacks becomes one concatenation, and the graph grows with the number of turns.
+/// A stack that a loop builds becomes one concatenation, and the graph grows linearly with the iterations.
 #[test]
 fn stacking_is_linear() {
     let text = |turns: usize| {
@@ -147,8 +147,8 @@ fn stacking_is_linear() {
     assert_eq!(sizes[2] - sizes[1], 2 * (sizes[1] - sizes[0]));
 }
 
-/// A row that is written once and read in every turn is found without going through all turns between: a few seconds, where
-/// it was the square of the turns.
+/// A row that is written once and read in every iteration is found without walking through all iterations. This
+/// takes a few seconds; a walk would take quadratic time.
 #[test]
 fn reading_far_back_is_no_search_through_all_turns() {
     let turns = 60_000;
@@ -215,7 +215,7 @@ fn branches_are_chosen_or_selected() {
 
 #[test]
 fn regions_of_scalars_apply_to_tensors() {
-    // The greatest element and where it stands first, as JAX writes it; five elements make the tree odd.
+    // The greatest element and its first position, as JAX writes it. Five elements make the tree odd.
     let argmax = "%0 = stablehlo.iota dim = 1 : tensor<2x5xi32>
         %cst = stablehlo.constant dense<0xFF800000> : tensor<f32>
         %c = stablehlo.constant dense<0> : tensor<i32>
@@ -236,7 +236,8 @@ fn regions_of_scalars_apply_to_tensors() {
     let results = "tensor<2xf32>, tensor<2xi32>";
     let x = [1.0, 4.0, 2.0, 4.0, 3.0, -INF, -5.0, NAN, 9.0, NAN];
     body("%x: tensor<2x5xf32>", results, argmax, &[&x], &[&[4.0, NAN], &[1.0, 2.0]]);
-    // It is known for what it is, and the least element too; one that prefers the last of equal ones is a tree.
+    // The search is recognised, also for the least element. A variant that prefers the last of equal elements
+    // becomes a tree.
     let written =
         |body: &str| imported(&format!("func.func @main(%x: tensor<2x5xf32>) -> ({results}) {{\n{body}\n}}")).graph;
     assert_eq!((count(&written(argmax), "reduce"), count(&written(argmax), "slice")), (2, 0));
@@ -248,7 +249,7 @@ fn regions_of_scalars_apply_to_tensors() {
     let tied = [1.0, 4.0, 2.0, 4.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0];
     body("%x: tensor<2x5xf32>", results, &last, &[&tied], &[&[4.0, 0.0], &[3.0, 4.0]]);
 
-    // A function that is not symmetric keeps the order, and sees what stands around it: f(a, b) = a s + b with s = 2.
+    // An asymmetric function keeps the order and reads outer values: f(a, b) = a s + b with s = 2.
     let ordered = |dims: &str, result: &str| {
         format!(
             "%1 = stablehlo.reduce(%x init: %s) across dimensions = {dims} : (tensor<2x2xf32>, tensor<f32>) -> {result}
@@ -299,7 +300,7 @@ fn windows() {
     let backward = each(&|i| x[i..].iter().sum());
     let logs = each(&|i| log_sum(&[&x[..=i], &[1.0]].concat()));
     let logs_back = each(&|i| log_sum(&[&x[i..], &[1.0]].concat()));
-    // Padding is made of initial values, and one more begins each sum.
+    // Padding consists of initial values, and each sum starts with one more.
     let padded = |i: usize| if i == 0 || i == 6 { 1.0 } else { x[i - 1] };
     let init_counts: Vec<f64> = (0..4).map(|i| 1.0 + (0..4).map(|k| padded(i + k)).sum::<f64>()).collect();
     let strided: Vec<f64> = [0, 2].iter().map(|&i| log_sum(&[1.0, padded(i), padded(i + 1), padded(i + 2)])).collect();
@@ -329,7 +330,7 @@ fn windows() {
 
 #[test]
 fn convolutions_in_both_forms() {
-    // A kernel of three along the image, at every second place, over one place of padding on each side.
+    // A kernel of three along the image, with stride two and one element of padding on each side.
     let expected: Vec<f64> = [[0.0, 1.0, 2.0], [2.0, 3.0, 4.0], [4.0, 5.0, 0.0]]
         .iter()
         .map(|seen| seen[0] + 10.0 * seen[1] + 100.0 * seen[2])
@@ -391,7 +392,7 @@ fn sorts_by_what_their_comparator_says() {
             vec![NAN, INF, 2.0, 2.0, -1.0, -INF],
             [4.0, 0.0, 5.0, 2.0, 3.0, 1.0],
         ),
-        // Without regard for NaN.
+        // A comparison that ignores NaN.
         (compare("r", "LT", "a", "b", "f32", "FLOAT"), ascending.to_vec(), [1.0, 3.0, 5.0, 2.0, 0.0, 4.0]),
         // By the other operand, negated.
         (
@@ -402,7 +403,7 @@ fn sorts_by_what_their_comparator_says() {
             vec![INF, -INF, 2.0, -1.0, NAN, 2.0],
             [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
         ),
-        // By both: ties of the first cannot be, so that the second has no say.
+        // The first key has no ties, so the second never decides.
         (
             lexicographic("GT", "k", "l", &compare("s", "LT", "a", "b", "f32", "TOTALORDER")),
             x.to_vec(),
@@ -423,7 +424,7 @@ fn sorts_by_what_their_comparator_says() {
         let arguments = "%x: tensor<6xf32>, %i: tensor<6xi32>";
         body(arguments, "tensor<6xf32>, tensor<6xi32>", &sort(&comparator), &[&x, &i], &[&values, &places]);
     }
-    // By the remainder of one key is no order of the keys.
+    // A comparison of remainders does not order the keys.
     let odd = format!(
         "{halves}\n%m = stablehlo.remainder %k, %two : tensor<i32>\n%n = stablehlo.remainder %l, %two : tensor<i32>\n{}",
         compare("r", "LT", "m", "n", "i32", "SIGNED")
@@ -457,7 +458,7 @@ fn runs_of_rows_are_multiplied_with_matrices_of_their_own() {
     let rows = "lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], rhs_group_dimensions = [0]";
     let text = dot(rows, &format!("(tensor<3x2xf32>, tensor<2x2x1xf32>, {sizes}) -> tensor<3x1xf32>"));
     let arguments = format!("%x: tensor<3x2xf32>, %w: tensor<2x2x1xf32>, %s: {sizes}");
-    // A row behind all runs has no matrix.
+    // Rows after all runs have no matrix.
     for (sizes, expected) in [([1.0, 2.0], [3.0, 70.0, 110.0]), ([0.0, 2.0], [30.0, 70.0, 0.0])] {
         let inputs: &[&[f64]] = &[&x, &[1.0, 1.0, 10.0, 10.0], &sizes];
         body(&arguments, "tensor<3x1xf32>", &format!("{text} : tensor<3x1xf32>"), inputs, &[&expected]);
@@ -575,7 +576,7 @@ fn functions_of_the_chlo_dialect() {
         ("lgamma", libm::lgamma),
     ];
     for (name, function) in cases {
-        // The coefficients of its series are not as exact in f32 as its zeros ask for.
+        // The series coefficients are not exact enough in f32 near the zeros of the function.
         let ty = if name == "lgamma" { "tensor<8xf64>" } else { "tensor<8xf32>" };
         let text = format!("%0 = chlo.{name} %x : {ty} -> {ty}\nreturn %0 : {ty}");
         let expected: Vec<f64> = x.iter().map(|x| function(*x)).collect();
@@ -655,7 +656,7 @@ fn random_numbers_are_those_of_jax() {
     let graph = imported(text).graph;
     assert_eq!(ciphers(&graph), (2, 1, 0));
     assert_eq!(ciphers(&simplify(&graph)), (1, 0, 0));
-    // Another rotation makes another cipher: it stays what it says.
+    // A cipher with another rotation is not recognised, and keeps its ops.
     let other = text.replace("dense<[13, 15, 26, 6]>", "dense<[13, 15, 27, 6]>");
     assert_ne!(other, text);
     let graph = imported(&other).graph;
@@ -664,7 +665,7 @@ fn random_numbers_are_those_of_jax() {
     assert!(xors > 20);
     let numbers = run(&graph, key);
     assert!(numbers[0].iter().zip(&expected).all(|(a, b)| (a - b).abs() > 1e-4 && (0.0..1.0).contains(a)));
-    // Each of three keys is split and draws numbers of its own.
+    // Each of three keys is split and draws its own numbers.
     let text = include_str!("modules/uniform_of_keys.mlir");
     let keys: &[&[f64]] = &[&[0.0, 3.0, 1.0, 7.0, 5.0, 5.0]];
     computes(text, keys, &[&[0.02599466, 0.5417391, 0.8016862, 0.644259, 0.6132529, 0.6287463]]);
@@ -736,7 +737,7 @@ these operations contradict their operands:
         error.ends_with("the module has more than 1000 operations once its calls and loops are unrolled"),
         "{error}"
     );
-    // Where a turn is wrong it is not taken again.
+    // A faulty iteration is not repeated.
     let wrong =
         endless.replace("} do {", "} do {\n%1 = stablehlo.add %y, %t : (tensor<f32>, tensor<i1>) -> tensor<f32>");
     let error = import_limited(&wrong, &[], 1000).unwrap_err().to_string();

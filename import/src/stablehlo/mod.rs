@@ -1,8 +1,8 @@
 //! Reads StableHLO as JAX prints it, `jax.jit(f).lower(...).as_text()`, with or without debug locations.
 //!
-//! The text goes through three steps, each with its own types: `lexer` cuts bytes into tokens, [`parse`] builds the
-//! tree of [`syntax`] from them (`attribute` and `pretty` are its parts), and [`import`] turns the tree into a graph
-//! (`lower` knows the ops, `literal` the constants).
+//! The import has three steps, each with its own types: `lexer` cuts bytes into tokens, [`parse`] builds the
+//! tree of [`syntax`] from them (`attribute` and `pretty` are its parts), and [`import`] turns the tree into a
+//! graph (`lower` lowers the ops, `literal` the constants).
 
 mod attribute;
 mod complex;

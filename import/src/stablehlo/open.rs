@@ -1,8 +1,8 @@
-//! Sizes that a module leaves open: the `?` of its arguments, as `jax.export` writes symbolic shapes.
+//! Resolves sizes that a module leaves open: the `?` of its arguments, as `jax.export` writes symbolic shapes.
 //!
-//! Such a module is a function whose first arguments are the symbols, and a wrapper that reads them off the shapes of its
-//! own arguments. The names of symbols and arguments are those of the inner function. All other sizes follow while ops are
-//! converted, since the sizes of the arguments are numbers by then.
+//! Such a module has a function whose first arguments are the symbols, and a wrapper that reads them from the
+//! shapes of its own arguments. Symbols and arguments are named as in the inner function. All other sizes
+//! follow during conversion, since the sizes of the arguments are numbers by then.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,15 @@ use super::report::ImportError;
 use super::syntax::{Attribute, Function, Module, Operation, Type, find};
 use crate::OpenSize;
 
-/// What the arguments of the entry are called, and the sizes that are open.
+/// Names of the entry's arguments, and the open sizes.
 pub(super) struct Opened {
     pub names: Vec<Option<String>>,
-    /// By argument and dimension.
+    /// Sizes by argument and dimension.
     pub sizes: BTreeMap<(usize, usize), u64>,
     pub open: Vec<OpenSize>,
 }
 
-/// The least size that cannot be mistaken for one that is broadcast.
+/// The smallest size that cannot be mistaken for a broadcast dimension.
 const LEAST: u64 = 2;
 
 pub(super) fn open(module: &Module<'_>, main: &Function<'_>, said: &[(String, u64)]) -> Result<Opened, ImportError> {
@@ -34,7 +34,7 @@ pub(super) fn open(module: &Module<'_>, main: &Function<'_>, said: &[(String, u6
             }
         }
     }
-    // `%0 = get_dimension_size %arg10, dim = 0`, which a call gives to an argument that is the symbol.
+    // A call passes `%0 = get_dimension_size %arg10, dim = 0` to the argument that is the symbol.
     let mut symbols: BTreeMap<(usize, usize), String> = BTreeMap::new();
     for (operation, inner) in calls() {
         for (operand, argument) in operation.operands.iter().zip(&inner.arguments) {
@@ -59,7 +59,7 @@ pub(super) fn open(module: &Module<'_>, main: &Function<'_>, said: &[(String, u6
         let Type::Tensor(ty) = &argument.ty else { continue };
         let leaf = names[index].clone().unwrap_or_else(|| format!("arg{index}"));
         for (dim, _) in ty.dims.iter().enumerate().filter(|(_, size)| size.is_none()) {
-            // Where there is one symbol, what is open is that.
+            // If there is only one symbol, any open size is that symbol.
             let symbol = symbols.get(&(index, dim)).or(only).cloned().unwrap_or_else(|| format!("{leaf}.{dim}"));
             let at = open.iter().position(|size| size.symbol == symbol).unwrap_or(open.len());
             if at == open.len() {

@@ -1,7 +1,7 @@
 //! Parses MLIR text into the syntax tree: modules, functions, regions, and ops in the generic form.
 //!
-//! A recursive-descent parser with one token of lookahead. It accepts what printers write rather than all that
-//! MLIR's own parser accepts, and stops at the first error.
+//! A recursive-descent parser with one token of lookahead. It accepts the text that printers write, not
+//! everything that MLIR's own parser accepts, and stops at the first error.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -38,14 +38,15 @@ pub fn parse(text: &str) -> Result<Module<'_>, ParseError> {
 pub(super) struct Parser<'a> {
     pub lexer: Lexer<'a>,
     pub current: Lexed<'a>,
-    /// Where the token before the current one ends.
+    /// The end of the token before the current one.
     pub previous_end: usize,
     pub depth: u32,
     pub locations: Vec<LocationNode<'a>>,
     pub location_aliases: HashMap<&'a str, LocationId>,
     pub attribute_aliases: HashMap<&'a str, Attribute<'a>>,
     pub type_aliases: HashMap<&'a str, Type<'a>>,
-    /// Aliases inside an alias are not followed: doubling in each of many would fill the memory.
+    /// True while parsing an alias. Aliases inside an alias are not followed, since repeated doubling would
+    /// exhaust the memory.
     pub in_alias: bool,
 }
 
@@ -80,7 +81,7 @@ impl<'a> Parser<'a> {
         self.current.token == Token::Word(word)
     }
 
-    /// Takes the punctuation if it is next, and says whether it was.
+    /// Takes the punctuation if it is next; returns true if it was.
     pub fn eat(&mut self, byte: u8) -> Result<bool, ParseError> {
         let found = self.at(byte);
         if found {
@@ -111,7 +112,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// After an item of a list: a comma, or the closing byte, which stays.
+    /// Parses the separator after an item of a list: a comma, or the closing byte, which is not consumed.
     pub fn separator(&mut self, close: u8) -> Result<(), ParseError> {
         if self.at(close) || self.eat(b',')? {
             return Ok(());
@@ -129,7 +130,7 @@ impl<'a> Parser<'a> {
         ParseError::Expected { place: *place, expected, found: token.describe() }
     }
 
-    /// Goes one level deeper, to be undone by `leave` unless there is an error.
+    /// Enters a nesting level. `leave` undoes it, unless there is an error.
     pub fn enter(&mut self) -> Result<(), ParseError> {
         self.depth += 1;
         match self.depth > MAX_DEPTH {
@@ -162,7 +163,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `@name`; in `@outer::@inner` the last name is the one that is meant.
+    /// Parses `@name`. Of `@outer::@inner`, returns the last name.
     pub fn symbol_path(&mut self) -> Result<Cow<'a, str>, ParseError> {
         let mut name = self.symbol()?;
         while self.at(b':') && self.lexer.byte(self.current.end) == b':' {
@@ -173,7 +174,7 @@ impl<'a> Parser<'a> {
         Ok(unescape(name))
     }
 
-    /// Skips from an opening bracket to the one that closes it and returns the text of it all.
+    /// Skips from an opening bracket to its closing bracket, and returns the text including both.
     pub fn balanced(&mut self) -> Result<&'a str, ParseError> {
         let start = self.current.start;
         let mut open = Vec::new();
@@ -221,7 +222,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// A module, a function, or another dialect's declaration, which is read and dropped.
+    /// Parses a module, a function, or a declaration of another dialect, which is dropped.
     fn module_item(&mut self, module: &mut Module<'a>) -> Result<(), ParseError> {
         match self.current.token {
             Token::Word("module" | "builtin.module") => self.module(module),
@@ -270,7 +271,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// Modules and functions in the generic form are ops like any other.
+    /// Handles modules and functions in the generic form, which are parsed as ops.
     fn generic_item(&mut self, mut operation: Operation<'a>, module: &mut Module<'a>) -> Result<(), ParseError> {
         let name = match operation.attribute("sym_name") {
             Some(Attribute::String(name)) => Some(name.clone()),
@@ -361,7 +362,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `(%arg0: tensor<f32> {attributes} loc("name"), ...)`. Declarations leave out the names.
+    /// Parses `(%arg0: tensor<f32> {attributes} loc("name"), ...)`. Declarations omit the names.
     pub fn arguments(&mut self) -> Result<Vec<Argument<'a>>, ParseError> {
         self.expect(b'(', "'('")?;
         let mut arguments = Vec::new();
@@ -382,7 +383,7 @@ impl<'a> Parser<'a> {
         Ok(arguments)
     }
 
-    /// `{ ops }`, or `{ ^bb0(%arg: type): ops }` where the block names its arguments itself.
+    /// Parses `{ ops }`, or `{ ^bb0(%arg: type): ops }` if the block names its arguments itself.
     pub fn region(&mut self, mut arguments: Vec<Argument<'a>>) -> Result<Region<'a>, ParseError> {
         self.enter()?;
         self.expect(b'{', "'{'")?;
@@ -466,7 +467,7 @@ impl<'a> Parser<'a> {
         Ok(operation)
     }
 
-    /// Operands up to and with the closing byte.
+    /// Parses operands through the closing byte.
     pub fn operands(&mut self, close: u8) -> Result<Vec<Operand<'a>>, ParseError> {
         let mut operands = Vec::new();
         while !self.eat(close)? {
@@ -492,7 +493,7 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// An op of that name and nothing else.
+/// An op with this name and no other content.
 pub(super) fn new_operation(name: &str, place: Place) -> Operation<'_> {
     let (dialect, name) = name.split_once('.').unwrap_or(("func", name));
     Operation {
@@ -509,7 +510,7 @@ pub(super) fn new_operation(name: &str, place: Place) -> Operation<'_> {
     }
 }
 
-/// An attribute under its generic name.
+/// An attribute with its generic name.
 pub(super) fn named<'a>(name: &'static str, value: Attribute<'a>) -> (Cow<'a, str>, Attribute<'a>) {
     (Cow::Borrowed(name), value)
 }

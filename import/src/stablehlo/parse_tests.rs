@@ -1,11 +1,12 @@
-//! Tests of the lexer and the parser: one op per case, errors with their places, and damaged text.
+//! Tests of the lexer and the parser: one op per case, errors with their places, and corrupted text.
 
 use std::fmt::Write;
 
 use super::parse;
 use super::syntax::{Attribute, Attributes, Dense, Elements, Module, Operation, Scalar, Type};
 
-/// Prints an op in one short form, the same for its own syntax and the generic one.
+/// Prints an op in a short form that does not depend on whether it was parsed from its own syntax or the
+/// generic one.
 fn show(operation: &Operation) -> String {
     let mut out = String::new();
     for result in &operation.results {
@@ -433,7 +434,7 @@ fn nesting_is_limited() {
     ] {
         let nested = format!("{}{}", open.repeat(100_000), close.repeat(100_000));
         for prefix in ["", "#a = ", "!a = ", "#a = loc(", "\"a.b\"() {a = ", "func.func @f() {"] {
-            // Some combinations are text in brackets that is skipped; none may overflow the stack.
+            // Some combinations are bracketed text that is skipped. None may overflow the stack.
             let _ = parse(&format!("{prefix}{nested}"));
         }
     }
@@ -468,7 +469,7 @@ module @jit_f attributes {mhlo.num_partitions = 1 : i32} {
 #loc2 = loc("jit(f)/é"(callsite(#loc1 at "f.py":1:2 to :3)))
 "#;
 
-/// Cheap random numbers, the same in every run (xorshift, Marsaglia 2003).
+/// A fast, deterministic random number generator (xorshift, Marsaglia 2003).
 fn random(state: &mut u64) -> usize {
     *state ^= *state << 13;
     *state ^= *state >> 7;

@@ -33,10 +33,10 @@ impl<'a> Parser<'a> {
         Ok(operation)
     }
 
-    /// What stands between the name of an op and its attributes or type.
+    /// Parses the items between the name of an op and its attributes or type.
     fn items(&mut self, operation: &mut Operation<'a>) -> Result<(), ParseError> {
         loop {
-            // `@name(...)` and `"name" %a` have no comma behind the name.
+            // In `@name(...)` and `"name" %a`, no comma follows the name.
             let mut comma_needed = true;
             match self.current.token {
                 Token::Value(_) => {
@@ -59,7 +59,7 @@ impl<'a> Parser<'a> {
                 }
                 Token::Punctuation(b'(') => {
                     self.advance()?;
-                    // `top_k(%a, k = 2)` has its attribute inside.
+                    // `top_k(%a, k = 2)` has its attribute inside the parentheses.
                     while let Token::Value(_) = self.current.token {
                         operation.operands.push(self.operand()?);
                         self.separator(b')')?;
@@ -74,18 +74,18 @@ impl<'a> Parser<'a> {
                 Token::Word(word) if word != "loc" && word != "attributes" => self.word_item(operation, word)?,
                 _ => return Ok(()),
             }
-            // `convolution(%a, %b) dim_numbers = ..., window = {...}` follows no rule for commas.
+            // `convolution(%a, %b) dim_numbers = ..., window = {...}` has irregular commas.
             if !self.eat(b',')? && comma_needed && operation.name != "convolution" {
                 return Ok(());
             }
         }
     }
 
-    /// A bare word, or a `key = value` pair.
+    /// Parses a bare word, or a `key = value` pair.
     fn word_item(&mut self, operation: &mut Operation<'a>, word: &'a str) -> Result<(), ParseError> {
         self.advance()?;
         if !self.eat(b'=')? {
-            // Of `compare LT, %a, %b, FLOAT` the first word is the direction.
+            // In `compare LT, %a, %b, FLOAT`, the first word is the direction.
             let name = match operation.operands.is_empty() {
                 true => "comparison_direction",
                 false => "compare_type",
@@ -126,7 +126,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// `%0 [1:3, 4:8:2]` of a slice, `%0[1]` of a tuple.
+    /// Parses `%0 [1:3, 4:8:2]` of a slice, or `%0[1]` of a tuple.
     fn brackets_after_operand(&mut self, operation: &mut Operation<'a>) -> Result<(), ParseError> {
         if operation.name == "get_tuple_element" {
             self.advance()?;
@@ -152,13 +152,14 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// `stablehlo.constant {attributes} dense<1.0> : tensor<f32>`: the type of the literal is that of the result.
+    /// Parses `stablehlo.constant {attributes} dense<1.0> : tensor<f32>`. The literal and the result have the
+    /// same type.
     fn constant(&mut self, operation: &mut Operation<'a>) -> Result<(), ParseError> {
         if self.at(b'{') {
             operation.attributes = self.attribute_dictionary()?;
         }
         if self.at_word("dense_resource") {
-            // The values are elsewhere, or were left out by whoever printed this.
+            // The values are stored elsewhere, or were elided by the printer.
             self.advance()?;
             let value = Attribute::Opaque(self.balanced()?);
             self.expect(b':', "':' and the type of the literal")?;
@@ -175,7 +176,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// The types after the colon: `(a, b) -> c`, or a short form whose meaning depends on the op.
+    /// Parses the types after the colon: `(a, b) -> c`, or a short form whose meaning depends on the op.
     fn operation_type(&mut self, operation: &mut Operation<'a>) -> Result<(), ParseError> {
         if self.at(b'(') {
             (operation.operand_types, operation.result_types) = self.function_type()?;
@@ -198,7 +199,7 @@ impl<'a> Parser<'a> {
                 operation.operand_types = vec![predicate.clone(), value.clone(), value.clone()];
                 operation.result_types = vec![value.clone()];
             }
-            // Here operands differ from the result in a way that the text does not say.
+            // Operand types of these ops differ from the result type, and the text does not give them.
             ("tuple" | "complex", _) => operation.result_types = types,
             (_, [ty]) => {
                 operation.operand_types = vec![ty.clone(); operation.operands.len()];
@@ -212,8 +213,9 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// `stablehlo.reduce(%a init: %i), (%b init: %j)` and then either `applies stablehlo.add across dimensions = [2]`
-    /// or `across dimensions = [2]` with a `reducer` region after the type.
+    /// Parses `stablehlo.reduce(%a init: %i), (%b init: %j)`, followed by
+    /// `applies stablehlo.add across dimensions = [2]`, or by `across dimensions = [2]` with a `reducer` region
+    /// after the type.
     fn reduce(&mut self, operation: &mut Operation<'a>) -> Result<(), ParseError> {
         let mut inits = Vec::new();
         loop {
@@ -249,7 +251,8 @@ impl<'a> Parser<'a> {
         self.expect(b':', "':'")?;
         (operation.operand_types, operation.result_types) = self.function_type()?;
         if self.eat_word("reducer")? {
-            // The text pairs the two arguments of each operand; the region has all first ones, then all second ones.
+            // The text lists both arguments of each operand as a pair. The region takes all first arguments,
+            // then all second ones.
             let (mut first, mut second) = (Vec::new(), Vec::new());
             while self.at(b'(') {
                 let mut pair = self.arguments()?.into_iter();
@@ -323,7 +326,7 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// The generic name of a key in an op's own syntax.
+/// The generic name of a key that an op's own syntax uses.
 fn generic_name<'a>(operation: &str, key: &'a str) -> &'a str {
     match (operation, key) {
         ("broadcast_in_dim" | "dynamic_broadcast_in_dim", "dims") => "broadcast_dimensions",

@@ -28,8 +28,8 @@ impl Converter<'_, '_> {
         self.product(operation, Op::DotGeneral(dot), lhs, rhs)
     }
 
-    /// Runs of rows of the sizes that the third operand says, each with a matrix of its own: `[m, k]` by `[g, k, n]`. Where rows are
-    /// summed over instead, `[m, k]` by `[m, n]`, each run has a result: `[g, k, n]`.
+    /// Multiplies runs of rows, whose sizes the third operand gives, by one matrix each: `[m, k]` by `[g, k, n]`.
+    /// If the rows are contracted, as in `[m, k]` by `[m, n]`, each run has its own result: `[g, k, n]`.
     pub fn ragged_dot(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [lhs, rhs, sizes] = exactly(operands)?;
         let dims = |name| optional_dims(operation, name);
@@ -55,7 +55,7 @@ impl Converter<'_, '_> {
             [of_group] if fits && right == 3 && ragged != of_lhs && of_group != of_rhs && of_group < 3 => {
                 let columns = 3 - of_group - of_rhs;
                 let x = array::permute(g, lhs, &[ragged, of_lhs])?;
-                // Matrices whose columns come first are taken as they are.
+                // Matrices with columns before rows are used without a transposition.
                 let swapped = columns < of_rhs;
                 let order = if swapped { [of_group, columns, of_rhs] } else { [of_group, of_rhs, columns] };
                 let w = array::permute(g, rhs, &order)?;
@@ -78,10 +78,12 @@ impl Converter<'_, '_> {
         Ok(vec![made])
     }
 
-    /// Element types of operands and result may differ: a product of half precision that is summed in single.
+    /// Appends a product whose operands and result may differ in element type, such as half precision summed in
+    /// single.
     pub fn product(&mut self, operation: &Operation, op: Op, mut lhs: ValueId, mut rhs: ValueId) -> Lowered {
         let dtype = result_dtype(operation)?;
-        // The graph's products have one element type. Converting the operands up keeps every digit of the wider sum.
+        // Products of the graph have one element type. Converting the operands up keeps every digit of the
+        // wider sum.
         if dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes()) {
             lhs = self.converted(lhs, dtype)?;
             rhs = self.converted(rhs, dtype)?;

@@ -1,4 +1,4 @@
-//! Random bits: the cipher that JAX writes out, recognised by what it computes, and the generator op.
+//! Lowers random bits: the cipher that JAX writes out, recognised by its values, and the generator op.
 
 use std::collections::BTreeMap;
 
@@ -25,12 +25,13 @@ const PROBES: [[u32; 4]; 4] = [
     [7, 0xdead_beef, 0x8000_0000, 123_456_789],
 ];
 
-/// Functions of fewer elements are tried at their own shape.
+/// Functions with fewer elements are tested at their own shape.
 const SMALL: u64 = 64;
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// Does the function take two words of a key and two of a counter and give the two words that Threefry-2x32 gives?
-    /// It is converted once on stand-ins and tried on a few numbers: 128 bits that agree are no accident.
+    /// True if the function takes two words of a key and two of a counter, and returns both words of
+    /// Threefry-2x32. It is converted once on stand-ins and tested on a few inputs; 128 equal bits are not a
+    /// coincidence.
     pub fn is_threefry(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
         let types = |list: Vec<&super::syntax::Type>| -> Option<Vec<TensorType>> {
             let types: Option<Vec<TensorType>> = list.into_iter().map(super::literal::tensor_type).collect();
@@ -45,14 +46,14 @@ impl<'t, 'a> Converter<'t, 'a> {
             return Ok(false);
         };
         let ty = results[0].clone();
-        // Keys and counters of their own are repeated to each other's shape, where keys are mapped over.
+        // If keys are mapped over, keys and counters are repeated to a common shape.
         let fits = |argument: &TensorType| argument.rank() == 0 || repeats_to(&argument.shape, &ty.shape);
         if results[1] != ty || !arguments.iter().all(fits) || ty.elements() == 0 {
             return Ok(false);
         }
         let stand_ins: Vec<ValueId> = arguments.iter().map(|ty| self.probe(ty)).collect();
         let values = self.inline_body(function, stand_ins.clone(), function.place)?;
-        // Large tensors are tried with one element in place of all, which ops of elements cannot tell.
+        // Large tensors are tested with one element in place of all, which does not affect elementwise ops.
         let is_small = ty.elements() <= SMALL;
         let tried = if is_small { ty.clone() } else { ty.with_shape([1]) };
         let shape = if is_small { &[] } else { ty.shape.as_slice() };
@@ -61,7 +62,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             let mut operands = Vec::new();
             for (position, (&stand_in, argument)) in stand_ins.iter().zip(&arguments).enumerate() {
                 let n = if is_small { argument.elements() as u32 } else { 1 };
-                // Each element is another number.
+                // All elements differ.
                 let elements: Vec<f64> = (0..n).map(|i| f64::from(probe[position].wrapping_add(i))).collect();
                 let own = if is_small { argument.shape.as_slice() } else { &[] };
                 operands.push(repeated(&elements, own, &tried));
@@ -95,10 +96,10 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(vec![first, second])
     }
 
-    /// Bits from a state of a key and a counter, and the state with the counter moved on.
+    /// Bits from a state of a key and a counter, and the state with an advanced counter.
     ///
-    /// All algorithms count with Threefry-2x32, so bits of `THREE_FRY` and `PHILOX` are not those that a given version of
-    /// XLA makes; a program that asks for `DEFAULT` has left the choice open anyway.
+    /// All algorithms use Threefry-2x32 in counter mode. The bits of `THREE_FRY` and `PHILOX` therefore differ
+    /// from those of a given XLA version; `DEFAULT` leaves the choice open anyway.
     pub fn random_bits(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [state] = exactly(operands)?;
         let [_, result] = operation.result_types.as_slice() else {
@@ -113,7 +114,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
         let result = super::literal::tensor_type(result).ok_or(Reject::Unsupported("with a result of this type"))?;
         let ty = self.graph.ty(state).clone();
-        // Of Philox' state of three words the last is the upper half of the counter, which stays.
+        // The last of the three words of a Philox state is the upper half of the counter, which does not
+        // change.
         let words = match (ty.dtype, ty.shape.as_slice()) {
             (DType::U64, [2 | 3]) => self.cast(state, DType::U32)?,
             (DType::U32, [4 | 6]) => state,
@@ -177,7 +179,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(vec![state, bits])
     }
 
-    /// The sum of two words, and one where it went beyond the word.
+    /// The sum of two words, and a carry of one if it overflowed.
     fn add_word(&mut self, a: ValueId, b: ValueId) -> Result<(ValueId, ValueId), Reject> {
         let sum = self.binary(Binary::Add, a, b)?;
         let wrapped = self.push(Op::Compare(Compare { direction: Direction::Lt }), &[sum, a])?;
@@ -208,7 +210,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// The same bits as another type; casting back gives what was cast.
+    /// Reinterprets the bits as another type. Casting back returns the original value.
     pub fn cast(&mut self, x: ValueId, dtype: DType) -> Result<ValueId, Reject> {
         let node = self.graph.node(x);
         if node.ty.dtype == dtype {

@@ -1,7 +1,8 @@
-//! Reductions of whole dimensions.
+//! Lowers reductions of whole dimensions.
 //!
-//! The reducers of the graph are recognised, and so is the search for the greatest element and its place; any other function is applied to halves of the tensor, again and again, so
-//! that a reduction of `n` elements is a tree of depth `log n` of ordinary ops.
+//! The graph's own reducers are recognised, as is the search for the greatest element and its place. Any other
+//! function is applied to halves of the tensor repeatedly: a reduction of `n` elements is a tree of ordinary
+//! ops of depth `log n`.
 
 use super::control::regions;
 use super::convert::{Converter, Scope};
@@ -29,7 +30,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             };
             return Ok(vec![self.with_init(reducer, reduced, init)?]);
         }
-        // Printers name the op in place of a region that is one op.
+        // Printers name the op in place of a region that consists of one op.
         if let (1, [], Some(op)) = (n, operation.regions.as_slice(), applied(operation)) {
             let (mut x, init) = (operands[0], operands[1]);
             let shape = self.graph.shape(x).to_vec();
@@ -75,7 +76,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.apply_inits(operation, region, inits, values, scope)
     }
 
-    /// Whether each element is its own position in `dim`.
+    /// True if each element is its own position in `dim`.
     fn counts_along(&self, value: ValueId, dim: usize) -> bool {
         let node = self.graph.node(value);
         match &node.op {
@@ -88,8 +89,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// Whether a function of two elements and their places keeps the one that is greater (or less), the first of equal ones,
-    /// and NaN before any number: tried on pairs that tell.
+    /// True if a function of two elements and their places keeps the greater (or lesser) element, the first of
+    /// equal ones, and NaN before any number. It is tested on pairs that distinguish these cases.
     fn keeps_better(
         &mut self,
         operation: &'t Operation<'a>,
@@ -105,7 +106,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         let numbers = [f64::NEG_INFINITY, -2.5, -1.0, 0.0, 1.5, 3.0, f64::INFINITY, f64::NAN];
         let pairs: Vec<(f64, f64)> = numbers.iter().flat_map(|&a| numbers.iter().map(move |&b| (a, b))).collect();
         let count = pairs.len() as u64;
-        // The first operand stands before the second.
+        // The first operand comes before the second.
         let columns = [
             (float, pairs.iter().map(|p| p.0).collect::<Vec<f64>>()),
             (int, vec![3.0; pairs.len()]),
@@ -128,7 +129,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(pairs.iter().enumerate().all(is_right))
     }
 
-    /// The greatest (or least) element along `dim`, and the place of the first that is it.
+    /// The greatest (or least) element along `dim`, and its first position.
     fn best_and_place(&mut self, reducer: Reducer, x: ValueId, places: ValueId, dim: usize) -> Lowered {
         let shape = self.graph.shape(x).to_vec();
         let best = self.push(Op::Reduce(Reduce { reducer, dims: vec![dim] }), &[x])?;
@@ -144,7 +145,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(vec![best, first])
     }
 
-    /// Combines halves along `dim` by an op of no order until one element is left.
+    /// Combines halves along `dim` until one element is left. The op must be commutative and associative.
     fn fold(&mut self, op: Binary, mut x: ValueId, dim: usize) -> Result<ValueId, Reject> {
         loop {
             let size = self.graph.shape(x)[dim];
@@ -164,7 +165,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// Combines neighbours along `dim` until one element is left. Neighbours, since the order of elements is to be kept.
+    /// Combines neighbours along `dim` until one element is left, which preserves the order of the elements.
     fn reduce_dim(
         &mut self,
         operation: &'t Operation<'a>,
@@ -205,7 +206,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// The region on the initial values and what was reduced.
+    /// Applies the region to the initial values and the reduced values.
     pub fn apply_inits(
         &mut self,
         operation: &'t Operation<'a>,
@@ -223,7 +224,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.apply(operation, region, arguments, n, scope)
     }
 
-    /// Half of the operands are scalars of the types of the other half. Gives how many they are.
+    /// Checks that the second half of the operands are scalars of the types of the first half. Returns the
+    /// length of a half.
     pub fn check_inits(&self, operands: &[ValueId]) -> Result<usize, Reject> {
         let n = operands.len() / 2;
         if n == 0 || operands.len() % 2 == 1 {
@@ -252,7 +254,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.splat(init) == Some(reducer.neutral(self.graph.ty(init).dtype))
     }
 
-    /// Elements `from..to` of one dimension.
+    /// A slice of the elements `from..to` of one dimension.
     pub fn rows(&mut self, x: ValueId, dim: usize, from: u64, to: u64) -> Result<ValueId, Reject> {
         let mut limit = self.graph.shape(x).to_vec();
         let mut start = vec![0; limit.len()];
@@ -261,7 +263,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// The reducer of the graph that the op's function is.
+/// The reducer of the graph that equals the op's function.
 pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
     let applied = operation.attribute("applies").and_then(Attribute::as_word);
     let applied = applied.or_else(|| operation.regions.first()?.applies())?;
@@ -277,7 +279,7 @@ pub(super) fn reducer(operation: &Operation, dtype: DType) -> Option<Reducer> {
     })
 }
 
-/// The op of two elements that is named in place of a region. Those that printers shorten so have no order.
+/// The binary op that is named in place of a region. Printers abbreviate only commutative ops.
 fn applied(operation: &Operation) -> Option<Binary> {
     let word = operation.attribute("applies").and_then(Attribute::as_word)?;
     Binary::ALL.into_iter().find(|op| op.name() == word)

@@ -1,4 +1,4 @@
-//! What can be wrong with a module, and how it is told.
+//! Errors of the import of a module, and their messages.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use super::syntax::{Attribute, Operation};
 use altiplano_ir::op::ShapeError;
 use altiplano_ir::types::TensorType;
 
-/// Why the text gives no graph. The caller puts the file name in front.
+/// The reason that the text gives no graph. The caller prepends the file name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ImportError {
     #[error(transparent)]
@@ -45,17 +45,17 @@ const DTYPES: &str = "f64, f32, f16, bf16, the 8-bit floats, i64 to i2, ui64 to 
 /// An op that the graph cannot express.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unsupported {
-    /// `stablehlo.fft`, or with what makes it unsupported: `stablehlo.while (whose end depends on data)`.
+    /// `stablehlo.fft`, possibly with the unsupported detail: `stablehlo.while (whose end depends on data)`.
     pub name: String,
-    /// How many there are once calls are inlined.
+    /// The number of occurrences after calls are inlined.
     pub count: u64,
-    /// The first places in the text, three at most.
+    /// The first places in the text, at most three.
     pub places: Vec<Place>,
-    /// There are other places.
+    /// True if there are more places.
     pub more_places: bool,
 }
 
-/// An op that contradicts itself, or an argument that cannot be one.
+/// An op that contradicts itself, or an invalid argument.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Problem {
     pub place: Place,
@@ -88,12 +88,12 @@ pub enum ProblemKind {
     LiteralElement,
 }
 
-/// Why one op cannot be converted.
+/// The reason that one op cannot be converted.
 pub(super) enum Reject {
-    /// With what is special about it, or an empty string.
+    /// The unsupported detail, or an empty string.
     Unsupported(&'static str),
     Invalid(ProblemKind),
-    /// A region inside it cannot be read at all.
+    /// A region inside the op cannot be read.
     Stop(ImportError),
 }
 

@@ -1,6 +1,7 @@
-//! Where values shall be split over devices: Shardy's annotations, and the older ones of `mhlo`.
+//! Reads requested splits of values over devices: Shardy's annotations, and the older ones of `mhlo`.
 //!
-//! They become pins of the graph. What says nothing, such as a mesh of one device or a value without an axis, is dropped.
+//! They become pins of the graph. Annotations without effect, such as a mesh of one device or a value without
+//! an axis, are dropped.
 
 use super::control::regions;
 use super::convert::{Converter, Scope};
@@ -13,7 +14,7 @@ const SEVERAL_DEVICES: Reject =
     Reject::Unsupported("written for several devices; a plan starts from the program of one");
 
 impl<'t, 'a> Converter<'t, 'a> {
-    /// Ops of Shardy's dialect.
+    /// Lowers ops of Shardy's dialect.
     pub fn sharding(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
         match operation.name {
             "sharding_constraint" | "reshard" => {
@@ -25,7 +26,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 self.pin(x, text);
                 Ok(vec![x])
             }
-            // Hints on how far annotations spread.
+            // These ops are hints on how far annotations propagate.
             "propagation_barrier" => Ok(operands.to_vec()),
             "sharding_group" => Ok(Vec::new()),
             "named_computation" => {
@@ -51,14 +52,14 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
     }
 
-    /// `custom_call @Sharding` with an attribute `mhlo.sharding`.
+    /// Lowers `custom_call @Sharding` with an attribute `mhlo.sharding`.
     pub fn sharding_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
         self.pin_named(x, &operation.attributes);
         Ok(vec![x])
     }
 
-    /// The annotations among the attributes of an argument or a result.
+    /// Adds pins from the annotations among the attributes of an argument or a result.
     pub fn pin_named(&mut self, value: ValueId, attributes: &Attributes<'_>) {
         for (name, attribute) in attributes {
             match (&**name, attribute) {
@@ -94,7 +95,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// `["x"=2, "y"=4]` inside the text of a mesh.
+/// Parses `["x"=2, "y"=4]` inside the text of a mesh.
 fn axes_of(text: &str) -> Vec<(String, u64)> {
     let list = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or("", |(list, _)| list);
     let axis = |item: &str| {
@@ -104,8 +105,8 @@ fn axes_of(text: &str) -> Vec<(String, u64)> {
     list.split(',').filter_map(axis).collect()
 }
 
-/// `<@mesh, [{"x", "y"}, {?}], replicated={...}>` as the mesh's name, or its axes where they are written out, and the
-/// dimensions. Parts of an axis (`"x":(1)2`) are not told apart by a pin; such a text gives nothing.
+/// Parses `<@mesh, [{"x", "y"}, {?}], replicated={...}>` into the dimensions and the mesh's name, or its axes
+/// if they are written out. A pin cannot express a part of an axis (`"x":(1)2`), so such a text gives `None`.
 fn shardy(text: &str) -> Option<(&str, Vec<PinnedDim>)> {
     let inside = &text[text.find('<')? + 1..];
     let (mesh, rest) = match inside.trim_start().strip_prefix('@') {
@@ -133,15 +134,15 @@ fn shardy(text: &str) -> Option<(&str, Vec<PinnedDim>)> {
             }
         }
         dims.push(dim);
-        // A priority may follow, which orders Shardy's own propagation.
+        // Skips a priority, which orders Shardy's own propagation.
         rest = after.trim_start_matches(|c: char| c == 'p' || c.is_ascii_digit()).trim_start();
         rest = rest.strip_prefix(',').unwrap_or(rest).trim_start();
     }
     rest.starts_with(']').then_some((mesh, dims))
 }
 
-/// `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`: how many parts each dimension has. Axes have no names there, so equal
-/// numbers of parts share one.
+/// Parses `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`, which gives the number of parts per dimension. Axes
+/// have no names there, so dimensions with equal numbers of parts share one.
 fn tiles(value: ValueId, rank: usize, text: &str) -> Option<Pin> {
     let list = text.split_once("devices=[")?.1.split_once(']')?.0;
     let parts: Option<Vec<u64>> = list.split(',').map(|part| part.trim().parse().ok()).collect();

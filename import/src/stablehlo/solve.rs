@@ -1,4 +1,4 @@
-//! Triangular factors and solves: ops of the dialect, and the calls of LAPACK that JAX makes of them on CPUs.
+//! Lowers triangular factors and solves: ops of the dialect, and the LAPACK calls that JAX uses on CPUs.
 
 use super::convert::Converter;
 use super::lower::{Lowered, attribute, exactly};
@@ -9,9 +9,9 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::Op;
 
-/// How a triangular system is to be read.
+/// The layout of a triangular system.
 struct System {
-    /// The matrix is on the left of what is looked for.
+    /// True if the matrix is to the left of the unknown.
     left: bool,
     lower: bool,
     unit: bool,
@@ -19,7 +19,7 @@ struct System {
 }
 
 impl Converter<'_, '_> {
-    /// A triangular factor of a matrix, of which one half is read.
+    /// The triangular factor of a matrix. Only one half of the matrix is read.
     pub fn cholesky(&mut self, x: ValueId, lower: bool) -> Result<ValueId, Reject> {
         self.arrays(|g| {
             let x = if lower { x } else { array::swap_dims(g, x, -1, -2)? };
@@ -42,7 +42,7 @@ impl Converter<'_, '_> {
     fn solved(&mut self, operands: &[ValueId], system: &System) -> Lowered {
         let [t, b] = exactly(operands)?;
         let solution = self.arrays(|g| {
-            // X T = B is T' X' = B'.
+            // X T = B is equivalent to T' X' = B'.
             let swaps = system.turned == system.left;
             let t = if swaps { array::swap_dims(g, t, -1, -2)? } else { t };
             let lower = system.lower != swaps;
@@ -56,7 +56,7 @@ impl Converter<'_, '_> {
         Ok(vec![solution?])
     }
 
-    /// The factor, and zero: that nothing failed.
+    /// The factor, and a status of zero, which means success.
     pub fn lapack_cholesky(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
         let factor = self.cholesky(x, letter(operation, "uplo") != Some('U'))?;
@@ -80,7 +80,7 @@ impl Converter<'_, '_> {
     }
 }
 
-/// A letter of a call's configuration, which is written as its code.
+/// A letter of a call's configuration, stored as its character code.
 fn letter(operation: &Operation, name: &str) -> Option<char> {
     let Some(Attribute::Dictionary(config)) = operation.attribute("mhlo.backend_config") else { return None };
     match find(config, name)? {

@@ -1,7 +1,7 @@
-//! Sorts, and the largest elements.
+//! Lowers sorts, and the search for the largest elements.
 //!
-//! A sort's order is written as a comparator on pairs of scalars, in many ways. What it compares is found by trying it:
-//! evaluated on all pairs of a few telling values, it must agree with a lexicographic order of its keys.
+//! A sort's order is a comparator on pairs of scalars, written in one of many ways. The importer evaluates it
+//! on all pairs of a few distinguishing values; it must agree with a lexicographic order of its keys.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use altiplano_ir::graph::{Node, ValueId};
 use altiplano_ir::op::{ArgSort, Gather, GatherDims, Input, Iota, Op, OutOfBounds, Reshape};
 use altiplano_ir::types::TensorType;
 
-/// Most pairs of keys on which a comparator is tried.
+/// The maximum number of pairs of keys on which a comparator is tested.
 const MOST_PROBES: usize = 5000;
 
 impl<'t, 'a> Converter<'t, 'a> {
@@ -43,13 +43,13 @@ impl<'t, 'a> Converter<'t, 'a> {
         operands.iter().map(|&operand| self.taken(operand, permutation, dim)).collect()
     }
 
-    /// The elements of `x` at these positions along `dim`.
+    /// Gathers the elements of `x` at these positions along `dim`.
     fn taken(&mut self, x: ValueId, positions: ValueId, dim: usize) -> Result<ValueId, Reject> {
         let shape = self.graph.shape(positions).to_vec();
         if let Op::Iota(iota) = &self.graph.node(x).op
             && iota.dim == dim
         {
-            // Positions of positions are those themselves.
+            // A gather from positions returns the indices themselves.
             let dtype = iota.ty.dtype;
             return self.converted(positions, dtype);
         }
@@ -70,7 +70,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])?)
     }
 
-    /// The keys, most significant first, and whether each descends.
+    /// The keys, most significant first, each with true if it is descending.
     fn sort_order(
         &mut self,
         operation: &'t Operation<'a>,
@@ -78,7 +78,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         operands: &[ValueId],
         scope: &Scope<'_, 't>,
     ) -> Result<Option<Vec<(usize, bool)>>, Reject> {
-        // The region has both elements of each operand side by side.
+        // The region takes both elements of each operand next to each other.
         let mut arguments = Vec::with_capacity(2 * operands.len());
         for &operand in operands {
             let ty = TensorType::new(self.graph.ty(operand).dtype, [1]);
@@ -104,7 +104,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         if keys.is_empty() {
             return Ok(None);
         }
-        // All pairs of all keys, as one list of elements for each argument.
+        // All pairs of all keys, as one column of elements per argument.
         let total = pairs(&values);
         let mut columns: Vec<(Vec<f64>, Vec<f64>)> = vec![Default::default(); keys.len()];
         for pair in 0..total {
@@ -139,7 +139,8 @@ impl<'t, 'a> Converter<'t, 'a> {
                 (less[pair] != 0.0) == (ordering == Ordering::Less)
             })
         };
-        // Comparators that do not look at NaN or tell zeros apart order all other numbers as the graph does.
+        // Comparators that ignore NaN, or that order zeros by sign, still order all other numbers as the graph
+        // does.
         let ignored: [fn(f64, f64) -> bool; 3] = [
             |_, _| false,
             |a, b| a == 0.0 && b == 0.0 && a.is_sign_negative() != b.is_sign_negative(),
@@ -155,13 +156,13 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(None)
     }
 
-    /// A leaf that stands for a value to be tried.
+    /// An input that stands for a value under test.
     pub fn probe(&mut self, ty: &TensorType) -> ValueId {
         let op = Op::Input(Input { name: String::new(), ty: ty.clone() });
         self.append(Node { op, operands: Vec::new(), ty: ty.clone(), batch_dims: 0, name: String::new() })
     }
 
-    /// The `k` largest elements of the last dimension and where they are, the first of equal ones first.
+    /// The `k` largest elements of the last dimension and their positions; equal elements stay in order.
     pub fn top_k(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
         let nested = |name: &str| match operation.attribute("mhlo.attributes") {
@@ -183,18 +184,18 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(vec![self.taken(x, first, last)?, first])
     }
 
-    /// Numbers along one dimension.
+    /// Indices along one dimension.
     pub fn iota(&mut self, ty: TensorType, dim: usize) -> Result<ValueId, Reject> {
         Ok(self.push(Op::Iota(Iota { ty, dim }), &[])?)
     }
 }
 
-/// The order of the graph's sort: NaN is greater than anything, zeros are equal.
+/// The order of the graph's sort: NaN is greater than any number, and zeros are equal.
 fn compare(a: f64, b: f64) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
 
-/// Values that tell orders apart, the most telling first.
+/// Values that distinguish orders, the most distinctive first.
 fn probes(dtype: DType) -> Vec<f64> {
     match dtype {
         DType::Bool => vec![0.0, 1.0],

@@ -1,8 +1,8 @@
 //! The syntax tree of an MLIR module.
 //!
-//! It keeps what the graph needs of any op of any dialect and borrows its strings from the text. An op printed in
-//! its own syntax and the same op printed in MLIR's generic quoted form give the same tree: attributes always have
-//! their generic names.
+//! The tree keeps only the parts of an op that the graph needs, for any dialect, and borrows its strings from
+//! the text. An op in its own syntax and the same op in MLIR's generic quoted form give the same tree:
+//! attributes always have their generic names.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,9 +13,9 @@ pub use super::lexer::Place;
 pub struct Module<'a> {
     pub name: Option<Cow<'a, str>>,
     pub functions: Vec<Function<'a>>,
-    /// Device meshes of Shardy with what stands behind their names: `<["x"=2]>`.
+    /// Device meshes of Shardy, with the text after their names: `<["x"=2]>`.
     pub meshes: Vec<(Cow<'a, str>, &'a str)>,
-    /// For each location that the text mentions, the name that it stands for.
+    /// The resolved name of each location that the text mentions.
     pub location_names: Vec<Option<Cow<'a, str>>>,
 }
 
@@ -52,7 +52,8 @@ pub struct FunctionResult<'a> {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Operation<'a> {
-    /// `stablehlo`, `chlo`, `func`; a name without a dialect is of `func`, whose `call` and `return` are printed so.
+    /// `stablehlo`, `chlo`, `func`. A name without a dialect belongs to `func`, whose `call` and `return` are
+    /// printed that way.
     pub dialect: &'a str,
     /// `dot_general`.
     pub name: &'a str,
@@ -60,7 +61,7 @@ pub struct Operation<'a> {
     pub operands: Vec<Operand<'a>>,
     pub attributes: Attributes<'a>,
     pub regions: Vec<Region<'a>>,
-    /// Empty where the op's own syntax leaves them out.
+    /// Empty if the op's own syntax omits them.
     pub operand_types: Vec<Type<'a>>,
     pub result_types: Vec<Type<'a>>,
     pub location: Option<LocationId>,
@@ -82,7 +83,7 @@ pub struct Operand<'a> {
     pub place: Place,
 }
 
-/// A region of one block; more blocks would be jumps, which StableHLO does not have.
+/// A region of one block. More blocks would mean jumps, which StableHLO does not have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Region<'a> {
     pub arguments: Vec<Argument<'a>>,
@@ -94,7 +95,7 @@ pub enum Type<'a> {
     Tensor(TensorType<'a>),
     Tuple(Vec<Type<'a>>),
     Function(Vec<Type<'a>>, Vec<Type<'a>>),
-    /// Any other type as written: `i64`, `index`, `!stablehlo.token`, `complex<f32>`.
+    /// Any other type, as written: `i64`, `index`, `!stablehlo.token`, `complex<f32>`.
     Other(&'a str),
 }
 
@@ -106,7 +107,7 @@ pub struct TensorType<'a> {
     pub ranked: bool,
     /// As written: `f32`, `bf16`, `ui32`, `i1`, `complex<f32>`.
     pub element: &'a str,
-    /// What follows a comma inside the type, such as bounds.
+    /// The text after a comma inside the type, such as bounds.
     pub encoding: Option<&'a str>,
 }
 
@@ -145,7 +146,7 @@ pub struct Dense<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Elements<'a> {
     Splat(Scalar),
-    /// Row-major; the shape of the nested lists as written.
+    /// Row-major elements, and the shape of the nested lists as written.
     List {
         shape: Vec<u64>,
         values: Vec<Scalar>,
@@ -183,15 +184,15 @@ impl<'a> Operation<'a> {
         find(&self.attributes, name)
     }
 
-    /// Is this `stablehlo.name`?
+    /// True if this is `stablehlo.name`.
     pub fn is(&self, name: &str) -> bool {
         self.dialect == "stablehlo" && self.name == name
     }
 }
 
 impl<'a> Region<'a> {
-    /// `Some("add")` where the region only applies that op to its two arguments, in either order, and returns the
-    /// result. The order makes no difference to the ops that reduce.
+    /// `Some("add")` if the region only applies that op to its two arguments, in either order, and returns the
+    /// result. All reducers are commutative, so the order is irrelevant.
     pub fn applies(&self) -> Option<&'a str> {
         let [apply, end] = self.operations.as_slice() else {
             return None;
@@ -213,7 +214,7 @@ impl<'a> Region<'a> {
         simple.then_some(apply.name)
     }
 
-    /// `Some("GE")` where the region only compares its first argument with its second.
+    /// `Some("GE")` if the region only compares its first argument with its second.
     pub fn compares(&self) -> Option<&str> {
         let [compare, end] = self.operations.as_slice() else {
             return None;
@@ -303,7 +304,7 @@ impl Attribute<'_> {
 }
 
 impl Type<'_> {
-    /// Of a tensor whose dimensions are all known and whose element count fits.
+    /// The number of elements of a tensor. `None` if a dimension is open or the number overflows.
     pub fn num_elements(&self) -> Option<u64> {
         match self {
             Type::Tensor(TensorType { dims, ranked: true, .. }) => {
@@ -325,7 +326,7 @@ impl Scalar {
     }
 }
 
-/// As MLIR writes it.
+/// Prints the MLIR form.
 impl fmt::Display for Type<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |f: &mut fmt::Formatter<'_>, types: &[Type]| -> fmt::Result {

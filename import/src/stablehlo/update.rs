@@ -1,8 +1,9 @@
-//! Updates of a part of a tensor at known positions, as loops write that stack what each turn gives.
+//! Defers updates of parts of a tensor at known positions, as written by loops that stack the results of their
+//! iterations.
 //!
-//! Each is noted, not copied: a chain of them becomes one concatenation of what was written last in each place and of what
-//! is left of the original, and only where the tensor is used as a whole. A slice of it finds what was written there. So a
-//! loop of `n` turns costs `n` pieces, not `n` copies of the stack.
+//! Each update is recorded, not copied. A chain of updates becomes one concatenation, of the last write to each
+//! place and the rest of the original, but only if the tensor is used as a whole. A slice finds the value that
+//! was written to its place. A loop of `n` iterations therefore costs `n` pieces, not `n` copies of the stack.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
@@ -12,7 +13,7 @@ use super::report::Reject;
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::op::{Concatenate, Input, Op, ShapeError, Slice};
 
-/// `base` with `update` from `start` on along `dim`; the other dimensions are whole.
+/// `base` with `update` written from `start` on along `dim`. The update spans the other dimensions.
 struct Update {
     base: ValueId,
     update: ValueId,
@@ -21,7 +22,7 @@ struct Update {
     size: u64,
 }
 
-/// `size` rows of `source` from `from` on, which stand at `at`.
+/// `size` rows of `source` from `from` on, at position `at` of the result.
 #[derive(Clone, Copy)]
 struct Piece {
     at: u64,
@@ -30,7 +31,7 @@ struct Piece {
     size: u64,
 }
 
-/// An updated tensor as a concatenation.
+/// An updated tensor, as a concatenation of pieces.
 pub(super) struct Pieces {
     dim: usize,
     pieces: Vec<Piece>,
@@ -40,14 +41,14 @@ pub(super) struct Pieces {
 pub(super) struct Updates {
     updates: HashMap<ValueId, Update>,
     resolved: BTreeMap<ValueId, Pieces>,
-    /// All pieces of tensors that were sliced after many updates.
+    /// Cached pieces of tensors that were sliced after many updates.
     tables: HashMap<ValueId, Rc<Vec<Piece>>>,
     table_pieces: usize,
 }
 
 /// Chains longer than this are resolved once for all slices.
 const SHORT_CHAIN: usize = 16;
-/// Bounds the memory of the tables.
+/// Limits the memory of the tables.
 const MOST_TABLE_PIECES: usize = 1 << 20;
 
 impl Updates {
@@ -59,8 +60,8 @@ impl Updates {
         Some(self.updates.get(&value)?.dim)
     }
 
-    /// The pieces of `range` of an updated tensor, in order; `None` where more than `steps` updates must be looked at, or with
-    /// `known` more since one whose pieces are known.
+    /// The pieces of `range` of an updated tensor, in order. `None` if that takes more than `steps` updates;
+    /// with `known`, the walk ends at a tensor whose pieces are cached.
     fn pieces(
         &self,
         value: ValueId,
@@ -80,7 +81,7 @@ impl Updates {
                 pieces.extend(open.drain(..).map(|(a, b)| Piece { at: a, source: at, from: a, size: b - a }));
                 break;
             };
-            // What is known of a tensor before some of the updates need not be found again.
+            // Cached pieces of an earlier tensor of the chain are reused.
             if let Some(table) = self.tables.get(&at).filter(|_| known) {
                 pieces.extend(open.drain(..).flat_map(|range| within(table, range)));
                 break;
@@ -108,7 +109,7 @@ impl Updates {
 }
 
 impl Pieces {
-    /// Appends the concatenation; `renumbered` says where the pieces are in this graph.
+    /// Appends the concatenation. `renumbered` maps the pieces to values of this graph.
     pub fn emit(&self, graph: &mut Graph, renumbered: &[ValueId], name: &str) -> ValueId {
         let first = graph.len();
         let mut parts = Vec::with_capacity(self.pieces.len());
@@ -137,7 +138,7 @@ fn row_slice(shape: &[u64], dim: usize, from: u64, size: u64) -> Op {
 }
 
 impl Converter<'_, '_> {
-    /// `base` with `update` written at `starts`, where it lies inside.
+    /// `base` with `update` written at `starts`, which must be inside.
     pub fn updated(&mut self, base: ValueId, update: ValueId, starts: &[u64]) -> Result<ValueId, Reject> {
         let (shape, part) = (self.graph.shape(base).to_vec(), self.graph.shape(update).to_vec());
         let (left, right) = (self.graph.ty(base).dtype, self.graph.ty(update).dtype);
@@ -153,7 +154,7 @@ impl Converter<'_, '_> {
         }
         let mut update = update;
         if partial.next().is_some() {
-            // The rows that change are cut out, changed in the other dimensions, and put back.
+            // Cuts out the rows that change, updates the other dimensions, and puts them back.
             let (mut start, mut limit) = (vec![0; shape.len()], shape.clone());
             start[dim] = starts[dim];
             limit[dim] = starts[dim] + part[dim];
@@ -181,7 +182,7 @@ impl Converter<'_, '_> {
         Ok(value)
     }
 
-    /// A part of a tensor, taken from what was written there last.
+    /// A slice of a tensor, taken from the latest writes to that part.
     pub fn sliced(&mut self, x: ValueId, mut start: Vec<u64>, mut limit: Vec<u64>) -> Result<ValueId, Reject> {
         let mut x = x;
         while let Some(dim) = self.updates.dim(x) {
@@ -217,7 +218,8 @@ impl Converter<'_, '_> {
         Ok(self.push(Op::Slice(Slice { start, limit, stride }), &[x])?)
     }
 
-    /// What the outputs need, once each updated tensor that is used as a whole is a concatenation.
+    /// Marks the values that the outputs need, and turns each updated tensor that is used as a whole into a
+    /// concatenation.
     pub fn resolve_updates(&mut self) -> Vec<bool> {
         let outputs = self.graph.outputs.clone();
         let mut reached = vec![false; self.graph.len()];
@@ -254,7 +256,7 @@ impl Converter<'_, '_> {
     }
 }
 
-/// The part of a table of pieces that lies in `range`.
+/// The pieces of a table that lie in `range`.
 fn within(table: &[Piece], (from, to): (u64, u64)) -> Vec<Piece> {
     let first = table.partition_point(|piece| piece.at + piece.size <= from);
     let inside = table[first..].iter().take_while(|piece| piece.at < to);

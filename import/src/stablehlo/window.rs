@@ -1,4 +1,5 @@
-//! Ops whose windows slide over a tensor: convolution, pooling and its gradient, and running sums.
+//! Lowers ops with windows that slide over a tensor: convolution, pooling and its gradient, and cumulative
+//! sums.
 
 use super::control::regions;
 use super::convert::{Converter, Scope};
@@ -12,7 +13,7 @@ use altiplano_ir::op::{
     SelectAndScatter, Slice, WindowDim,
 };
 
-/// Regions other than the reducers are applied once for each element of a window, up to this many.
+/// Maximum size of windows for regions other than the reducers, which are applied once per element of a window.
 const MOST_WINDOW_ELEMENTS: u64 = 256;
 
 impl<'t, 'a> Converter<'t, 'a> {
@@ -102,7 +103,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         if let Some(reducer) = reducer {
             let (mut x, mut window) = (values[0], window);
             if !self.is_neutral(reducer, inits[0]) {
-                // Padding is made of initial values; the graph pads with what changes nothing.
+                // The op pads with initial values, but the graph pads with neutral elements, so the padding is
+                // explicit.
                 x = self.padded(x, inits[0], &window)?;
                 window.iter_mut().for_each(|w| (w.pad_low, w.pad_high, w.base_dilation) = (0, 0, 1));
             }
@@ -116,7 +118,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.fold_windows(operation, region, values, inits, &window, scope)
     }
 
-    /// The region on the initial values and one slice for each element of the window, in order.
+    /// Applies the region to the initial values and one slice per element of the window, in order.
     fn fold_windows(
         &mut self,
         operation: &'t Operation<'a>,
@@ -162,8 +164,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(folded)
     }
 
-    /// All partial results along a dimension, by doubling the distance over which elements are combined
-    /// (Hillis & Steele 1986).
+    /// All partial results along a dimension, by doubling the distance over which elements are combined (Hillis
+    /// & Steele 1986).
     fn scan(
         &mut self,
         operation: &'t Operation<'a>,
@@ -208,7 +210,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(self.push(Op::Pad(pad), &[x, value])?)
     }
 
-    /// Of each window the selected element gets what the source has for the window.
+    /// Adds each element of the source to the selected element of its window.
     pub fn select_and_scatter(&mut self, operation: &'t Operation<'a>, operands: &[ValueId]) -> Lowered {
         let &[x, source, init] = operands else {
             return Err(count(3, operands.len()));
@@ -229,7 +231,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 }
 
-/// The window of a reduction, an entry for each dimension.
+/// The window of a reduction, with an entry for each dimension.
 fn window(operation: &Operation, rank: usize) -> Result<Vec<WindowDim>, Reject> {
     let size = sizes(operation, "window_dimensions")?;
     let optional = |name: &'static str| match operation.attribute(name) {
@@ -257,7 +259,8 @@ fn window(operation: &Operation, rank: usize) -> Result<Vec<WindowDim>, Reject> 
     Ok((0..rank).map(dim).collect())
 }
 
-/// The dimension along which each window reaches from one end to its own position, and whether from the last end.
+/// The dimension in which each window reaches from one end to its own position. The flag is true if it starts
+/// at the last end.
 fn cumulative(window: &[WindowDim], shape: &[u64]) -> Option<(usize, bool)> {
     let mut wide = (0..window.len()).filter(|&d| !window[d].is_one());
     let (Some(dim), None) = (wide.next(), wide.next()) else { return None };

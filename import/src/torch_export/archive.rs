@@ -1,5 +1,4 @@
-//! The zip archive: which entries it has, and their bytes. Nothing is written to disk, and no entry is read beyond the size
-//! that its use allows.
+//! Reads entries of the zip archive. Writes nothing to disk, and limits the size of each entry by its use.
 
 use super::schema::{Payload, Payloads, Program, Size, TensorMeta};
 use altiplano_ir::json;
@@ -9,13 +8,13 @@ use std::io::{Cursor, Read};
 use zip::ZipArchive;
 use zip::read::{ArchiveOffset, Config};
 
-/// The most bytes of JSON that are read.
+/// The maximum number of bytes of JSON.
 const MAX_JSON: u64 = 1 << 30;
 
-/// The most bytes of a compressed tensor that are read.
+/// The maximum number of bytes of a compressed tensor.
 const MAX_COMPRESSED: u64 = 1 << 32;
 
-/// What is wrong with an archive.
+/// An error in an archive.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ArchiveError {
     #[error("the zip archive cannot be read: {0}")]
@@ -46,13 +45,13 @@ pub enum ArchiveError {
 pub struct Archive<'b> {
     zip: ZipArchive<Cursor<&'b [u8]>>,
     names: Vec<String>,
-    /// Folder in the archive that everything lies in, with a slash at its end, or empty.
+    /// The folder that contains all entries, with a trailing slash, or empty.
     root: String,
-    /// The entry that is the program.
+    /// The entry with the program.
     program: String,
 }
 
-/// The values of a tensor, row major, as they lie in memory.
+/// The values of a tensor in row-major order, as bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
     pub name: String,
@@ -62,7 +61,7 @@ pub struct Stored {
 
 impl<'b> Archive<'b> {
     pub fn open(bytes: &'b [u8]) -> Result<Archive<'b>, ArchiveError> {
-        // Example inputs are archives within the archive: where this one begins is not to be guessed.
+        // Example inputs are archives within the archive, so the start of this one must not be searched for.
         if !has_end(bytes) {
             return Err(ArchiveError::CutOff);
         }
@@ -124,7 +123,7 @@ impl<'b> Archive<'b> {
         })
     }
 
-    /// All of an entry, which must not have more than `most` bytes.
+    /// The contents of an entry, of at most `most` bytes.
     fn read(&mut self, entry: &str, most: u64) -> Result<Vec<u8>, ArchiveError> {
         let failed = |problem: String| ArchiveError::Entry { entry: entry.into(), problem: problem.into() };
         let file = self.zip.by_name(entry).map_err(|e| failed(e.to_string()))?;
@@ -132,7 +131,7 @@ impl<'b> Archive<'b> {
         if declared > most {
             return Err(ArchiveError::TooLarge { entry: entry.into(), bytes: declared });
         }
-        // What is declared is no promise: one more byte shows that there is more.
+        // The declared size may be wrong. Reading one more byte detects a larger entry.
         let mut bytes = Vec::new();
         file.take(declared + 1).read_to_end(&mut bytes).map_err(|e| failed(e.to_string()))?;
         if bytes.len() as u64 != declared {
@@ -141,14 +140,14 @@ impl<'b> Archive<'b> {
         Ok(bytes)
     }
 
-    /// The first bytes of an entry; none where it has fewer.
+    /// The first bytes of an entry; `None` if it is shorter.
     fn beginning(&mut self, entry: &str, bytes: u64) -> Result<Option<Vec<u8>>, ArchiveError> {
         let failed = |problem: String| ArchiveError::Entry { entry: entry.into(), problem: problem.into() };
         let file = self.zip.by_name(entry).map_err(|e| failed(e.to_string()))?;
         if file.size() < bytes {
             return Ok(None);
         }
-        // PyTorch stores tensors as they are; a compressed one may claim to be anything.
+        // PyTorch stores tensors uncompressed. The declared size of a compressed one cannot be trusted.
         if file.compression() != zip::CompressionMethod::Stored && bytes > MAX_COMPRESSED {
             return Err(ArchiveError::TooLarge { entry: entry.into(), bytes });
         }
@@ -157,7 +156,7 @@ impl<'b> Archive<'b> {
         Ok((all.len() as u64 == bytes).then_some(all))
     }
 
-    /// What a folder of `data/` says of its tensors; nothing where the archive has none.
+    /// The metadata of the tensors in a folder of `data/`; empty if the archive has none.
     pub fn payloads(&mut self, kind: &str) -> Result<Payloads, ArchiveError> {
         let folder = format!("{}data/{kind}/", self.root);
         let is_config = |name: &&String| name.starts_with(&folder) && name.ends_with("_config.json");
@@ -167,8 +166,8 @@ impl<'b> Archive<'b> {
         }
     }
 
-    /// The values of a tensor. There are none where the archive lacks them, where it has them only as a pickle (a program),
-    /// and of tensors on the meta device.
+    /// The values of a tensor. `None` if the archive lacks them, stores them only as a pickle (which is code),
+    /// or the tensor is on the meta device.
     pub fn stored(&mut self, kind: &str, name: &str, payload: &Payload) -> Result<Option<Stored>, ArchiveError> {
         let entry = format!("{}data/{kind}/{}", self.root, payload.path_name);
         let problem = |problem| ArchiveError::Payload { entry: entry.as_str().into(), name: name.into(), problem };
@@ -180,7 +179,7 @@ impl<'b> Archive<'b> {
         }
         let ty = plain_type(meta).ok_or_else(|| problem("its type is none that tensors here can have"))?;
         let numbers = |sizes: &[Size]| -> Option<Vec<u64>> { sizes.iter().map(plain).collect() };
-        // Strides and offset count numbers, of which a complex one is two of ours.
+        // Strides and offset count elements. A complex element is two numbers here.
         let width = if meta.is_complex() { 2 } else { 1 };
         let counted = |n: u64| n.checked_mul(width).ok_or_else(|| problem("its strides go beyond any file"));
         let strides = match meta.strides.len() == meta.sizes.len() {
@@ -215,13 +214,13 @@ impl<'b> Archive<'b> {
     }
 }
 
-/// Whether an archive ends as archives do: with a record of 22 bytes, and a comment of 64 KiB at most.
+/// True if the bytes end with the end record of an archive: 22 bytes, and a comment of at most 64 KiB.
 fn has_end(bytes: &[u8]) -> bool {
     let end = &bytes[bytes.len().saturating_sub(22 + (1 << 16))..];
     end.windows(4).any(|mark| mark == b"PK\x05\x06")
 }
 
-/// The elements in row-major order of a tensor that lies in memory in another.
+/// Copies a tensor with any strides to row-major order.
 fn strided(all: &[u8], ty: &TensorType, strides: &[u64], offset: u64) -> Vec<u8> {
     let width = ty.dtype.bytes() as usize;
     let mut bytes = Vec::with_capacity(ty.bytes() as usize);
@@ -245,7 +244,7 @@ fn plain_type(meta: &TensorMeta) -> Option<TensorType> {
 }
 
 impl Stored {
-    /// The values as the reference semantics has them.
+    /// The values as used by the reference semantics.
     pub fn values(&self) -> Vec<f64> {
         let dtype = self.ty.dtype;
         let one = |bytes: &[u8]| {

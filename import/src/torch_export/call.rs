@@ -1,4 +1,4 @@
-//! One op of a program as its lowering sees it: arguments by name, with the defaults of the op's schema at hand.
+//! A call of an op, as its lowering sees it: arguments by name, with access to the defaults of the op's schema.
 
 use super::convert::{Converter, Environment};
 use super::memory::{Tensor, View, behind_autograd};
@@ -25,27 +25,28 @@ pub enum Item {
     DType(DType),
     List(Vec<Item>),
     Graph(Rc<schema::Graph>),
-    /// A tensor of complex numbers: a real one whose last dimension of two holds their parts.
+    /// A complex tensor, stored as a real one with the two parts along a last dimension.
     Complex(Tensor),
     /// The parts of a complex number.
     ComplexNumber([f64; 2]),
-    /// A number that data decides, and the tensor whose only element it is, where it is a value and no size.
+    /// A data-dependent number. Holds the tensor with that single element, unless the number is a size.
     Data(Option<Tensor>),
-    /// A tensor inside of `vmap`, whose first dimensions are those of so many maps.
+    /// A tensor inside `vmap`, and the number of enclosing maps, whose dimensions come first.
     Mapped(Tensor, usize),
-    /// The result of an op that could not be converted, of which not even the type is known.
+    /// The result of an op that could not be converted, whose type is not known either.
     Missing,
-    /// Devices, layouts and whatever else says nothing about values.
+    /// A device, a layout, or another item that does not affect values.
     Opaque,
 }
 
-/// What a lowering gives.
+/// The result of a lowering.
 pub enum Out {
     Value(ValueId),
     Values(Vec<ValueId>),
-    /// The first argument's memory, seen in other ways.
+    /// Views of the first argument's memory.
     Views(Vec<Vec<View>>),
-    /// A value in the first argument's memory or in its own, which the program leaves open or a view cannot say.
+    /// A value that may share the first argument's memory: the program leaves it open, or a view cannot express
+    /// it.
     Maybe(ValueId),
     /// The first argument itself.
     Same,
@@ -64,19 +65,19 @@ pub enum Operand {
 
 pub struct Call<'c> {
     pub to: &'c mut Converter,
-    /// `add` of `torch.ops.aten.add_.Tensor`.
+    /// The base name, such as `add` for `torch.ops.aten.add_.Tensor`.
     pub name: &'c str,
     pub arguments: Vec<(&'c str, Item)>,
-    /// Types of the results, where the file says them.
+    /// Types of the results, where the file declares them.
     pub declared: Vec<Option<TensorType>>,
-    /// The whole number that the first result is, where the file and the sizes that were given say it.
+    /// The first result if it is an integer that the file and the given sizes determine.
     pub number: Option<i64>,
-    /// The memory of `self` is in row-major order.
+    /// True if the memory of `self` is in row-major order.
     pub row_major: bool,
 }
 
 impl Call<'_> {
-    /// The value of an argument as it stands in the file.
+    /// Converts an argument of the file to an item.
     pub fn item(argument: &Argument, environment: &Environment) -> Result<Item, Reject> {
         let malformed = || Reject::from(ProblemKind::Other("has an argument that cannot be read"));
         let Some((kind, value)) = argument.parts() else { return Ok(Item::None) };
@@ -87,7 +88,7 @@ impl Call<'_> {
         &mut self.to.graph
     }
 
-    /// The results as the program names them, changes in place done.
+    /// The results as the program names them, with changes in place applied.
     pub fn results(&mut self, lowering: Lowering) -> Result<Vec<Item>, Reject> {
         let out = lowering.apply(self)?;
         if self.in_place() {
@@ -145,7 +146,7 @@ impl Call<'_> {
         self.to.memory.read(&mut self.to.graph, tensor)
     }
 
-    /// The tensor that argument `position` is.
+    /// The tensor at argument `position`.
     pub fn handle(&self, position: usize) -> Result<Tensor, Reject> {
         match self.arguments.get(position) {
             Some((_, Item::Tensor(tensor) | Item::Complex(tensor))) => Ok(*tensor),
@@ -160,7 +161,7 @@ impl Call<'_> {
         ProblemKind::Argument { name: name.into(), expected }.into()
     }
 
-    /// The argument of this name; none where it is left out or `None`.
+    /// The argument with this name; `None` if it is omitted or `None`.
     pub fn get(&self, name: &str) -> Option<&Item> {
         let found = self.arguments.iter().find(|(known, _)| *known == name).map(|(_, item)| item);
         found.filter(|item| !matches!(item, Item::None))
@@ -184,7 +185,7 @@ impl Call<'_> {
         }
     }
 
-    /// The first of an op's arguments, whatever its name.
+    /// The op's first argument, under any name.
     pub fn first(&mut self) -> Result<ValueId, Reject> {
         let tensor = self.handle(0)?;
         self.read(tensor)
@@ -199,7 +200,7 @@ impl Call<'_> {
         all.into_iter().map(|v| v.ok_or_else(|| self.missing(name, "a list of tensors"))).collect()
     }
 
-    /// A list in which tensors may be left out.
+    /// A list of tensors with optional entries.
     pub fn maybe_tensors(&mut self, name: &str) -> Result<Vec<Option<ValueId>>, Reject> {
         let Some(Item::List(items)) = self.get(name) else { return Err(self.missing(name, "a list of tensors")) };
         let items = items.clone();
@@ -239,7 +240,7 @@ impl Call<'_> {
         Ok(self.maybe_int(name)?.unwrap_or(default))
     }
 
-    /// A whole number that the schema has no default for.
+    /// An integer argument without a default in the schema.
     pub fn needed_int(&self, name: &str) -> Result<i64, Reject> {
         self.maybe_int(name)?.ok_or_else(|| self.missing(name, "a whole number"))
     }
@@ -314,7 +315,7 @@ impl Call<'_> {
         sizes.ok_or_else(|| self.missing(name, "a list of sizes"))
     }
 
-    /// One number for each of `n` dimensions, where one stands for all of them.
+    /// One number for each of `n` dimensions. A single number applies to all of them.
     pub fn per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<i64>, Reject> {
         match self.maybe_ints(name)?.unwrap_or_default().as_slice() {
             [] => Ok(vec![default; n]),
@@ -324,19 +325,19 @@ impl Call<'_> {
         }
     }
 
-    /// [`Self::per_dim`] of numbers that must not be negative.
+    /// [`Self::per_dim`] for numbers that must not be negative.
     pub fn sizes_per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<u64>, Reject> {
         let all: Option<Vec<u64>> =
             self.per_dim(name, n, default)?.into_iter().map(|v| u64::try_from(v).ok()).collect();
         all.ok_or_else(|| self.missing(name, "a size for each dimension"))
     }
 
-    /// The dimension that an argument names in a tensor of `rank`; of a scalar it is the one that is not there.
+    /// The dimension that an argument names in a tensor of `rank`. A scalar accepts 0 and -1.
     pub fn dim(&self, name: &str, default: i64, rank: usize) -> Result<usize, Reject> {
         Ok(array::axis(self.int(name, default)?, rank.max(1))?)
     }
 
-    /// The dimensions that an argument names; all where it is left out or names none.
+    /// The dimensions that an argument names; all dimensions if it is omitted or empty.
     pub fn dims(&self, name: &str, rank: usize) -> Result<Vec<usize>, Reject> {
         match self.maybe_ints(name)? {
             Some(dims) if !dims.is_empty() && rank == 0 => {
@@ -360,12 +361,12 @@ impl Call<'_> {
         self.to.graph.ty(x).dtype
     }
 
-    /// The element type that a result is declared with, or the one given.
+    /// The declared element type of the first result, or `default`.
     pub fn declared_dtype(&self, default: DType) -> DType {
         self.declared.first().and_then(|ty| ty.as_ref()).map_or(default, |ty| ty.dtype)
     }
 
-    /// All elements of a value that depends on no leaf; none where it does, or where that is much work.
+    /// All elements of a value that depends on no leaf; `None` if it does, or if evaluating it is expensive.
     pub fn constant(&self, value: ValueId) -> Option<Vec<f64>> {
         super::fold::constant(&self.to.graph, value)
     }
@@ -420,7 +421,7 @@ fn item(kind: &str, value: &Value, environment: &Environment) -> Result<Option<I
     })
 }
 
-/// JSON has no word for infinities and for what is not a number, so files spell them in several ways.
+/// Parses a float. JSON has no syntax for infinities and NaN, so files spell them in several ways.
 fn float(value: &Value) -> Option<f64> {
     match value {
         Value::String(text) => match text.to_lowercase().trim_start_matches('+') {
@@ -433,15 +434,15 @@ fn float(value: &Value) -> Option<f64> {
     }
 }
 
-/// What is special about an op whose result has as many elements as the values of its operands say.
+/// The detail for an op whose result size depends on values of its operands.
 pub const SIZE_OF_DATA: &str = "whose result has a size that depends on data";
 
-/// An op whose result would depend on values that are not known before the program runs.
+/// The error for an op whose result depends on values that are only known at run time.
 pub fn data_dependent() -> Reject {
     Reject::Unsupported(SIZE_OF_DATA)
 }
 
-/// A problem of one op, in words.
+/// The error for an invalid op, with a message.
 pub fn problem<T>(text: &'static str) -> Result<T, Reject> {
     Err(other(text))
 }

@@ -1,7 +1,8 @@
-//! Ops on complex tensors, which are pairs of real numbers along a last dimension of two.
+//! Lowers ops on complex tensors, stored as pairs of real numbers along a last dimension of two.
 //!
-//! Most ops treat both parts alike, and are lowered as the real op on each. What is linear in each of two operands is four
-//! such products, and a view of a complex tensor is a view of its pairs. Few ops are left that have a formula of their own.
+//! Most ops treat both parts alike, so the real op is applied to each part. A bilinear op becomes four real
+//! products, and a view of a complex tensor is a view of its pairs. The few remaining ops have a formula of
+//! their own.
 
 use super::call::{Call, Item, Operand, Out};
 use super::memory::{Tensor, View};
@@ -13,7 +14,8 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Binary;
 
-/// Ops that treat the real and the imaginary part alike. Operands of [`DATA`] that are real have an imaginary part of zero.
+/// Ops that treat the real and the imaginary part alike. Real operands of [`DATA`] have an imaginary part of
+/// zero.
 const ALIKE: &[&str] = &[
     "view",
     "_unsafe_view",
@@ -115,7 +117,7 @@ const ALIKE: &[&str] = &[
     "diag_embed",
 ];
 
-/// Arguments that hold numbers, and not places or options.
+/// Arguments that hold numbers, as opposed to positions or options.
 const DATA: &[&str] = &["self", "other", "tensors", "input", "source", "src", "values", "value", "fill_value"];
 
 /// Ops that are linear in each of two operands.
@@ -125,7 +127,7 @@ const BILINEAR: &[&str] = &[
 ];
 
 impl Item {
-    /// True if the item is complex, or holds what is.
+    /// True if the item is complex, or contains a complex item.
     fn is_complex(&self) -> bool {
         match self {
             Item::Complex(_) | Item::ComplexNumber(_) => true,
@@ -135,7 +137,7 @@ impl Item {
     }
 }
 
-/// What an op gives for one part: values, or views of the first argument.
+/// The result of an op on one part: values, or views of the first argument.
 enum Part {
     Values(Vec<ValueId>),
     Views(Vec<Vec<View>>),
@@ -146,7 +148,7 @@ impl Call<'_> {
         self.arguments.iter().any(|(_, item)| item.is_complex())
     }
 
-    /// The results of an op that takes or gives complex numbers.
+    /// The results of an op that takes or returns complex numbers.
     pub fn complex_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
         let in_place = self.in_place();
         let name = if in_place { self.name.trim_end_matches('_') } else { self.name };
@@ -203,7 +205,7 @@ impl Call<'_> {
         Ok(values.into_iter().map(|v| Item::Complex(self.to.memory.fresh(v))).collect())
     }
 
-    /// The first argument after a change in place.
+    /// Writes a pair to the first argument in place, and returns that argument.
     fn written_pair(&mut self, value: ValueId) -> Result<Vec<Item>, Reject> {
         let target = self.handle(0)?;
         let ty = {
@@ -216,7 +218,7 @@ impl Call<'_> {
         Ok(vec![self.arguments[0].1.clone()])
     }
 
-    /// One part of the first argument, in its memory.
+    /// A view of one part of the first argument.
     fn part_as_view(&mut self, imaginary: bool) -> Result<Vec<Item>, Reject> {
         let source = self.handle(0)?;
         let value = self.read(source)?;
@@ -228,7 +230,7 @@ impl Call<'_> {
         Ok(vec![Item::Tensor(part)])
     }
 
-    /// The same views of the pairs, whose last dimension stays.
+    /// Applies the views to pairs, keeping their last dimension.
     fn views_of_pairs(&mut self, all: Vec<Vec<View>>) -> Result<Vec<Item>, Reject> {
         let source = self.handle(0)?;
         let mut items = Vec::with_capacity(all.len());
@@ -248,7 +250,7 @@ impl Call<'_> {
         Ok(items)
     }
 
-    /// `[.., 2]` of two parts, whose parts are known to be these.
+    /// Joins two parts to `[.., 2]`, and remembers them as the parts of the result.
     fn joined(&mut self, pair: Pair) -> Result<ValueId, Reject> {
         let [re, im] = pair;
         let (re, im) = a::broadcast(self.g(), re, im)?;
@@ -267,7 +269,7 @@ impl Call<'_> {
         Ok(pair)
     }
 
-    /// An argument in two parts, the imaginary one none where it is real.
+    /// The parts of an argument. A real argument has no imaginary part.
     fn complex_operand(&mut self, name: &str) -> Result<(ValueId, Option<ValueId>), Reject> {
         match self.get(name).cloned() {
             Some(Item::Complex(tensor)) => {
@@ -298,7 +300,7 @@ impl Call<'_> {
         })
     }
 
-    /// The type of the parts of the complex operand or the result.
+    /// The element type of the parts of the complex operand or result.
     fn part_type(&self) -> DType {
         let of_items = self.arguments.iter().find_map(|(_, item)| self.part_of_item(item));
         of_items.unwrap_or_else(|| self.declared_dtype(DType::F32))
@@ -312,18 +314,18 @@ impl Call<'_> {
         }
     }
 
-    /// The real op on one part of all arguments.
+    /// Applies the real op to one part of each argument.
     fn apply_to_part(&mut self, lowering: Lowering, imaginary: bool) -> Result<Part, Reject> {
         let mut arguments = Vec::with_capacity(self.arguments.len());
         for (name, item) in self.arguments.clone() {
             let item = match &item {
-                // The type of complex numbers that is asked for: that of their parts.
+                // A requested complex type becomes the type of its parts.
                 Item::Opaque if name == "dtype" => Item::DType(self.part_type()),
                 item => self.part_of(item, imaginary, DATA.contains(&name))?,
             };
             arguments.push((name, item));
         }
-        // What fills a tensor with ones has no imaginary part.
+        // Ops that fill a tensor with ones give an imaginary part of zero.
         let ones = self.name.starts_with("ones") || self.name == "new_ones";
         let part = self.real_call(arguments, lowering)?;
         match part {
@@ -355,7 +357,7 @@ impl Call<'_> {
         })
     }
 
-    /// What a lowering gives for these arguments.
+    /// Runs a lowering with these arguments.
     fn real_call(&mut self, arguments: Vec<(&str, Item)>, lowering: Lowering) -> Result<Part, Reject> {
         let real = |ty: &Option<altiplano_ir::types::TensorType>| {
             let ty = ty.as_ref()?;
@@ -380,9 +382,9 @@ impl Call<'_> {
         !self.in_place()
     }
 
-    /// The product of two operands, at least one of which is complex.
+    /// The product of two operands, of which at least one is complex.
     fn product_of_pairs(&mut self, lowering: Lowering) -> Result<Pair, Reject> {
-        // The operands: two arguments, or one list of two.
+        // The operands are two arguments, or one list of two.
         let (mut places, mut listed) = (Vec::new(), None);
         for (at, (name, item)) in self.arguments.iter().enumerate() {
             match item {
@@ -448,7 +450,7 @@ impl Call<'_> {
         Ok(pair)
     }
 
-    /// Functions with a formula of their own; none for all others.
+    /// Ops with a formula for complex numbers; `None` for other ops.
     fn complex_function(&mut self, name: &str) -> Result<Option<Found>, Reject> {
         let x = |c: &mut Self| c.complex_pair("self");
         Ok(Some(match name {
@@ -516,7 +518,7 @@ impl Call<'_> {
             "to" | "_to_copy" | "type_as" => {
                 let dtype = self.declared_dtype(DType::F32);
                 let x = x(self)?;
-                // Complex numbers as real ones lose what is imaginary.
+                // Conversion to a real type drops the imaginary part.
                 match self.declares_pairs(x[0]) {
                     true => Found::Pair(k::complex_convert(self.g(), x, dtype)?),
                     false => Found::Real(a::convert(self.g(), x[0], dtype)?),
@@ -526,13 +528,13 @@ impl Call<'_> {
         }))
     }
 
-    /// True if the result has one dimension more than this part, and so is complex.
+    /// True if the declared result has one dimension more than this part, so that it is complex.
     fn declares_pairs(&self, part: ValueId) -> bool {
         let rank = self.to.graph.shape(part).len();
         self.declared.first().and_then(|ty| ty.as_ref()).is_some_and(|ty| ty.rank() == rank + 1)
     }
 
-    /// An operand of a transform: its parts, as floats.
+    /// The parts of an operand of a transform, converted to floats.
     pub fn spectral_operand(&mut self, name: &str) -> Result<(ValueId, Option<ValueId>), Reject> {
         let (re, im) = self.complex_operand(name)?;
         let dtype = self.dtype_of(re);
@@ -542,7 +544,7 @@ impl Call<'_> {
     }
 }
 
-/// What a function of complex numbers gives.
+/// The result of a complex function.
 pub enum Found {
     Pair(Pair),
     Real(ValueId),

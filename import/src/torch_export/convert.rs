@@ -1,4 +1,4 @@
-//! Turns an exported program into a graph: its leaves, its nodes one after the other, its results.
+//! Turns an exported program into a graph: its leaves, its nodes in order, and its results.
 
 use super::archive::{Archive, ArchiveError, Stored};
 use super::call::{Call, Item, SIZE_OF_DATA};
@@ -15,16 +15,16 @@ use altiplano_ir::types::TensorType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// The most operations of a program, those of its subgraphs included.
+/// The maximum number of operations of a program, including its subgraphs.
 pub const MAX_OPERATIONS: usize = 1 << 20;
 
-/// Constants of an archive of at most so many elements are constants of the graph; larger ones are inputs.
+/// The maximum number of elements of constants of the graph. Larger constants of an archive become inputs.
 const MAX_CONSTANT: u64 = 1 << 16;
 
-/// What a file does not say of itself.
+/// Settings for an import that the file itself does not contain.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
-    /// Values of sizes that the program leaves open, by symbol (`s77`) or by input and dimension (`input_ids.0`).
+    /// Values for open sizes, by symbol (`s77`) or by input and dimension (`input_ids.0`).
     pub sizes: Vec<(String, u64)>,
 }
 
@@ -32,24 +32,25 @@ pub struct Options {
 #[derive(Clone, Debug)]
 pub struct Imported {
     pub graph: Graph,
-    /// The leaves that callers give, in the function's order: neither parameters nor buffers.
+    /// The leaves that callers provide, in the function's order: neither parameters nor buffers.
     pub user_inputs: Vec<ValueId>,
-    /// Inputs that are state or tables of the model, which have no batch.
+    /// Inputs that are state or tables of the model, without a batch dimension.
     pub buffers: Vec<String>,
-    /// What the model calls its results, where it says.
+    /// Names that the model gives its results, if any.
     pub results: Vec<Option<String>>,
-    /// Sizes that the program leaves open, in the order of their names.
+    /// Open sizes of the program, sorted by name.
     pub open_sizes: Vec<OpenSize>,
-    /// The program was decomposed, which loses where gradients stop.
+    /// True if the program was decomposed, which loses the points where gradients stop.
     pub decomposed: bool,
-    /// The version of the file's format, where it is newer than [`NEWEST`](schema::NEWEST).
+    /// The version of the file's format, if it is newer than [`NEWEST`](schema::NEWEST).
     pub newer: Option<i64>,
 }
 
 /// Reads an archive.
 ///
 /// # Errors
-/// [`ImportError`] with all operations that the graph cannot express, or the first thing that makes the archive none.
+/// [`ImportError`] with all operations that the graph cannot express, or with the first error that prevents
+/// reading the archive.
 pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, ImportError> {
     let mut archive = Archive::open(bytes)?;
     let program = archive.program()?;
@@ -62,10 +63,10 @@ pub fn import(bytes: &[u8], options: &Options) -> Result<Imported, ImportError> 
     to.finish(&program, outputs, open_sizes)
 }
 
-/// All weights and buffers that an archive has values of, by the names that the graph has for them.
+/// The values of all weights and buffers in an archive, under their names in the graph.
 ///
 /// # Errors
-/// [`ArchiveError::NoValues`](super::ArchiveError::NoValues) where the model was exported on the meta device.
+/// [`ArchiveError::NoValues`](super::ArchiveError::NoValues) if the model was exported on the meta device.
 pub fn weights(bytes: &[u8]) -> Result<Vec<Stored>, ImportError> {
     let mut archive = Archive::open(bytes)?;
     let mut all = Vec::new();
@@ -81,29 +82,29 @@ pub fn weights(bytes: &[u8]) -> Result<Vec<Stored>, ImportError> {
     Ok(all)
 }
 
-/// The values that a graph's names stand for.
+/// The items that the names of a graph refer to.
 pub type Environment = HashMap<String, Item>;
 
-/// The graph as far as it goes.
+/// A graph under construction.
 pub struct Converter {
     pub graph: Graph,
     pub memory: Memory,
     pub sizes: BTreeMap<String, i64>,
-    /// The input that random bits are drawn with, and how many times they were.
+    /// The input for the key of random bits, and the number of draws so far.
     pub random: Option<(ValueId, u32)>,
-    /// Half precision that matrix products are computed in, where the program asks for it.
+    /// The half-precision type for matrix products, if the program requests autocast.
     pub autocast: Option<altiplano_ir::dtype::DType>,
-    /// Rows that masks mark.
+    /// State of the rows that masks mark.
     pub marked: super::ops::marked::Marked,
-    /// Gradients are not recorded.
+    /// True while gradients are not recorded.
     pub no_grad: bool,
-    /// The parts of complex values that are known.
+    /// Known parts of complex values.
     pub pairs: BTreeMap<ValueId, [ValueId; 2]>,
     /// Leaves in place of results that could not be computed.
     stand_ins: BTreeSet<ValueId>,
-    /// Ops that were not converted because they rest on such.
+    /// The number of ops that were not converted because they depend on such leaves.
     consequences: usize,
-    /// For each value so far whether it follows from a parameter that is trained.
+    /// For each value so far, true if it follows from a trained parameter.
     trained: Vec<bool>,
     operations: usize,
     unsupported: Vec<Unsupported>,
@@ -134,7 +135,7 @@ impl Converter {
         }
     }
 
-    /// The type that a file declares; none where a size or the element type has no meaning here.
+    /// The declared type; `None` if a size or the element type is not supported.
     pub fn declared(&self, meta: &TensorMeta) -> Option<TensorType> {
         let size = |size: &Size| match size {
             Size::Int(n) => u64::try_from(*n).ok(),
@@ -157,8 +158,9 @@ impl Converter {
             Some(spec.get("buffer_mutation")?.get("buffer_name")?.as_str()?.to_string())
         };
         let changed: Vec<String> = specs.iter().filter_map(changed).collect();
-        // Parameters that are stored as one tensor are one; it has the name of the first. On the meta device nothing is stored, and
-        // all share a path: there the program itself reads tied parameters by one of their names.
+        // Parameters that are stored as one tensor are tied, and share the name of the first. On the meta
+        // device all parameters have the same path, but there the program itself reads tied parameters by one
+        // of their names.
         let mut tied: BTreeMap<&str, Tensor> = BTreeMap::new();
         for spec in &program.graph_module.signature.input_specs {
             let Some((kind, spec)) = spec.iter().find(|(_, value)| !value.is_null()) else { continue };
@@ -204,7 +206,8 @@ impl Converter {
                         _ => (text("tensor_constant_name"), false),
                     };
                     let own = own.unwrap_or(name);
-                    // What is no state of the model is as the file has it; nor are masks and numbers that nothing changes.
+                    // Tensors that are not model state keep the file's values, as do masks and integers that nothing
+                    // changes.
                     let state = state && (ty.dtype.is_float() || changed.iter().any(|name| name == own));
                     let kinds = [("constants", &constants), ("weights", &weights)];
                     let payload = kinds.into_iter().find_map(|(kind, all)| Some((kind, all.config.get(own)?)));
@@ -231,7 +234,7 @@ impl Converter {
         Ok(())
     }
 
-    /// An argument that is no tensor: a number that the program was traced with, or a symbol.
+    /// Adds an argument that is not a tensor: a number from the trace, or a symbol.
     fn other_input(&mut self, kind: &str, spec: &Value, environment: &mut Environment) {
         let argument = match kind {
             "constant_input" => spec.get("value"),
@@ -242,7 +245,7 @@ impl Converter {
         if let Some(name) = name {
             let item = match kind {
                 "constant_input" => Call::item(&argument, environment).unwrap_or(Item::Opaque),
-                // The value of a symbol that is an input itself follows from its declaration.
+                // A symbol that is itself an input has the value of its declaration.
                 _ => self.sizes.get(name).map_or(Item::Opaque, |&n| Item::Int(n)),
             };
             environment.insert(name.to_string(), item);
@@ -254,7 +257,7 @@ impl Converter {
         self.memory.fresh(value)
     }
 
-    /// True if a value follows from a parameter that is trained through floats.
+    /// True if a value follows from a trained parameter through floats only.
     pub fn is_trained(&mut self, value: ValueId) -> bool {
         for v in self.trained.len()..self.graph.len() {
             let node = &self.graph.nodes[v];
@@ -265,7 +268,7 @@ impl Converter {
         self.trained[value.index()]
     }
 
-    /// Converts the nodes of a graph, and gives its outputs.
+    /// Converts the nodes of a graph, and returns its outputs.
     pub fn run(&mut self, graph: &schema::Graph, mut environment: Environment) -> Result<Vec<Item>, ImportError> {
         for node in &graph.nodes {
             self.operations += 1;
@@ -283,7 +286,7 @@ impl Converter {
                         Reject::Invalid(_) | Reject::Unsupported(SIZE_OF_DATA) if follows => self.consequences += 1,
                         reject => self.note(node, reject),
                     }
-                    // The nodes behind this one are looked at too, with results as they are declared.
+                    // Later nodes are checked too, with results of the declared types.
                     self.stand_ins(graph, node, &mut environment);
                 }
             }
@@ -354,7 +357,7 @@ impl Converter {
             } else if let (Item::Tensor(tensor), Some(meta)) = (&item, graph.tensor_values.get(&name))
                 && meta.sizes.iter().any(|size| self.unknown_symbol(size).is_some())
             {
-                // A size that data say is that of all rows.
+                // A data-dependent size is the number of all rows.
                 let value = self.memory.read(&mut self.graph, *tensor)?;
                 for (size, &found) in meta.sizes.iter().zip(self.graph.shape(value)) {
                     if let Some(symbol) = self.unknown_symbol(size) {
@@ -368,7 +371,7 @@ impl Converter {
         Ok(())
     }
 
-    /// The symbol that a size is, where nothing says yet what that is.
+    /// The symbol of a size, if its value is still unknown.
     fn unknown_symbol(&self, size: &Size) -> Option<String> {
         match size {
             Size::Expr(e) => sizes::only_symbol(&e.expr_str).filter(|s| !self.sizes.contains_key(s)),
@@ -376,7 +379,8 @@ impl Converter {
         }
     }
 
-    /// Leaves of the declared types in place of results that could not be computed. The graph is not used.
+    /// Replaces results that could not be computed with leaves of the declared types. Such a graph is never
+    /// returned.
     fn stand_ins(&mut self, graph: &schema::Graph, node: &schema::Node, environment: &mut Environment) {
         for name in output_names(&node.outputs).into_iter().flatten() {
             let declared = graph.tensor_values.get(&name).and_then(|meta| self.declared(meta));
@@ -393,7 +397,7 @@ impl Converter {
         }
     }
 
-    /// True if an item rests on the result of an op that could not be converted.
+    /// True if an item depends on the result of an op that could not be converted.
     fn is_doubtful(&self, item: &Item) -> bool {
         match item {
             Item::Missing => true,
@@ -480,7 +484,7 @@ impl Converter {
     }
 }
 
-/// The graph without what no output needs; leaves that nothing reads go too, but for those that callers give.
+/// Removes nodes that no output needs. Unread leaves are removed too, unless callers provide them.
 fn without_unused(graph: &Graph, user_inputs: &[ValueId]) -> (Graph, Vec<Option<ValueId>>) {
     let mut live = vec![false; graph.len()];
     graph.outputs.iter().chain(user_inputs).for_each(|o| live[o.index()] = true);
@@ -500,7 +504,7 @@ fn without_unused(graph: &Graph, user_inputs: &[ValueId]) -> (Graph, Vec<Option<
     (to, map)
 }
 
-/// The names that a node gives its results, flattened; none for those that are no value.
+/// The names that a node gives its results, flattened; `None` for results that are not values.
 fn output_names(outputs: &[Argument]) -> Vec<Option<String>> {
     fn named(value: &Value) -> Option<&str> {
         value.get("name").or_else(|| value.get("as_name")).and_then(Value::as_str)
@@ -517,7 +521,7 @@ fn output_names(outputs: &[Argument]) -> Vec<Option<String>> {
     names
 }
 
-/// The tensors that an argument names.
+/// The names of the tensors in an argument.
 fn tensor_names(argument: &Argument) -> Vec<&str> {
     match argument.parts() {
         Some(("as_tensor", value)) => value.get("name").and_then(Value::as_str).into_iter().collect(),
@@ -531,11 +535,11 @@ fn tensor_names(argument: &Argument) -> Vec<&str> {
     }
 }
 
-/// Whether the memory of an argument is in row-major order without gaps.
+/// True if the memory of an argument is in row-major order without gaps.
 fn is_row_major(graph: &schema::Graph, node: &schema::Node, argument: &str) -> bool {
     let found = node.inputs.iter().find(|i| i.name == argument).and_then(|i| i.arg.name());
     let Some(meta) = found.and_then(|name| graph.tensor_values.get(name)) else { return false };
-    // Sizes of the example will do: the order is the same for all.
+    // The example's sizes suffice, since the order is the same for all sizes.
     let number = |size: &Size| match size {
         Size::Int(n) => Some(*n),
         Size::Expr(e) => e.hint(),
@@ -551,9 +555,9 @@ fn is_row_major(graph: &schema::Graph, node: &schema::Node, argument: &str) -> b
         })
 }
 
-/// `transformer.h.0.attn`: the module that a node belongs to, with the name of its op.
+/// The module that a node belongs to, with the name of its op: `transformer.h.0.attn`.
 fn origin(node: &schema::Node) -> String {
-    // Entries are `key,path,type`, the innermost last.
+    // Entries are `key,path,type`, with the innermost last.
     let stack = node.metadata.get("nn_module_stack").map_or("", String::as_str);
     let path = stack.rsplit(';').next().and_then(|last| last.split(',').nth(1)).unwrap_or("");
     let op = node.target.trim_start_matches("torch.ops.").trim_start_matches("aten.");
@@ -570,7 +574,7 @@ fn place(node: &schema::Node) -> String {
     }
 }
 
-/// Keys of the structure that the model returns, where it is a dictionary or a named one of tensors.
+/// Keys of the model's result, if it is a dictionary or a named structure of tensors.
 fn result_names(program: &Program) -> Vec<String> {
     let calls = &program.graph_module.module_call_graph;
     let root = calls.iter().find(|call| call.fqn.is_empty()).and_then(|call| call.signature.as_ref());
@@ -584,7 +588,7 @@ fn result_names(program: &Program) -> Vec<String> {
     keys.filter(|_| flat).unwrap_or_default()
 }
 
-/// The symbols of a program's inputs and what they are.
+/// The open sizes of a program's inputs, with their values.
 fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, ImportError> {
     let graph = &program.graph_module.graph;
     let mut found: BTreeMap<String, OpenSize> = BTreeMap::new();
@@ -616,11 +620,11 @@ fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, Imp
     let mut all: Vec<OpenSize> = found.into_values().collect();
     for size in &mut all {
         let hint = hints.get(&size.symbol).and_then(|&h| u64::try_from(h).ok());
-        // Sizes of one are traced apart, so that the least that a file names is often two: nothing hangs on it.
+        // PyTorch specialises on sizes of one, so files often declare a minimum of two. It is not significant.
         let least = size.least.unwrap_or(2).max(2).unsigned_abs();
         (size.value, size.chosen) = (hint.unwrap_or(least), hint.is_none());
     }
-    // A size that data decides belongs to no input, and may be given too.
+    // A data-dependent size belongs to no input, but a value may be given for it too.
     for (name, value) in &options.sizes {
         let range = program.range_constraints.get(name).filter(|_| !all.iter().any(|size| size.symbol == *name));
         if let Some(range) = range {

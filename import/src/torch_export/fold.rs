@@ -1,4 +1,5 @@
-//! Values that follow from the program alone: what indices and masks are, and tensors all of whose elements are equal.
+//! Evaluates values that follow from the program alone: indices, masks, and tensors whose elements are all
+//! equal.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::literal::Literal;
@@ -6,13 +7,13 @@ use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::tensor::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Larger tensors than this are not computed at import.
+/// The maximum number of elements of tensors that are evaluated at import.
 const MAX_ELEMENTS: u64 = 1 << 16;
 
-/// The most ops behind a value that is asked for.
+/// The maximum number of ops behind an evaluated value.
 const MAX_OPS: usize = 256;
 
-/// All elements of a value that depends on no leaf; none where it does, or where that is much work.
+/// All elements of a value that depends on no leaf; `None` if it does, or if evaluating it is expensive.
 pub fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
     let mut needed = BTreeSet::new();
     let mut pending = vec![value];
@@ -25,7 +26,7 @@ pub fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
         }
     }
     let mut known: BTreeMap<ValueId, Tensor> = BTreeMap::new();
-    // Operands come before what uses them.
+    // Operands come before their users.
     for at in needed {
         let node = graph.node(at);
         let operands: Vec<&Tensor> = node.operands.iter().filter_map(|o| known.get(o)).collect();
@@ -35,7 +36,7 @@ pub fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
     known.remove(&value).map(|tensor| rounded(graph, value, tensor).data)
 }
 
-/// Small, no leaf, and no sum over many.
+/// True for a small value that is neither a leaf nor a sum over many elements.
 fn is_cheap(graph: &Graph, value: ValueId) -> bool {
     let node = graph.node(value);
     let small = |v: ValueId| graph.ty(v).elements() <= MAX_ELEMENTS;
@@ -48,10 +49,10 @@ fn rounded(graph: &Graph, value: ValueId, mut tensor: Tensor) -> Tensor {
     tensor
 }
 
-/// The graph with constants in place of what depends on no leaf and has one value for all elements, and of lookups and
-/// comparisons of such. Masks that frameworks compute from positions often come to nothing.
+/// Replaces values that depend on no leaf and have one value for all elements with constants, as well as
+/// lookups and comparisons of such values. Masks that frameworks compute from positions are often trivial.
 pub fn uniform(graph: &mut Graph) {
-    // Each value is computed once, and kept while it is small; the total is bounded as well.
+    // Each value is computed once, and kept if it is small; the total is limited as well.
     const MAX_TOTAL: u64 = 1 << 24;
     let mut total = 0;
     let mut known: BTreeMap<ValueId, Tensor> = BTreeMap::new();
@@ -94,7 +95,7 @@ fn splat(graph: &Graph, v: ValueId) -> Option<f64> {
     }
 }
 
-/// The value of all elements of an op that moves elements, or combines equal ones, whatever its size.
+/// The common value of the elements of an op of any size that moves elements or combines equal ones.
 fn of_one_value(graph: &Graph, v: ValueId) -> Option<f64> {
     let node = graph.node(v);
     let moves = matches!(
@@ -103,7 +104,7 @@ fn of_one_value(graph: &Graph, v: ValueId) -> Option<f64> {
     );
     if !moves && !node.op.is_elementwise() || node.operands.is_empty() {
         return match (&node.op, node.operands.as_slice()) {
-            // Indices are brought inside the operand, so that each finds an element.
+            // Indices are clamped, so that each finds an element.
             (Op::Gather(gather), [x, _]) if gather.out_of_bounds == altiplano_ir::op::OutOfBounds::Clamp => {
                 splat(graph, *x)
             }

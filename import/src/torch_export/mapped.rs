@@ -1,7 +1,8 @@
-//! Ops inside `torch.vmap`, which exports leave as they are written: on values without the dimension that is mapped over.
+//! Lowers ops inside `torch.vmap`. Exports contain them as written, on values without the mapped dimension.
 //!
-//! Such a value has the dimensions of all enclosing maps in front, of size one where it does not vary. Elementwise ops then
-//! broadcast as usual once those behind are aligned. That serves masks, which models write so; other ops are refused.
+//! Such a value has the dimensions of all enclosing maps in front, of size one where it does not vary. After
+//! its other dimensions are aligned, elementwise ops broadcast as usual. That suffices for masks, which models
+//! write this way; other ops are refused.
 
 use super::call::{Call, Item, Out};
 use super::memory::Tensor;
@@ -11,11 +12,11 @@ use super::table::Lowering;
 use altiplano_ir::array as a;
 use altiplano_ir::graph::ValueId;
 
-/// Ops that may be given values with more dimensions in front, beside the elementwise ones.
+/// Non-elementwise ops that accept additional leading dimensions.
 const IN_FRONT: &[&str] =
     &["to", "_to_copy", "type_as", "clone", "contiguous", "alias", "lift_fresh_copy", "detach", "relu", "gelu", "silu"];
 
-/// Ops of some dimensions, or of all.
+/// Ops over some or all dimensions.
 const OF_DIMS: &[&str] = &["sum", "mean", "amax", "amin", "any", "all", "prod", "softmax", "log_softmax"];
 
 impl Item {
@@ -33,7 +34,7 @@ impl Call<'_> {
         self.name.starts_with("_functorch.") || self.arguments.iter().any(|(_, item)| item.is_mapped())
     }
 
-    /// The results of an op inside of maps, or at the edge of one.
+    /// The results of an op inside a map, or at its boundary.
     pub fn mapped_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
         match self.name {
             "_functorch.predispatch._add_batch_dim" => return self.enter(),
@@ -47,7 +48,7 @@ impl Call<'_> {
         let (levels, rank) = self.arguments.iter().fold((0, 0), |most, (_, item)| self.extent(item, most));
         let linear = self.name == "linear";
         let known = elementwise || of_dims || linear || IN_FRONT.contains(&self.name) || self.name == "index";
-        // A table of a lookup and the weights of a layer are the same for all.
+        // The table of a lookup and the weights of a layer do not vary over the maps.
         let shared = |name: &str, at: usize| match self.name {
             "index" => at == 0,
             "linear" => matches!(name, "weight" | "bias"),
@@ -62,7 +63,7 @@ impl Call<'_> {
         for (at, (name, item)) in self.arguments.clone().into_iter().enumerate() {
             let item = match (name, &item) {
                 _ if shared[at] => item,
-                // The features of a layer are last, whatever the rank of its weights.
+                // The features of a layer are last, for any rank of its weights.
                 _ if linear => self.aligned(&item, levels, 0)?,
                 ("dim", item) if of_dims => behind(item, levels),
                 (_, item) => self.aligned(item, levels, rank)?,
@@ -83,19 +84,19 @@ impl Call<'_> {
         Ok(vec![Item::Mapped(self.to.memory.fresh(value), levels)])
     }
 
-    /// The most maps and own dimensions of these and an item.
+    /// The maximum number of maps and of own dimensions, over the given maximum and an item.
     fn extent(&self, item: &Item, (levels, rank): (usize, usize)) -> (usize, usize) {
         let own = |tensor: Tensor| self.to.graph.shape(self.to.memory.last_value(tensor)).len();
         match item {
             Item::Mapped(tensor, of) => (levels.max(*of), rank.max(own(*tensor) - of)),
-            // A table of a lookup has dimensions of its own.
+            // The table of a lookup has dimensions of its own.
             Item::Tensor(tensor) if self.name != "index" => (levels, rank.max(own(*tensor))),
             Item::List(items) => items.iter().fold((levels, rank), |most, item| self.extent(item, most)),
             _ => (levels, rank),
         }
     }
 
-    /// An item with so many dimensions of maps in front and of its own behind.
+    /// Pads an item to `levels` map dimensions in front and `rank` dimensions of its own.
     fn aligned(&mut self, item: &Item, levels: usize, rank: usize) -> Result<Item, Reject> {
         let (tensor, of) = match item {
             Item::Mapped(tensor, of) => (*tensor, *of),
@@ -130,7 +131,8 @@ impl Call<'_> {
         Ok((self.read(tensor)?, of))
     }
 
-    /// A tensor, the dimension to map over, and how many maps there are with this one.
+    /// Begins a map. The arguments are a tensor, the dimension to map over, and the number of maps including
+    /// this one.
     fn enter(&mut self) -> Result<Vec<Item>, Reject> {
         let ((value, of), dim, level) = (self.mapped_at(0)?, self.number_at(1)?, self.number_at(2)?);
         let shape = self.shape_of(value);
@@ -144,7 +146,8 @@ impl Call<'_> {
         Ok(vec![Item::Mapped(self.to.memory.fresh(value), level)])
     }
 
-    /// A tensor, the level of the map that ends, its size, and the dimension that it becomes.
+    /// Ends a map. The arguments are a tensor, the level of the map, its size, and the dimension that it
+    /// becomes.
     fn leave(&mut self) -> Result<Vec<Item>, Reject> {
         let ((value, of), level) = (self.mapped_at(0)?, self.number_at(1)?);
         let (size, dim) = (self.number_at(2)?, self.number_at(3)?);
@@ -166,7 +169,7 @@ impl Call<'_> {
     }
 }
 
-/// Dimensions that count from the front, behind those of the maps.
+/// Shifts dimensions that count from the front by the number of maps.
 fn behind(item: &Item, levels: usize) -> Item {
     match item {
         Item::Int(d) if *d >= 0 => Item::Int(d + levels as i64),

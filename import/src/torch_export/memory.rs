@@ -1,8 +1,8 @@
-//! Tensors that share memory, and what a change in place means for the others.
+//! Tracks tensors that share memory, and the effect of changes in place on the others.
 //!
-//! A tensor is a base and the views that lead from it: `x.transpose(0, 1)[2]` is the base of `x`, a permutation and a slice. Ops
-//! of a graph have no memory, so a change in place makes a new value of the base by running the views backwards, and whoever
-//! reads another view of that base afterwards runs its views again on the new one.
+//! A tensor is a base and a sequence of views: `x.transpose(0, 1)[2]` is the base of `x`, a permutation and a
+//! slice. Ops of a graph have no memory, so a change in place makes a new value of the base by inverting the
+//! views. A later read through another view of that base applies its views to the new value.
 
 use super::report::{ProblemKind, Reject, other};
 use altiplano_ir::array;
@@ -10,22 +10,22 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, ShapeError};
 use altiplano_ir::types::TensorType;
 
-/// How a tensor sees another's memory.
+/// A view of another tensor's memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum View {
-    /// Elements in the same order under another shape.
+    /// The same elements in the same order, with another shape.
     Reshape(Vec<u64>),
     Permute(Vec<usize>),
-    /// `count` elements of `dim` from `start` on, `step` apart.
+    /// Every `step`-th element of `dim` from `start` on, `count` in all.
     Slice {
         dim: usize,
         start: u64,
         count: u64,
         step: u64,
     },
-    /// Elements repeated: what is written through it is not defined, so it is refused.
+    /// Repeated elements. A write through this view is undefined, so it is refused.
     Expand(Vec<u64>),
-    /// The same elements, through which no gradient flows.
+    /// The same elements, with the gradient stopped.
     Stop,
 }
 
@@ -35,11 +35,11 @@ pub struct Tensor(usize);
 
 struct Base {
     value: ValueId,
-    /// Number of changes in place.
+    /// The number of changes in place.
     version: u32,
-    /// Bases that may be the same memory as this one, where the program leaves that open.
+    /// Bases that may share this memory, where the program leaves that open.
     doubles: Vec<usize>,
-    /// One of the doubles was changed: nothing certain is known of this one.
+    /// True if one of the doubles was changed, so that this base's value is uncertain.
     unknown: bool,
 }
 
@@ -71,7 +71,7 @@ impl View {
         }
     }
 
-    /// The operand `old` where what this view shows of it has become `new`.
+    /// The operand `old` after the elements in this view were replaced with `new`.
     fn write(&self, g: &mut Graph, old: ValueId, new: ValueId) -> Result<ValueId, Reject> {
         let shape = g.shape(old).to_vec();
         match self {
@@ -90,7 +90,8 @@ impl View {
     }
 }
 
-/// A tensor that becomes `new` where no gradients are recorded: its gradient is that of `old`, since nothing noticed the change.
+/// The value `new` of a tensor that was changed without recording gradients. It gets the gradient of `old`,
+/// since autograd does not see the change.
 pub fn behind_autograd(g: &mut Graph, old: ValueId, new: ValueId) -> Result<ValueId, ShapeError> {
     let [new, stopped] = [new, old].map(|x| array::stop_gradient(g, x));
     // Exactly zero, with the gradient of `old`.
@@ -98,7 +99,7 @@ pub fn behind_autograd(g: &mut Graph, old: ValueId, new: ValueId) -> Result<Valu
     array::binary(g, Binary::Add, new?, nothing)
 }
 
-/// `old` with `new` in place of some elements of `dim`.
+/// `old`, with `new` in place of some elements of `dim`.
 fn replace_slice(
     g: &mut Graph,
     old: ValueId,
@@ -119,7 +120,7 @@ fn replace_slice(
         let parts: Vec<ValueId> = [before, new, behind].into_iter().filter(|&p| g.shape(p)[dim] > 0).collect();
         return Ok(array::concat(g, &parts, dim)?);
     }
-    // Spread over the dimension, and taken where a place is one of the slice's.
+    // Spreads `new` over the dimension, and selects it at the positions of the slice.
     let rank = g.shape(old).len();
     let at = |value: i64| (0..rank).map(|d| if d == dim { value } else { 0 }).collect::<Vec<i64>>();
     let interior = (0..rank).map(|d| if d == dim { step - 1 } else { 0 }).collect();
@@ -143,14 +144,14 @@ fn replace_slice(
 }
 
 impl Memory {
-    /// A tensor with memory of its own.
+    /// A tensor with its own memory.
     pub fn fresh(&mut self, value: ValueId) -> Tensor {
         self.bases.push(Base { value, version: 0, doubles: Vec::new(), unknown: false });
         self.tensors.push(Seen { base: self.bases.len() - 1, views: Vec::new(), value, version: 0 });
         Tensor(self.tensors.len() - 1)
     }
 
-    /// The tensor's value now.
+    /// The tensor's current value.
     pub fn read(&mut self, g: &mut Graph, tensor: Tensor) -> Result<ValueId, Reject> {
         let seen = &mut self.tensors[tensor.0];
         let base = &self.bases[seen.base];
@@ -164,7 +165,7 @@ impl Memory {
         Ok(seen.value)
     }
 
-    /// The value that was read last, which has the tensor's type.
+    /// The value of the last read. It has the tensor's type.
     pub fn last_value(&self, tensor: Tensor) -> ValueId {
         self.tensors[tensor.0].value
     }
@@ -179,7 +180,7 @@ impl Memory {
         Ok(Tensor(self.tensors.len() - 1))
     }
 
-    /// A tensor that may share memory with another, or have its own.
+    /// A tensor that either shares memory with another, or has its own.
     pub fn maybe_view(&mut self, tensor: Tensor, value: ValueId) -> Tensor {
         let new = self.fresh(value);
         let (a, b) = (self.tensors[tensor.0].base, self.tensors[new.0].base);
@@ -188,12 +189,12 @@ impl Memory {
         new
     }
 
-    /// Changes a tensor in place, and so all that share its memory.
+    /// Changes a tensor in place, and all tensors that share its memory.
     pub fn write(&mut self, g: &mut Graph, tensor: Tensor, new: ValueId) -> Result<(), Reject> {
         self.read(g, tensor)?;
         let seen = &self.tensors[tensor.0];
         let at = seen.base;
-        // What each view is applied to, then backwards what it becomes.
+        // Collects the operand of each view, then inverts the views from last to first.
         let mut operands = vec![self.bases[at].value];
         for view in &seen.views {
             let x = operands[operands.len() - 1];
@@ -215,7 +216,7 @@ impl Memory {
         Ok(())
     }
 
-    /// All that may share memory with `base`, directly or through others, is unknown from now on.
+    /// Marks all bases as unknown that may share memory with `base`, directly or through others.
     fn doubt(&mut self, base: usize) {
         let mut pending = self.bases[base].doubles.clone();
         while let Some(at) = pending.pop() {

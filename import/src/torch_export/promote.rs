@@ -1,4 +1,4 @@
-//! The element type in which PyTorch computes with operands of several: once, for all ops.
+//! The element type in which PyTorch computes an op with several operands.
 
 use super::call::{Call, Operand};
 use super::report::Reject;
@@ -6,10 +6,11 @@ use altiplano_ir::array;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 
-/// Type for numbers that are floats, where no tensor says another.
+/// The type of float numbers, unless a tensor determines another.
 pub const DEFAULT_FLOAT: DType = DType::F32;
 
-/// The type that holds values of both. An integer with a float becomes the float; integers become one that holds both.
+/// The type that holds values of both. An integer and a float give the float; two integers give a type that
+/// holds both.
 pub fn common(a: DType, b: DType) -> DType {
     let class = |d: DType| (d.is_float() as u8, (d != DType::Bool) as u8);
     match (a, b) {
@@ -19,7 +20,7 @@ pub fn common(a: DType, b: DType) -> DType {
         (a, b) if a.is_float() => match (a.bytes(), b.bytes()) {
             (m, n) if m > n => a,
             (m, n) if m < n => b,
-            // f16 and bf16 each hold what the other does not.
+            // f16 and bf16 each hold values that the other does not.
             _ => DType::F32,
         },
         (a, b) if a.is_signed_integer() == b.is_signed_integer() => {
@@ -41,8 +42,8 @@ pub fn common(a: DType, b: DType) -> DType {
     }
 }
 
-/// The type of a result of these operands. Tensors with dimensions decide; those without, and then numbers, only where
-/// they are of a higher kind (float over integer over boolean).
+/// The element type of an op on these operands. Tensors with dimensions have priority, then scalar tensors,
+/// then numbers. A later group counts only if it is of a higher kind (float over integer over boolean).
 pub fn result_type(operands: &[(Operand, Option<(DType, usize)>)]) -> DType {
     let kind = |d: DType| if d.is_float() { 2 } else { u8::from(d != DType::Bool) };
     let mut groups: [Option<DType>; 3] = [None; 3];
@@ -76,7 +77,7 @@ impl Call<'_> {
         result_type(&self.with_types(operands))
     }
 
-    /// An operand as a tensor of this type; numbers have no dimensions.
+    /// An operand as a tensor of this type. Numbers become scalars.
     pub fn as_tensor(&mut self, operand: Operand, dtype: DType) -> Result<ValueId, Reject> {
         let g = self.g();
         Ok(match operand {
@@ -87,7 +88,7 @@ impl Call<'_> {
         })
     }
 
-    /// The arguments of these names in their common type; `floats` is whether that must be a float.
+    /// The named arguments in their common type, which must be a float if `floats` is true.
     pub fn promoted(&mut self, names: &[&str], floats: bool) -> Result<Vec<ValueId>, Reject> {
         let operands = names.iter().map(|name| self.operand(name)).collect::<Result<Vec<_>, _>>()?;
         let dtype = self.common_type(&operands);

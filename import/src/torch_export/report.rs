@@ -1,4 +1,4 @@
-//! What can be wrong with an exported program, and how it is told.
+//! Errors of the import of an exported program, and their messages.
 
 use super::archive::ArchiveError;
 use super::call::SIZE_OF_DATA;
@@ -7,7 +7,7 @@ use altiplano_ir::op::ShapeError;
 use altiplano_ir::types::TensorType;
 use std::fmt;
 
-/// Why an archive gives no graph. The caller puts the file name in front.
+/// The reason that an archive gives no graph. The caller prepends the file name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ImportError {
     #[error(transparent)]
@@ -28,9 +28,9 @@ pub enum ImportError {
     Operations {
         unsupported: Vec<Unsupported>,
         problems: Vec<Problem>,
-        /// Ops that could not be read because they rest on these.
+        /// The number of ops that were skipped because they depend on these.
         consequences: usize,
-        /// Sizes that were chosen, which may be why.
+        /// Sizes that were guessed, which may be the cause.
         guessed: Vec<OpenSize>,
     },
 }
@@ -38,10 +38,10 @@ pub enum ImportError {
 /// An op that the graph cannot express.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unsupported {
-    /// `torch.ops.aten.fft_fft.default`, or with what makes it unsupported.
+    /// `torch.ops.aten.fft_fft.default`, possibly with the unsupported detail.
     pub name: String,
     pub count: u64,
-    /// The first places, three at most: the program's name of the result, and the module that computes it.
+    /// The first places, at most three: the program's name of the result, and the module that computes it.
     pub places: Vec<String>,
 }
 
@@ -71,9 +71,9 @@ pub enum ProblemKind {
     Other(&'static str),
 }
 
-/// Why one op cannot be converted.
+/// The reason that one op cannot be converted.
 pub(super) enum Reject {
-    /// With what is special about it, or an empty string.
+    /// The unsupported detail, or an empty string.
     Unsupported(&'static str),
     Invalid(ProblemKind),
     Stop(ImportError),
@@ -91,12 +91,12 @@ impl From<ProblemKind> for Reject {
     }
 }
 
-/// A contradiction that has no kind of its own.
+/// A contradiction without a kind of its own.
 pub(super) fn other(problem: &'static str) -> Reject {
     Reject::Invalid(ProblemKind::Other(problem))
 }
 
-/// What may help with ops that are not supported, and with sizes that were guessed.
+/// Advice on unsupported ops, and on guessed sizes.
 fn advice(unsupported: &[Unsupported], guessed: &[OpenSize]) -> String {
     let mut text = String::new();
     let decomposes = |op: &&Unsupported| {
@@ -124,7 +124,7 @@ fn advice(unsupported: &[Unsupported], guessed: &[OpenSize]) -> String {
     text
 }
 
-/// Ops that PyTorch's decompositions write in ops of which most are known here.
+/// Ops that PyTorch's decompositions rewrite, mostly to supported ops.
 const DECOMPOSED: &[&str] = &[
     "addr",
     "alias_copy",

@@ -1,5 +1,5 @@
-//! The JSON of an exported program, as far as an import needs it. Fields that are not named here are not read, so files of
-//! other versions of PyTorch are as good as they can be.
+//! The JSON of an exported program, restricted to the fields that an import needs. Other fields are ignored, so
+//! that files of other PyTorch versions can be read as far as possible.
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::types::TensorType;
@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// `models/model.json`, or `serialized_exported_program.json` of older versions.
+/// `models/model.json`, or `serialized_exported_program.json` in older versions.
 #[derive(Debug, Deserialize)]
 pub struct Program {
     #[serde(default)]
@@ -15,19 +15,19 @@ pub struct Program {
     pub graph_module: GraphModule,
     #[serde(default)]
     pub range_constraints: BTreeMap<String, Range>,
-    /// Dialects that the program is of: `TRAINING`, or `ATEN` once it was decomposed.
+    /// Dialects of the program: `TRAINING`, or `ATEN` after decomposition.
     #[serde(default)]
     pub verifiers: Vec<String>,
 }
 
-/// The major number changes where older readers may misunderstand a file.
+/// The format version. The major number changes when older readers may misread a file.
 #[derive(Debug, Default, Deserialize)]
 pub struct Version {
     #[serde(default)]
     pub major: i64,
 }
 
-/// The newest major version that is known here, that of PyTorch 2.5 to 2.15.
+/// The newest supported major version, used by PyTorch 2.5 to 2.15.
 pub const NEWEST: i64 = 8;
 
 #[derive(Debug, Deserialize)]
@@ -64,7 +64,7 @@ pub struct Graph {
     pub nodes: Vec<Node>,
     #[serde(default)]
     pub tensor_values: BTreeMap<String, TensorMeta>,
-    /// Whole numbers that nodes give, as expressions of symbols.
+    /// Integer results of nodes, as expressions of symbols.
     #[serde(default)]
     pub sym_int_values: BTreeMap<String, Size>,
 }
@@ -86,20 +86,20 @@ pub struct NamedArgument {
     pub arg: Argument,
 }
 
-/// One of many kinds of value, as an object whose only key names the kind: `{"as_int": 3}`.
+/// A tagged value, as an object whose only key names the kind: `{"as_int": 3}`.
 #[derive(Debug, Deserialize)]
 #[serde(transparent)]
 pub struct Argument(pub Map<String, Value>);
 
 impl Argument {
-    /// The kind and the value. Older files list all kinds, those that do not apply as null.
+    /// The kind and the value. Older files list all kinds, with null for those that do not apply.
     pub fn parts(&self) -> Option<(&str, &Value)> {
         let mut given = self.0.iter().filter(|(_, value)| !value.is_null());
         let (kind, value) = given.next().or_else(|| self.0.iter().next())?;
         Some((kind, value))
     }
 
-    /// The name of the one value that the argument names, if it does.
+    /// The name of the value that the argument refers to, if there is exactly one.
     pub fn name(&self) -> Option<&str> {
         let (kind, value) = self.parts()?;
         match kind {
@@ -128,7 +128,7 @@ impl TensorMeta {
         complex_part(self.dtype.into()).is_some()
     }
 
-    /// The type here of a tensor of this shape: complex numbers are pairs along a last dimension.
+    /// The graph's type of a tensor of this shape. Complex numbers are pairs along a last dimension.
     pub fn with_shape(&self, mut shape: Vec<u64>) -> Option<TensorType> {
         let part = complex_part(self.dtype.into());
         shape.extend(part.map(|_| 2));
@@ -136,7 +136,7 @@ impl TensorMeta {
         ty.check().then_some(ty)
     }
 
-    /// Tensors on PyTorch's meta device have a type and no values.
+    /// True for tensors on PyTorch's meta device, which have a type but no values.
     pub fn is_meta(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.kind == "meta")
     }
@@ -160,7 +160,7 @@ pub enum Size {
 #[derive(Debug, Deserialize)]
 pub struct SizeExpr {
     pub expr_str: String,
-    /// What it was in the example that the program was traced with: a number, or `{"as_int": 6}`.
+    /// The value in the example that the program was traced with: a number, or `{"as_int": 6}`.
     #[serde(default)]
     pub hint: Value,
 }
@@ -177,7 +177,7 @@ pub struct Signature {
     pub output_specs: Vec<Map<String, Value>>,
 }
 
-/// `data/weights/model_weights_config.json` and its like for constants.
+/// `data/weights/model_weights_config.json`, and the same for constants.
 #[derive(Debug, Default, Deserialize)]
 pub struct Payloads {
     pub config: BTreeMap<String, Payload>,
@@ -197,7 +197,7 @@ impl Payload {
     }
 }
 
-/// The type of the parts of a complex `ScalarType`.
+/// The element type of the parts of a complex `ScalarType`.
 pub fn complex_part(code: u64) -> Option<DType> {
     match code {
         9 => Some(DType::F16),
@@ -207,7 +207,7 @@ pub fn complex_part(code: u64) -> Option<DType> {
     }
 }
 
-/// The element type of a number of PyTorch's `ScalarType`; complex and quantised types have none here.
+/// The element type of a PyTorch `ScalarType`. Complex and quantised types have none here.
 pub fn dtype(code: u64) -> Option<DType> {
     Some(match code {
         1 => DType::U8,

@@ -1,13 +1,14 @@
-//! Sizes that a program leaves open: expressions of symbols, as SymPy prints them, and what the symbols are.
+//! Evaluates open sizes of a program: expressions of symbols, as SymPy prints them, and the values of the
+//! symbols.
 //!
-//! A size is `s77`, `2*s77`, `(s0//4)`, or in the long form of newer files `Mul(Integer(2), Symbol('s77', positive=True))`.
+//! A size is `s77`, `2*s77`, `(s0//4)`, or `Mul(Integer(2), Symbol('s77', positive=True))` in newer files.
 
 use std::collections::BTreeMap;
 
-/// Deeper expressions than this are refused.
+/// The maximum depth of expressions.
 const MAX_DEPTH: usize = 64;
 
-/// The value of an expression; none where it cannot be read, names a symbol without a value, or is too large.
+/// The value of an expression; `None` if it is malformed, uses a symbol without a value, or overflows.
 pub fn evaluate(text: &str, values: &BTreeMap<String, i64>) -> Option<i64> {
     let mut parser = Parser { text, at: 0, depth: 0, symbol: &mut |name| values.get(name).copied() };
     let value = parser.sum()?;
@@ -15,11 +16,11 @@ pub fn evaluate(text: &str, values: &BTreeMap<String, i64>) -> Option<i64> {
     (parser.at == text.len()).then_some(value)
 }
 
-/// The symbol that an expression is, if it is nothing more.
+/// The symbol, if the expression consists of one symbol only.
 pub fn only_symbol(text: &str) -> Option<String> {
     let mut names = symbols(text);
     let name = names.pop().filter(|_| names.is_empty())?;
-    // A symbol times or plus anything is not what the symbol is, at one of these values or the other.
+    // An expression that differs from the symbol has a different value for at least one of these two.
     let is = |value: i64| evaluate(text, &BTreeMap::from([(name.clone(), value)])) == Some(value);
     (is(1009) && is(2003)).then_some(name)
 }
@@ -34,12 +35,12 @@ pub fn symbols(text: &str) -> Vec<String> {
         Some(1)
     };
     let mut parser = Parser { text, at: 0, depth: 0, symbol: &mut note };
-    // What cannot be read is found when it is evaluated.
+    // Syntax errors are reported when the expression is evaluated.
     let _ = parser.sum();
     names
 }
 
-/// Evaluates while it reads.
+/// A parser that evaluates while it reads.
 struct Parser<'t, 's> {
     text: &'t str,
     at: usize,
@@ -148,7 +149,7 @@ impl<'t> Parser<'t, '_> {
         self.eat(")").then(|| apply(name, &arguments))?
     }
 
-    /// `'s77', positive=True, integer=True)`
+    /// Parses `'s77', positive=True, integer=True)`.
     fn quoted_symbol(&mut self) -> Option<i64> {
         if !self.eat("'") {
             return None;
@@ -188,13 +189,13 @@ fn power(base: i64, exponent: i64) -> Option<i64> {
     base.checked_pow(u32::try_from(exponent).ok()?)
 }
 
-/// Rounded down, as Python's `//`.
+/// Division that rounds down, as Python's `//`.
 pub fn floor_div(a: i64, b: i64) -> Option<i64> {
     let quotient = a.checked_div(b)?;
     Some(if a % b != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient })
 }
 
-/// With the sign of the divisor, as Python's `%`.
+/// The remainder with the sign of the divisor, as Python's `%`.
 pub fn modulo(a: i64, b: i64) -> Option<i64> {
     a.checked_sub(floor_div(a, b)?.checked_mul(b)?)
 }

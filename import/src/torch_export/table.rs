@@ -1,33 +1,33 @@
-//! Which op of a program is lowered how: one entry each, in the tables of the families.
+//! Maps each op of a program to its lowering. The tables of the op families have one entry per op.
 
 use super::call::{Call, Out};
 use super::ops;
 use super::report::Reject;
 use altiplano_ir::op::{Binary, Direction, Reducer, Unary};
 
-/// What a lowering gives, or why it does not.
+/// The result of a lowering, or the reason that it failed.
 pub type Lowered = Result<Out, Reject>;
 
-/// How an op is lowered.
+/// The lowering of an op.
 #[derive(Clone, Copy)]
 pub enum Lowering {
     Function(fn(&mut Call<'_>) -> Lowered),
-    /// A function of floats; integers become floats first.
+    /// A function of floats. Integers are converted to floats.
     OfFloats(Unary),
-    /// A function of any number, which keeps its type.
+    /// A function of any number. The result has the same type.
     OfNumbers(Unary),
-    /// A function that leaves integers as they are.
+    /// A function that leaves integers unchanged.
     ToWhole(Unary),
     Binary(Binary),
     /// A comparison of `self` and `other`.
     Compare(Direction),
-    /// Of truth values.
+    /// An op on truth values.
     Logical(Binary),
-    /// Combines the elements of `dim`, or all.
+    /// Reduces over `dim`, or over all dimensions.
     Reduce(Reducer),
     /// A function of sizes.
     Sizes(fn(&[f64]) -> Option<f64>),
-    /// Says something about values that holds already.
+    /// An assertion about values that already holds.
     Ignored,
 }
 
@@ -49,7 +49,7 @@ const FAMILIES: [&[(&str, Lowering)]; 15] = [
     ops::linalg::TABLE,
 ];
 
-/// The op's name, and how it is lowered. A change in place is lowered as the op that gives a new value.
+/// The op's name and its lowering. An op in place is lowered as its counterpart that returns a new value.
 pub fn find(target: &str) -> (&str, Option<Lowering>) {
     let lookup = |key: &str| {
         let mut entries = FAMILIES.iter().copied().flatten();

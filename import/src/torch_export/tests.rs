@@ -1,4 +1,4 @@
-//! Programs written here: JSON in a stored zip file, as `torch.export.save` writes it.
+//! Tests with programs that are built here: JSON in a stored zip file, as `torch.export.save` writes it.
 
 use super::*;
 use altiplano_ir::tensor::Tensor;
@@ -20,7 +20,7 @@ fn size(n: i64) -> Value {
     json!({ "as_int": n })
 }
 
-/// An open size, which is 6 in the example.
+/// An open size, with the value 6 in the example.
 fn open(text: &str) -> Value {
     json!({ "as_expr": { "expr_str": text, "hint": { "as_int": 6 } } })
 }
@@ -39,7 +39,7 @@ fn node(target: &str, inputs: &[(&str, Value)], output: &str) -> Value {
     json!({ "target": target, "inputs": inputs, "outputs": [named(output)], "metadata": { "nn_module_stack": stack } })
 }
 
-/// A program on the parameter `w` and the input `x`, both of `sizes`, whose result is `output`.
+/// A program with the parameter `w` and the input `x`, both of `sizes`, and the result `output`.
 fn program(sizes: &[Value], nodes: Vec<Value>, output: &str) -> Value {
     let leaf = tensor(7, sizes);
     json!({
@@ -75,7 +75,7 @@ fn add(a: &str, b: &str, output: &str) -> Value {
     node("torch.ops.aten.add.Tensor", &[("self", named(a)), ("other", named(b))], output)
 }
 
-/// What the program gives for `x` = 0, 1, 2, .. and `w` = 10, 20, 30, ...
+/// The result of the program for `x` = 0, 1, 2, .. and `w` = 10, 20, 30, ...
 fn values(program: &Value) -> Vec<f64> {
     let imported = imported(program).unwrap_or_else(|e| panic!("{e}"));
     assert_eq!(imported.graph.verify(), []);
@@ -107,7 +107,7 @@ fn parameters_without_requires_grad_are_frozen() {
         imported(program).unwrap().graph.parameters().count()
             - imported(program).unwrap().graph.trained_parameters().count()
     };
-    // Older files do not say.
+    // Older files do not have the field.
     assert_eq!(frozen(&program), 0);
     for requires_grad in [true, false] {
         program["graph_module"]["graph"]["tensor_values"]["p_w"]["requires_grad"] = json!(requires_grad);
@@ -131,12 +131,12 @@ fn changes_in_place_reach_whatever_shares_memory() {
     let column = select("copy", 1, 1, "column");
     let row = select("copy", 0, 0, "row");
     let sizes = [size(2), size(3)];
-    // A column of a copy is filled; the copy and a row taken before show it, what it was copied from does not.
+    // A column of a copy is filled. The copy and a row taken earlier change, but the original does not.
     let nodes = vec![copy.clone(), row.clone(), column.clone(), fill("column", 7.0)];
     assert_eq!(values(&program(&sizes, nodes.clone(), "copy")), [0.0, 7.0, 2.0, 3.0, 7.0, 5.0]);
     assert_eq!(values(&program(&sizes, nodes.clone(), "row")), [0.0, 7.0, 2.0]);
     assert_eq!(values(&program(&sizes, nodes, "x")), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
-    // Whether a reshape of what does not lie in order copies is not known: reading it after a change is refused.
+    // A reshape of a non-contiguous tensor may or may not copy, so a read after a change is refused.
     let turned = node("torch.ops.aten.t.default", &[("self", named("copy"))], "turned");
     let flat = node(
         "torch.ops.aten.reshape.default",
@@ -148,8 +148,8 @@ fn changes_in_place_reach_whatever_shares_memory() {
     assert!(error.contains("late (layer.0/add)") && error.contains("share memory"), "{error}");
 }
 
-/// Autograd does not notice what is changed in place under `no_grad`, or through `detach`: the gradient of what was there before is that
-/// of what is there now.
+/// Autograd does not see changes in place under `no_grad`, or through `detach`. The new value gets the gradient
+/// of the old one.
 #[test]
 fn changes_in_place_that_are_not_recorded_keep_the_gradient() {
     let scalar = |value: f64| json!({ "as_float": value });
@@ -310,8 +310,8 @@ fn constants_are_read_in_any_order_of_memory() {
     }
 }
 
-/// Floats of a model's state are inputs, since training may change them elsewhere; a mask that nothing changes is as the file
-/// has it.
+/// Float state of a model becomes inputs, since training may change it elsewhere. A mask that nothing changes
+/// keeps the file's values.
 #[test]
 fn masks_are_constants_and_statistics_inputs() {
     let buffers = |dtype: u32, changed: bool| {
@@ -351,7 +351,7 @@ fn a_newer_format_is_said_to_be_one() {
     }
 }
 
-/// `x + i` as long as `i < 4` for `i` from 1, and one of two graphs by whether the sum of `x` is positive.
+/// Adds `i` to `x` for `i` from 1 while `i < 4`, and selects one of two graphs by the sign of the sum of `x`.
 #[test]
 fn branches_and_loops_are_written_out() {
     let int = |n: i64| json!({ "as_int": n });
@@ -438,7 +438,8 @@ fn what_is_wrong_with_an_archive_is_said() {
     check(&archive(&[("m/models/model.json", b"{}")]), "graph_module");
     check(&archive(&[("../models/model.json", text.as_bytes())]), "leads out");
     check(&archive(&[("/models/model.json", text.as_bytes())]), "leads out");
-    // Every byte of the JSON cut off, or a part of it of another kind, is an error or another program, but no panic.
+    // JSON that is truncated, or has a part of another kind, gives an error or another program, but never
+    // panics.
     for cut in (0..text.len()).step_by(37) {
         assert!(import(&archive(&[("m/models/model.json", &text.as_bytes()[..cut])]), &Options::default()).is_err());
     }
@@ -491,7 +492,8 @@ fn older_archives_have_the_program_at_their_root() {
     assert_eq!(import(&bytes, &Options::default()).map(|i| i.graph.len()), Ok(3));
 }
 
-/// A program that marks the elements of `x` (`[2, 3]`) above 2.5, with what it does with the rows of `w` that their rows name.
+/// A program that marks the elements of `x` (`[2, 3]`) above 2.5, and uses the rows of `w` that the marked rows
+/// select.
 fn marked(uses: Vec<Value>, types: &[(&str, &[Value])], output: &str) -> Value {
     let marks =
         node("torch.ops.aten.gt.Scalar", &[("self", named("x")), ("other", json!({ "as_float": 2.5 }))], "marks");
@@ -518,15 +520,15 @@ fn marked_rows_are_added_where_they_come_from() {
     let arguments = |source: &str| {
         [("self", named("x")), ("dim", json!({ "as_int": 0 })), ("index", named("row")), ("source", named(source))]
     };
-    // All of the second row are marked, so its row of `w` is added three times.
+    // The whole second row is marked, so its row of `w` is added three times.
     let sum = node("torch.ops.aten.index_add.default", &arguments("rows"), "sum");
     assert_eq!(values(&marked(vec![sum], &[], "sum")), [0.0, 1.0, 2.0, 123.0, 154.0, 185.0]);
-    // What is computed of each row.
+    // An elementwise op on the rows.
     let twice = add("rows", "rows", "twice");
     let sum = node("torch.ops.aten.index_add.default", &arguments("twice"), "sum");
     let program = marked(vec![twice, sum], &[("twice", &[many(), size(3)])], "sum");
     assert_eq!(values(&program), [0.0, 1.0, 2.0, 243.0, 304.0, 365.0]);
-    // Elements of the mask's own shape, written: where nothing is marked, what was there stays.
+    // Elements of the mask's own shape are written. Unmarked elements keep their values.
     let both =
         json!({ "as_optional_tensors": [{ "as_tensor": { "name": "row" } }, { "as_tensor": { "name": "column" } }] });
     let element = node("torch.ops.aten.index.Tensor", &[("self", named("p_w")), ("indices", both.clone())], "element");
@@ -554,7 +556,7 @@ fn marked_rows_that_mix_are_refused() {
     }
 }
 
-/// On the meta device all parameters have one path and no values: they are told apart by name.
+/// On the meta device all parameters share one path and have no values, so their names distinguish them.
 #[test]
 fn parameters_without_values_are_told_apart() {
     let mut program = program(&[size(2)], vec![add("x", "p_w", "a"), add("a", "p_v", "b"), add("b", "c_k", "c")], "c");
@@ -591,7 +593,7 @@ fn parameters_without_values_are_told_apart() {
         (parameters, imported.buffers)
     };
     assert_eq!(leaves("cpu"), (vec!["layer.w".to_string()], vec![]));
-    // A constant without values is given like an input.
+    // A constant without values becomes an input.
     assert_eq!(leaves("meta"), (vec!["layer.w".to_string(), "layer.v".to_string()], vec!["k".to_string()]));
     assert_eq!(weights(&with("cpu")).map(|all| all.len()), Ok(3));
     let error = weights(&with("meta")).unwrap_err().to_string();
@@ -649,7 +651,7 @@ fn all_inputs_of_wrong_types_are_said_and_what_was_guessed() {
     }
 }
 
-/// `zeros(n.item()) + x` for a number that is data: its symbol is given like an open size.
+/// `zeros(n.item()) + x` with a data-dependent number, whose symbol is given like an open size.
 #[test]
 fn sizes_that_data_decides_can_be_given() {
     let mut item = node("torch.ops.aten.item.default", &[("self", named("y"))], "item");

@@ -1,9 +1,10 @@
-//! One layer on one mesh as an integer program.
+//! States one layer on one mesh as an integer program.
 //!
-//! The layer's nodes are stated as a run ([`super::statement`]) whose parameters are all stored alike, and everything but the
-//! layouts in which the main value enters and leaves is eliminated. Costs are seconds per microbatch, forward and backward,
-//! plus the once-per-step share of gradient reduction and update divided by the number of microbatches. What remains is a table
-//! over boundary layouts, and layers are put together from those.
+//! The layer's nodes are stated as a run ([`super::statement`]) in which all parameters have the same storage.
+//! All variables are eliminated except the layouts in which the main value enters and leaves. Costs are seconds
+//! per microbatch, forward and backward. They include the per-step cost of gradient reduction and update,
+//! divided by the number of microbatches. The result is a table over boundary layouts, from which layers are
+//! joined.
 
 use super::space::{Choice, LayoutId, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, Variable, state};
@@ -15,14 +16,14 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;
 
-/// How a stage is run, beside its shardings.
+/// The settings of a stage other than its shardings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Variant {
     /// ZeRO level, 0 to 3.
     pub zero: u8,
-    /// Prefer layouts that keep less, even if that takes time.
+    /// Prefer layouts that keep fewer bytes, even if they take more time.
     pub lean: bool,
-    /// Microbatches per step: what per-step costs are divided by.
+    /// Microbatches per step. Per-step costs are divided by this number.
     pub num_microbatches: u32,
     /// How gradients are summed.
     pub execution: Execution,
@@ -34,18 +35,19 @@ pub struct LayerTable {
     made: Made,
 }
 
-/// What a layer costs by the layouts in which its main value enters and leaves: all that putting layers together looks at.
+/// The costs of a layer by the layouts in which its main value enters and leaves. Joining layers needs nothing
+/// else.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Boundary {
     pub in_layouts: Vec<LayoutId>,
     pub out_layouts: Vec<LayoutId>,
-    /// Objective and terms by entering and leaving layout (index 0 where there is none).
+    /// Objective and terms by entering and leaving layout. Index 0 is used if there is no such layout.
     pub entries: Vec<Vec<Option<(f64, Terms)>>>,
     /// Largest temporary, in bytes: a few of the largest local values.
     pub transient_bytes: f64,
 }
 
-/// A [`Boundary`] with layouts written out.
+/// A [`Boundary`] with its layouts written out, for serialisation.
 #[derive(Serialize, Deserialize)]
 pub struct BoundaryRecord {
     in_layouts: Vec<Sharding>,
@@ -54,10 +56,10 @@ pub struct BoundaryRecord {
     transient_bytes: f64,
 }
 
-/// Where a table is from.
+/// The origin of a table.
 enum Made {
     Solved(Box<Solved>),
-    /// Put together from those of its parts.
+    /// Joined from the tables of its parts.
     Joined {
         parts: Vec<Rc<LayerTable>>,
         entered: Entered,
@@ -77,10 +79,10 @@ pub struct LayerChoice {
     pub parameters: Vec<(ValueId, Kept)>,
 }
 
-/// Seconds that keeping one byte is worth in lean variants: as if holding a full device memory cost
+/// Seconds that keeping one byte is worth in lean variants: holding a full device memory costs
 /// [`LEAN_FULL_MEMORY_S`].
 const LEAN_FULL_MEMORY_S: f64 = 1.0;
-/// Relative gap of an entry of a table that is not worth closing: prices are known to far less.
+/// The relative gap of a table entry that is not worth closing, since prices are far less accurate.
 const GAP: f64 = 1e-6;
 
 /// The program of one layer, stated but not solved.
@@ -137,7 +139,7 @@ pub fn solve_layer(
 impl Solved {
     fn kept(&self, i: usize, o: usize) -> Vec<usize> {
         let mut kept = Vec::new();
-        // In the order of the variables: the entering one is stated first.
+        // The variables are in order: the entering one is stated first.
         if self.has_in {
             kept.push(i);
         }
@@ -148,12 +150,13 @@ impl Solved {
     }
 }
 
-/// By part after the first, entering and leaving layout: the layout in which the part is entered.
+/// The layout in which each part is entered, by part after the first, entering and leaving layout of the joined
+/// parts.
 type Entered = Vec<Vec<Vec<usize>>>;
 
 impl Boundary {
-    /// That of parts that follow each other, each left in the layout in which the next is entered; `None` where the layouts between
-    /// them are not the same.
+    /// Joins consecutive parts, each left in the layout in which the next is entered. `None` if the layouts
+    /// between them differ.
     pub fn joined(parts: &[Rc<Boundary>]) -> Option<Boundary> {
         joined(parts).map(|(boundary, _)| boundary)
     }
@@ -176,7 +179,7 @@ impl Boundary {
     }
 }
 
-/// [`Boundary::joined`], and how each part is entered.
+/// [`Boundary::joined`], with the layout in which each part is entered.
 fn joined(parts: &[Rc<Boundary>]) -> Option<(Boundary, Entered)> {
     let meet = |pair: &[Rc<Boundary>]| !pair[1].in_layouts.is_empty() && pair[0].out_layouts == pair[1].in_layouts;
     let (first, last) = (parts.first()?, parts.last()?);
@@ -193,7 +196,7 @@ fn joined(parts: &[Rc<Boundary>]) -> Option<(Boundary, Entered)> {
             for o in 0..part.out_layouts.len().max(1) {
                 let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
                     let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
-                    // What enters the whole is what enters its first part.
+                    // Only the first part's entering value enters the joined layer.
                     Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
                 };
                 let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
@@ -210,15 +213,15 @@ fn joined(parts: &[Rc<Boundary>]) -> Option<(Boundary, Entered)> {
 }
 
 impl LayerTable {
-    /// The table of parts that follow each other, see [`Boundary::joined`].
+    /// Joins the tables of consecutive parts, see [`Boundary::joined`].
     pub fn joined(parts: Vec<Rc<LayerTable>>) -> Option<LayerTable> {
         let boundaries: Vec<Rc<Boundary>> = parts.iter().map(|part| part.boundary.clone()).collect();
         let (boundary, entered) = joined(&boundaries)?;
         Some(LayerTable { boundary: Rc::new(boundary), made: Made::Joined { parts, entered } })
     }
 
-    /// What to do in each part of this layer, which is itself unless it is joined, when its main value enters in layout `i` and leaves
-    /// in layout `o`.
+    /// The choices for each part of this layer if its main value enters in layout `i` and leaves in layout `o`.
+    /// A layer that is not joined is its only part.
     pub fn choices(&self, i: usize, o: usize) -> Vec<LayerChoice> {
         let (parts, entered) = match &self.made {
             Made::Joined { parts, entered } => (parts, entered),

@@ -1,8 +1,9 @@
-//! Sharding within a stage: each op's strategy on a mesh, by integer programming.
+//! Sharding within a stage: selects each op's strategy on a mesh by integer programming.
 //!
-//! [`space`] lists what each node may do and prices it, [`statement`] states a run of nodes as a pairwise problem. For the
-//! search such a run is a [`layer`], of which all but the ends is eliminated; what the search has chosen is solved again as a
-//! [`stage`], with the storage of each parameter and memory at every point of the step in it. [`altiplano_solver`] solves such problems.
+//! [`space`] lists the strategies of each node with their prices, and [`statement`] states a run of nodes as a
+//! pairwise problem. For the search, such a run is a [`layer`], of which all variables except those at its ends
+//! are eliminated. The chosen stages are solved again as a [`stage`], with the storage of each parameter and
+//! the memory at every point of the step. [`altiplano_solver`] solves these problems.
 
 pub mod layer;
 pub mod space;

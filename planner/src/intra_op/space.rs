@@ -1,9 +1,9 @@
 //! The strategies of each node on one mesh, and the prices between their layouts.
 //!
-//! Layouts are interned, so that the cost tables of the integer program are filled by index. What a strategy costs
-//! in the backward pass mirrors the forward one: the axes that split a factor of the op split it in the
-//! gradients too, so an operand's cotangent comes out laid out as the operand, partial over the axes that split
-//! factors the operand does not have.
+//! Layouts are interned, so that the cost tables of the integer program are filled by index. The backward pass
+//! mirrors the forward pass: axes that split a factor of the op also split it in the gradients. An operand's
+//! cotangent therefore has the layout of the operand, and is partial over axes that split factors that the
+//! operand does not have.
 
 use super::statement::{Table, TableKey};
 use crate::lower::{Inside, Prices};
@@ -21,43 +21,43 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// What the user (or a baseline) demands of the axes of a mesh.
+/// Constraints on the axes of a mesh, from the user or from a baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct AxisRoles {
-    /// Axis 0 splits factors of the batch and nothing else, but for experts where `experts_on_data` says so.
+    /// Axis 0 splits only factors of the batch, and those of experts if `experts_on_data` is set.
     pub first_is_data: bool,
-    /// Replicas deal experts out among themselves.
+    /// Replicas distribute the experts among themselves.
     pub experts_on_data: bool,
-    /// Axis 1 splits no factor of the batch.
+    /// Axis 1 splits no factors of the batch.
     pub second_is_model: bool,
-    /// This axis splits nothing that comes from the model's inputs, neither samples nor tokens, but features alone, and those
-    /// only as weights split them: activations are never cut, their partial sums are reduced for all. So is tensor parallelism as
-    /// Megatron-LM introduced it (Shoeybi et al. 2019).
+    /// This axis splits only features, and only as weights split them. It never splits samples or tokens. No
+    /// reshard splits activations over it, so partial sums are all-reduced. This is tensor parallelism as
+    /// introduced by Megatron-LM (Shoeybi et al. 2019).
     pub features_axis: Option<AxisId>,
 }
 
-/// A layout by its number.
+/// The number of an interned layout.
 pub type LayoutId = u32;
 
-/// One way to run a node.
+/// A strategy of a node, with its layouts and prices.
 #[derive(Clone, Debug)]
 pub struct Choice {
     pub strategy: Strategy,
-    /// Layout that each operand must have.
+    /// The required layout of each operand.
     pub operands: Vec<LayoutId>,
-    /// Layout in which each operand's cotangent comes out.
+    /// The layout in which each operand's cotangent is produced.
     pub cotangents: Vec<LayoutId>,
-    /// Layout of the result, and the same with nothing left to reduce, in which its cotangent is needed.
+    /// The layout of the result, and the same layout without partial sums, in which the cotangent is needed.
     pub result: LayoutId,
     pub resting: LayoutId,
-    /// Seconds of the op, and of the host that issues it.
+    /// Seconds of the op on the device, and of the host to issue it.
     pub forward_s: f64,
     pub issue_s: f64,
-    /// What is known of the inside of a composite.
+    /// Costs inside a composite, if the node is one.
     pub inside: Option<Inside>,
 }
 
-/// All ways to run a node of one kind.
+/// All strategies of nodes of one kind.
 #[derive(Debug)]
 pub struct Space {
     pub choices: Vec<Choice>,
@@ -72,9 +72,9 @@ pub struct Spaces<'a> {
     reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
-    /// Strategies that nodes have in any case.
+    /// Strategies that nodes always have.
     given: FxHashMap<ValueId, Strategy>,
-    /// What is known of pairs of choices, see [`super::statement`].
+    /// Cached cost tables between pairs of choices, see [`super::statement`].
     pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
     /// See [`input_dims`]; empty until it is needed.
     input_dims: Vec<u32>,
@@ -99,7 +99,7 @@ impl<'a> Spaces<'a> {
         }
     }
 
-    /// With the strategies of a stage among those of its nodes, whether or not they would be tried.
+    /// Adds the strategies of a stage to those of its nodes, even if the search would not try them.
     pub fn including(mut self, stage: &Stage) -> Self {
         self.given = stage.shardings.iter().map(|(&v, s)| (v, s.strategy.clone())).collect();
         self
@@ -123,7 +123,7 @@ impl<'a> Spaces<'a> {
         &self.layouts[id as usize]
     }
 
-    /// What a reshard of a value of type `ty` takes.
+    /// The price to reshard a value of type `ty`.
     pub fn reshard(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
         if from == to {
             return Price::default();
@@ -141,12 +141,12 @@ impl<'a> Spaces<'a> {
         price
     }
 
-    /// Seconds of a reshard of what is stored, once a step; it may be cut over any axis.
+    /// Seconds to reshard a stored tensor once per step. Unlike other reshards, it may split over any axis.
     pub fn stored_s(&self, ty: &TensorType, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
         self.prices.once_s(ty, self.layout(from), self.layout(to), bucket_bytes)
     }
 
-    /// The strategies of a node. `blocks` are those of the graph's values, see [`block_counts`].
+    /// The strategies of a node. `blocks` are the block counts of the graph's values, see [`block_counts`].
     pub fn of(&mut self, graph: &Graph, v: ValueId, blocks: &[Vec<Vec<u64>>]) -> Rc<Space> {
         if let Some(space) = self.of_values.get(&v) {
             return space.clone();
@@ -162,7 +162,7 @@ impl<'a> Spaces<'a> {
         space
     }
 
-    /// The strategies of a node, which all nodes of its kind have.
+    /// The strategies of a node, shared by all nodes of its kind.
     fn of_kind(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Rc<Space> {
         let node = graph.node(v);
         let batch: Vec<u32> =
@@ -189,8 +189,8 @@ impl<'a> Spaces<'a> {
         let of_experts = self.expert_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
-        // Heavy ops use every axis where they can: an idle axis multiplies their work. One that splits features alone may have
-        // nothing to split, as where a vocabulary is odd.
+        // Contractions use every axis where possible, since an idle axis multiplies their work. An axis for
+        // features only may have nothing to split, for example with an odd vocabulary size.
         if node.op.is_contraction() {
             let features = self.roles.features_axis;
             let splits = |a: AxisId| mesh.size(a) > 1 && features != Some(a);
@@ -203,7 +203,7 @@ impl<'a> Spaces<'a> {
         Space { choices: strategies.into_iter().map(|strategy| self.choice(graph, v, &rule, strategy)).collect() }
     }
 
-    /// A node run by a strategy.
+    /// The prices of a node with a strategy.
     fn choice(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule, strategy: Strategy) -> Choice {
         let mesh = self.mesh().clone();
         let (node, types) = (graph.node(v), graph.operand_types(v));
@@ -237,7 +237,8 @@ impl<'a> Spaces<'a> {
         Choice { strategy, operands, cotangents, result, resting, forward_s, issue_s, inside }
     }
 
-    /// Which factors of a node come from the model's inputs; none where that does not matter.
+    /// Marks the factors of a node that come from the model's inputs; all false if no axis is for features
+    /// only.
     fn input_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
         let mut found = vec![false; rule.factors.len()];
         if self.roles.features_axis.is_none() {
@@ -255,7 +256,7 @@ impl<'a> Spaces<'a> {
         found
     }
 
-    /// The dimensions of a value that count experts, where that matters.
+    /// A bit mask of the dimensions of a value that count experts; 0 if experts are not on the data axis.
     pub fn dims_of_experts(&mut self, graph: &Graph, v: ValueId) -> u32 {
         if !self.roles.experts_on_data {
             return 0;
@@ -266,7 +267,7 @@ impl<'a> Spaces<'a> {
         self.expert_dims[v.index()]
     }
 
-    /// Which factors of a node count experts; none where that does not matter.
+    /// Marks the factors of a node that count experts; all false if experts are not on the data axis.
     fn expert_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
         let mut found = vec![false; rule.factors.len()];
         for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
@@ -297,7 +298,7 @@ impl<'a> Spaces<'a> {
         })
     }
 
-    /// Layouts in which a value may rest between layers: each axis on one dimension, or on none.
+    /// Layouts in which a value may rest between layers: each axis splits one dimension or none.
     pub fn boundary_layouts(&mut self, ty: &TensorType, batch_dims: u32) -> Vec<LayoutId> {
         let mesh = self.mesh().clone();
         let mut all = vec![Sharding::replicated(&ty.shape)];
@@ -320,16 +321,17 @@ impl<'a> Spaces<'a> {
         all.into_iter().map(|s| self.intern(s)).collect()
     }
 
-    /// Layouts in which a parameter may be kept, before storage sharding: like [`Spaces::boundary_layouts`], with
-    /// splits within blocks for dimensions that have them. `experts` are the dimensions that count these.
+    /// Layouts in which a parameter may be kept, before storage sharding. They are like
+    /// [`Spaces::boundary_layouts`], with splits within blocks for dimensions that have them. `experts` is the
+    /// bit mask of dimensions that count experts.
     pub fn parameter_layouts(&mut self, ty: &TensorType, outers: &[Vec<u64>], experts: u32) -> Vec<LayoutId> {
         let mesh = self.mesh().clone();
         let mut rule = ShardingRule::default();
         rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
         let mut strategies = rule.strategies(&mesh, outers, false);
-        // The data axis splits parameters only as storage.
+        // The data axis splits parameters only as storage, except dimensions that count experts.
         if self.roles.first_is_data {
-            // Factors are those of the dimensions, in order.
+            // Factors are in the order of the dimensions.
             strategies.retain(|s| match s.0[0] {
                 AxisUse::Replicated => true,
                 AxisUse::Factor { factor, .. } => experts >> factor & 1 == 1,
@@ -343,8 +345,8 @@ impl<'a> Spaces<'a> {
         ids
     }
 
-    /// A layout split further over every axis that it does not use, each in the first dimension that divides,
-    /// larger dimensions first: where optimizer state, gradients or parameters rest under ZeRO.
+    /// Splits a layout further over every axis that it does not use, each in the largest dimension that it
+    /// divides. Optimizer state, gradients or parameters rest in this layout under ZeRO.
     pub fn storage_layout(&mut self, id: LayoutId) -> LayoutId {
         let mesh = self.mesh().clone();
         let mut sharding = self.layout(id).reduced();
@@ -357,7 +359,7 @@ impl<'a> Spaces<'a> {
         self.intern(sharding)
     }
 
-    /// `dims` with the partial axes of `partial` that do not split it.
+    /// Adds those partial axes of `partial` to `dims` that do not split it.
     pub fn with_partial_of(&mut self, dims: LayoutId, partial: LayoutId) -> LayoutId {
         let mut sharding = self.layout(dims).reduced();
         let split: Vec<AxisId> = sharding.split_axes().collect();
@@ -370,7 +372,7 @@ impl<'a> Spaces<'a> {
     }
 }
 
-/// Whether the way from one layout to another cuts a value over `axis`.
+/// True if the reshard between two layouts splits a value over `axis`.
 fn cuts(from: &Sharding, to: &Sharding, mesh: &Mesh, axis: AxisId) -> bool {
     let cut = |c: &Collective| {
         let cuts =
@@ -380,7 +382,7 @@ fn cuts(from: &Sharding, to: &Sharding, mesh: &Mesh, axis: AxisId) -> bool {
     reshard(from, to, mesh).iter().any(|step| cut(&step.collective))
 }
 
-/// Which factors of a node are the batch: the major one of any dimension that scales with it.
+/// Marks the factors of a node that are the batch: the major factor of each dimension that scales with it.
 pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
     let node = graph.node(v);
     let mut is_batch = vec![false; rule.factors.len()];
@@ -397,8 +399,8 @@ pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool
     is_batch
 }
 
-/// For each value the dimensions that come from those of the model's inputs, as a bit mask: samples and tokens, as opposed to
-/// features, whose sizes parameters alone decide.
+/// A bit mask for each value of the dimensions that come from the model's inputs. These are samples and tokens,
+/// as opposed to features, whose sizes depend only on parameters.
 pub fn input_dims(graph: &Graph) -> Vec<u32> {
     let mut dims = vec![0u32; graph.len()];
     for (v, _) in graph.inputs() {
@@ -425,8 +427,8 @@ pub fn input_dims(graph: &Graph) -> Vec<u32> {
     dims
 }
 
-/// For each value the dimensions that count experts, as a bit mask: those of products with parameters of experts, and what is of one
-/// factor with them.
+/// A bit mask for each value of the dimensions that count experts: those of products with parameters of
+/// experts, and all dimensions that share a factor with them.
 pub fn expert_dims(graph: &Graph) -> Vec<u32> {
     let mut dims = vec![0u32; graph.len()];
     for (v, dim) in expert_products(graph) {
@@ -458,8 +460,8 @@ pub fn expert_dims(graph: &Graph) -> Vec<u32> {
     dims
 }
 
-/// For each value and dimension the block counts within which it is worth splitting: where some op takes a block
-/// of it (a fused q/k/v projection that is sliced), the split must run within blocks all the way back to the
+/// For each value and dimension, the block counts within which a split is useful. If an op slices a block of
+/// the dimension, as with a fused q/k/v projection, the split must run within blocks all the way back to the
 /// parameter.
 pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
     let mut counts: Vec<Vec<Vec<u64>>> = graph.values().map(|v| vec![Vec::new(); graph.shape(v).len()]).collect();
@@ -483,7 +485,7 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
             let is_plain = |(d, factors): (&Vec<Vec<u64>>, &Vec<Vec<u8>>)| {
                 d.iter().all(Vec::is_empty) && factors.iter().all(|f| f.len() <= 1)
             };
-            // Most ops have nothing to say.
+            // Most ops do not constrain blocks.
             if tensors().all(|(value, dims)| is_plain((&counts[value.index()], dims))) {
                 continue;
             }
@@ -497,7 +499,7 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
                                 add(&mut of_factor[*single as usize], outer);
                             }
                         }
-                        // Leading factors that cannot be split: the rest is worth splitting within their blocks.
+                        // If leading factors cannot be split, a split within their blocks is useful.
                         many => {
                             let whole =
                                 many.iter().take_while(|&&f| rule.factors[f as usize].kind == FactorKind::Whole);
@@ -524,7 +526,7 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
     counts
 }
 
-/// Block counts of a node's factors, from those of the values around it.
+/// Block counts of a node's factors, from those of its operands and result.
 pub fn factor_blocks(graph: &Graph, v: ValueId, counts: &[Vec<Vec<u64>>]) -> Vec<Vec<u64>> {
     let node = graph.node(v);
     let rule = graph.rule(v);
@@ -545,8 +547,8 @@ pub fn factor_blocks(graph: &Graph, v: ValueId, counts: &[Vec<Vec<u64>>]) -> Vec
     of_factor
 }
 
-/// The layout in which the batch dimension is split over as many axes as divide it: where values rest that cross
-/// layers beside the main one.
+/// The layout with the batch dimension split over as many axes as divide it. Values other than the main one
+/// rest in it where they cross layers.
 pub fn batch_layout(ty: &TensorType, batch_dims: u32, mesh: &Mesh) -> Sharding {
     let mut sharding = Sharding::replicated(&ty.shape);
     if let Some(dim) = (0..ty.rank()).find(|d| batch_dims >> d & 1 == 1) {

@@ -1,13 +1,14 @@
-//! A run of layers on one mesh as one integer program: a whole stage, up to the whole model.
+//! States a run of layers on one mesh as one integer program: a whole stage, up to the whole model.
 //!
-//! The nodes are stated as for a layer ([`super::statement`]), but nothing is fixed at the borders of layers, every parameter
-//! chooses for itself how far its storage is sharded, and what is held at every point of a step is part of the problem. So a
-//! solution is a stage's shardings as a whole, and comes with a bound that says how far from the best they are at most.
+//! The nodes are stated as for a layer ([`super::statement`]), with three differences. Nothing is fixed at the
+//! borders of layers, every parameter has its own storage sharding, and the problem includes the bytes that are
+//! held at every point of a step. A solution gives all shardings of a stage, with a bound on its distance from
+//! the optimum.
 //!
-//! The points of a step are the nodes of the forward pass, the same nodes in the backward pass, last first, and the updates of the
-//! parameters. A value is held from the node that makes it to the last that needs it; where the backward pass reads it, by as
-//! many microbatches as are in flight. It is an estimate: what runs is decided when a plan is lowered, and [`crate::predict`]
-//! has the last word.
+//! The points of a step are the nodes of the forward pass, the same nodes in reverse order for the backward
+//! pass, and the updates of the parameters. A value is held from the node that makes it to the last node that
+//! needs it. If the backward pass reads it, it is held once for each microbatch in flight. This is an estimate:
+//! lowering decides the actual program, and [`crate::predict`] gives the final prediction.
 
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
@@ -26,14 +27,14 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// How a stage is run, beside its shardings.
+/// The settings of a stage other than its shardings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Demand {
     /// ZeRO levels that a parameter may be stored at, lowest first.
     pub levels: Vec<u8>,
-    /// Microbatches per step: what per-step costs are divided by.
+    /// Microbatches per step. Per-step costs are divided by this number.
     pub num_microbatches: u32,
-    /// Microbatches whose activations are held at once.
+    /// Microbatches whose activations are held at the same time.
     pub in_flight: u32,
     pub recompute: Recomputation,
     pub first_layer: u32,
@@ -41,7 +42,7 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// How a plan runs one of its stages, whose parameters may be stored at any of `levels`.
+    /// The settings of a plan for one of its stages, whose parameters may be stored at any of `levels`.
     pub fn of(plan: &Plan, stage: usize, levels: Vec<u8>) -> Demand {
         Demand {
             levels,
@@ -61,7 +62,7 @@ impl Demand {
 /// A stage's problem, stated but not solved.
 pub struct StageProgram {
     pub statement: Statement,
-    /// With what is held when, and no limit to it.
+    /// The problem, with the held bytes at each point but without a limit.
     pub problem: Problem,
     /// Points of a step.
     pub num_points: u32,
@@ -74,17 +75,17 @@ pub struct StageSolution {
     pub parameters: Vec<(ValueId, Kept)>,
     /// Layouts in which values from earlier stages arrive.
     pub receives: Vec<(ValueId, LayoutId)>,
-    /// Seconds per microbatch, with a microbatch's share of what is done once per step.
+    /// Seconds per microbatch, including its share of the per-step costs.
     pub cost_s: f64,
-    /// No shardings cost less.
+    /// A lower bound on the cost of any shardings.
     pub lower_bound_s: f64,
-    /// The most that is held at any point.
+    /// The maximum of the held bytes over all points.
     pub most_bytes: u64,
     /// The choice for each node of the problem.
     pub choice: Vec<usize>,
 }
 
-/// For each value of a forward graph the nodes whose gradients read it.
+/// The nodes whose gradients read each value of a forward graph.
 pub fn gradient_readers(graph: &Graph, stops: &[ValueId]) -> Result<Vec<Vec<ValueId>>, AutodiffError> {
     let training = differentiate(graph, stops)?;
     let mut readers: Vec<BTreeSet<ValueId>> = vec![BTreeSet::new(); graph.len()];
@@ -96,7 +97,8 @@ pub fn gradient_readers(graph: &Graph, stops: &[ValueId]) -> Result<Vec<Vec<Valu
     Ok(readers.into_iter().map(|set| set.into_iter().collect()).collect())
 }
 
-/// States the problem of the nodes `range`. `readers` are [`gradient_readers`] of the graph, empty where nothing is trained.
+/// States the problem of the nodes `range`. `readers` are the [`gradient_readers`] of the graph, empty without
+/// training.
 pub fn state_stage(
     model: &Model<'_>,
     readers: &[Vec<ValueId>],
@@ -134,13 +136,13 @@ pub fn state_stage(
 }
 
 impl StageProgram {
-    /// The best shardings that hold at most `limit_bytes` at every point.
+    /// Finds the best shardings that hold at most `limit_bytes` at every point.
     pub fn solve(&self, limit_bytes: Option<u64>, options: &Options) -> Result<StageSolution, SolveError> {
         self.solution(&Problem { limit_bytes, ..self.problem.clone() }, options)
     }
 
-    /// [`StageProgram::solve`] where the strategies of nodes and the storage of parameters are given, and only what serves them
-    /// is chosen.
+    /// [`StageProgram::solve`] with given strategies of nodes and storage of parameters. It chooses only the
+    /// remaining variables.
     pub fn solve_given(
         &self,
         strategy: impl Fn(ValueId) -> Option<Strategy>,
@@ -183,14 +185,14 @@ impl StageProgram {
         })
     }
 
-    /// The most bytes that a choice holds, and the first point at which it does.
+    /// The maximum of the bytes that a choice holds, and the first point with that maximum.
     pub fn most_bytes(&self, choice: &[usize]) -> (u64, u32) {
         let fullest =
             solve::held(&self.problem, choice).into_iter().max_by_key(|&(point, bytes)| (bytes, Reverse(point)));
         fullest.map_or((0, 0), |(point, bytes)| (bytes, point))
     }
 
-    /// Every way to keep each parameter.
+    /// All ways to keep each parameter.
     pub fn kept(&self) -> impl Iterator<Item = (ValueId, Kept)> {
         self.statement.variables.iter().flat_map(|variable| match variable {
             Variable::Parameter(p, kept) => kept.iter().map(|&k| (*p, k)).collect(),
@@ -198,13 +200,13 @@ impl StageProgram {
         })
     }
 
-    /// Entries of all tables between two nodes.
+    /// The number of entries in all tables between two nodes.
     pub fn num_entries(&self) -> usize {
         self.problem.edges.iter().map(|e| e.cost.len()).sum()
     }
 }
 
-/// Finds out what is held when.
+/// Finds the live range and the bytes of each value.
 struct Lives<'a, 's, 'p> {
     model: &'a Model<'a>,
     spaces: &'s mut Spaces<'p>,
@@ -213,18 +215,19 @@ struct Lives<'a, 's, 'p> {
     position: BTreeMap<ValueId, u32>,
     num_nodes: u32,
     num_points: u32,
-    /// Parameters whose update has been put in its place.
+    /// The number of parameters whose updates have a point so far.
     num_updates: u32,
     trains: bool,
     holds: Vec<Vec<Holding>>,
 }
 
-/// Positions of the last and the first node for whose gradient a value is needed: between them the backward pass holds it.
+/// Positions of the last and the first node whose gradients need a value. The backward pass holds it between
+/// them.
 #[derive(Clone, Copy)]
 struct Read {
     last: u32,
     first: u32,
-    /// A gradient reads the value itself, not only what is made of it.
+    /// True if a gradient reads the value itself, not only values that are recomputed from it.
     by_gradient: bool,
 }
 
@@ -235,7 +238,7 @@ impl Lives<'_, '_, '_> {
         }
     }
 
-    /// The point at which the backward pass comes to the node at a position.
+    /// The point of the backward pass for the node at a position.
     fn back(&self, position: u32) -> u32 {
         2 * self.num_nodes - 1 - position
     }
@@ -265,8 +268,8 @@ impl Lives<'_, '_, '_> {
         }
     }
 
-    /// When the backward pass needs each value: where a gradient reads it, and where it is read to compute again what a
-    /// gradient reads.
+    /// The nodes at which the backward pass needs each value, for a gradient or for a recomputation on behalf
+    /// of one.
     fn read_back(
         &self,
         nodes: &[ValueId],
@@ -290,14 +293,14 @@ impl Lives<'_, '_, '_> {
         for v in nodes.iter().rev().filter(|v| again.contains(v)) {
             let Some(&at) = read.get(v) else { continue };
             for &o in &self.model.graph.node(*v).operands {
-                // It is made when it is first needed.
+                // A recomputed value is made when it is first needed.
                 merge(&mut read, o, Read { last: at.last, first: at.last, by_gradient: false });
             }
         }
         read
     }
 
-    /// The values of a node: its result, the copies of that which its users read, and its cotangent.
+    /// Holds the values of a node: its result, the copies that its users read, and its cotangent.
     fn node(&mut self, v: ValueId, id: usize, space: &Space, again: bool, read: Option<Read>) {
         let graph = self.model.graph;
         let ty = graph.ty(v);
@@ -309,7 +312,7 @@ impl Lives<'_, '_, '_> {
         let leaves =
             self.model.users[v.index()].iter().any(|u| !self.position.contains_key(u)) || self.model.is_result(v);
         let saved = read.filter(|_| !again);
-        // A chain of elementwise ops is one pass over memory: what one hands to the next is never stored.
+        // A chain of elementwise ops is one pass over memory, so its intermediate values are not stored.
         let elementwise = |v: ValueId| graph.node(v).op.is_elementwise();
         let flows = elementwise(v)
             && !leaves
@@ -317,7 +320,8 @@ impl Lives<'_, '_, '_> {
             && matches!(self.model.users[v.index()].as_slice(), [user] if elementwise(*user));
 
         let uses = self.statement.uses.get(&v).map_or(&[][..], Vec::as_slice);
-        // Who reads it, in what layouts, and from when on that copy takes the place of the result.
+        // The variable that holds the copy for users, the bytes of that copy, and the point from which it
+        // replaces the result.
         let (holder, copies, from) = match (self.statement.relays.get(&v), uses) {
             (Some(&relay), _) => match &self.statement.variables[relay] {
                 Variable::Relay(_, forms) => {
@@ -335,13 +339,13 @@ impl Lives<'_, '_, '_> {
             _ => (id, own.clone(), at + 1),
         };
         if !flows {
-            // What later stages wait for is there until the forward pass has ended.
+            // Values for later stages are held until the forward pass ends.
             self.hold(id, at..if leaves { self.num_nodes.max(from) } else { from }, own.clone());
             match saved {
                 Some(read) => self.saved(holder, (from, last_user), read, copies),
                 None => self.hold(holder, from..last_user + 1, copies),
             }
-            // What is made again on the way to something else is gone at once.
+            // A value that is only recomputed on the way to another is freed at once.
             if let Some(read) = read.filter(|r| again && r.by_gradient) {
                 self.hold(id, self.back(read.last)..self.back(read.first) + 1, own.clone());
             }
@@ -351,7 +355,8 @@ impl Lives<'_, '_, '_> {
         }
     }
 
-    /// What a composite holds while it runs, and keeps inside for its gradient. `cheap`: its result is none of the kept.
+    /// Holds the temporaries of a composite while it runs, and the values inside that its gradient needs.
+    /// `cheap` is true if its result is not one of those.
     fn inside(&mut self, v: ValueId, id: usize, space: &Space, cheap: bool) {
         let at = self.position[&v];
         let ty = self.model.graph.ty(v);
@@ -390,13 +395,14 @@ impl Lives<'_, '_, '_> {
             None => self.hold(id, 0..last_user + 1, own.clone()),
         }
         if self.trains && self.model.needs_gradient[v.index()] {
-            // Its cotangent goes back when the backward pass has ended.
+            // The cotangent of an entering value is sent when the backward pass has ended.
             self.hold(id, self.back(last_user)..2 * self.num_nodes, own);
         }
     }
 
-    /// What the forward pass makes at a point, uses up to another and leaves for the backward pass: there for each microbatch in
-    /// flight, or where it is in host memory between, while it is used, and while one more node runs for which it is brought.
+    /// Holds a value that the forward pass makes at a point, last uses at another, and saves for the backward
+    /// pass. It is held once per microbatch in flight. With offloaded activations, it is held only while it is
+    /// used, and while one more node runs to bring it back.
     fn saved(&mut self, id: usize, (from, last_user): (u32, u32), read: Read, bytes: Vec<u64>) {
         let end = self.back(read.first) + 1;
         if self.model.offload.activations {
@@ -412,7 +418,7 @@ impl Lives<'_, '_, '_> {
         self.hold(id, from..end, bytes);
     }
 
-    /// What lasts of a parameter, its copies that are gathered for use, and what its update needs.
+    /// Holds the persistent bytes of a parameter, its gathered copies, and the buffers of its update.
     fn parameter(&mut self, p: ValueId, id: usize, kept: &[Kept]) {
         let ty = self.model.graph.ty(p);
         let trained = self.model.graph.is_trained(p);
@@ -434,11 +440,11 @@ impl Lives<'_, '_, '_> {
             let reduced = self.spaces.local_bytes(&gradient_ty, rests.state);
             let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state);
             let state = elements * optimizer.state_bytes_per_element(ty.dtype);
-            // What is in the host is there for the update, with that of the next parameter.
+            // Offloaded state is on the device during the update, with that of the next parameter.
             let (lasts, brought) = if self.model.offload.optimizer { (0, 2 * state) } else { (state, 0) };
             lasting.push(parameter + gradient + lasts);
             scattered.push(if rests.gradient == k.layout { 0 } else { whole });
-            // A sum is reduced into a shard, and shards that are updated are gathered.
+            // The update reduces the gradient to a shard, and gathers the updated shards.
             let scattered_now = if rests.gradient == rests.state { 0 } else { reduced };
             let gathered_then = if rests.parameter == rests.state { 0 } else { parameter };
             updated.push(scattered_now + gathered_then + brought);
@@ -449,7 +455,7 @@ impl Lives<'_, '_, '_> {
         let (Some(&first), Some(&last)) = (users.iter().min(), users.iter().max()) else { return };
         self.hold(id, first..last + 1, gathered.clone());
         if self.trains && !trained {
-            // It is gathered again for the gradients that read it.
+            // The parameter is gathered again for the gradients that read it.
             let read = |u: &&ValueId| self.model.needs_gradient[u.index()];
             let users = self.model.users[p.index()].iter().filter(read);
             let users: Vec<u32> = users.filter_map(|u| self.position.get(u)).copied().collect();
@@ -458,7 +464,7 @@ impl Lives<'_, '_, '_> {
             }
         } else if self.trains {
             self.hold(id, self.back(last)..self.back(first) + 1, gathered);
-            // A gradient is there as a whole until it is scattered.
+            // A gradient is held unsharded until it is scattered.
             self.hold(id, self.back(last)..self.back(first) + 1, scattered);
             let at = 2 * self.num_nodes + self.num_updates;
             self.hold(id, at..at + 1, updated);

@@ -1,10 +1,10 @@
-//! A run of nodes on one mesh, stated as a pairwise problem.
+//! States a run of nodes on one mesh as a pairwise problem.
 //!
-//! Variables are the strategies of the nodes, the layouts of parameters with how far their storage is sharded, the layouts of
-//! values that come from outside, and for each value with several users a relay: one materialised layout from which all users are
-//! served, so that a shared reshard is paid once. Prices are seconds per microbatch, forward and backward, and seconds per step.
-//! What a price depends on is little, so tables are made once for all pairs that look alike, and stating takes time in
-//! proportion to the nodes.
+//! Variables are the strategies of the nodes, the layouts of parameters with the sharding of their storage, and
+//! the layouts of values from outside. Each value with several users also has a relay: one materialised layout
+//! for all users, so that a shared reshard is paid once. Prices are seconds per microbatch, forward and
+//! backward, and seconds per step. A price depends on little, so similar pairs share a table, and stating takes
+//! time in proportion to the nodes.
 
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::again::Again;
@@ -25,35 +25,35 @@ use std::collections::btree_map::Entry;
 use std::ops::{Add, AddAssign, Range};
 use std::rc::Rc;
 
-/// What is known of the whole forward graph before any layer is looked at.
+/// Properties of the whole forward graph that are known before any layer is stated.
 pub struct Model<'a> {
     pub graph: &'a Graph,
     /// Layer of each node; `None` for leaves and constants.
     pub layer_of: &'a [Option<u32>],
     pub users: &'a [Vec<ValueId>],
-    /// Values that have a cotangent.
+    /// True for values that have a cotangent.
     pub needs_gradient: &'a [bool],
     /// See [`super::space::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],
-    /// Values that stay from the forward pass to the backward, if nothing dear is computed again.
+    /// True for values that are saved for the backward pass, unless expensive values are recomputed.
     pub saved: &'a [bool],
     /// See [`second_products`].
     ///
     /// [`second_products`]: crate::lower::repeat::second_products
     pub second_products: &'a [bool],
-    /// `None`: nothing is trained.
+    /// The optimizer; `None` without training.
     pub optimizer: Option<&'a Optimizer>,
-    /// Where its state is.
+    /// The placement of optimizer state and activations in device or host memory.
     pub offload: Offload,
 }
 
 impl Model<'_> {
-    /// The nodes of a range that some layer runs.
+    /// The nodes of a range that belong to a layer.
     pub fn nodes(&self, range: &Range<u32>) -> Vec<ValueId> {
         range.clone().map(ValueId).filter(|v| self.layer_of[v.index()].is_some()).collect()
     }
 
-    /// Whether a value is what the step gives: the loss, or where nothing is trained any result.
+    /// True if a value is a result of the step: the loss, or any output without training.
     pub fn is_result(&self, v: ValueId) -> bool {
         let results = if self.optimizer.is_some() { &self.graph.outputs[..1] } else { &self.graph.outputs };
         results.contains(&v)
@@ -64,29 +64,30 @@ impl Model<'_> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "[f64; 12]", into = "[f64; 12]")]
 pub struct Terms {
-    /// Of the device, with what the next op waits for.
+    /// Seconds on the device, including communication that the next op waits for.
     pub forward_s: f64,
     pub backward_s: f64,
-    /// Of what is sent while the device computes: parameters on the way to their use, gradients on the way from it.
+    /// Seconds of communication that overlaps computation: parameters before their use, gradients after it.
     pub forward_sent_s: f64,
     pub backward_sent_s: f64,
-    /// Of the host, which issues kernels ahead of the device.
+    /// Seconds of the host, which issues kernels ahead of the device.
     pub forward_issue_s: f64,
     pub backward_issue_s: f64,
-    /// Once per step.
+    /// Seconds once per step.
     pub step_s: f64,
     /// Parameters, gradients and optimizer state.
     pub static_bytes: f64,
-    /// Kept from forward to backward for each microbatch, if nothing is recomputed.
+    /// Activations per microbatch, without recomputation.
     pub kept_bytes: f64,
-    /// Of those, products larger than their factors, and what it takes to compute them again. None where a runtime never keeps them.
+    /// The part of `kept_bytes` that are products larger than their factors, and the seconds to recompute them.
+    /// Zero on runtimes that never keep them.
     pub growing_bytes: f64,
     pub growing_s: f64,
-    /// Of those, what enters the run: kept even if everything is recomputed.
+    /// The part of `kept_bytes` that enters the run. It is kept even if everything is recomputed.
     pub entering_bytes: f64,
 }
 
-/// By position, as caches keep thousands of them.
+/// Terms by position, since caches keep thousands of them.
 impl From<[f64; 12]> for Terms {
     fn from(all: [f64; 12]) -> Terms {
         let [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..] = all;
@@ -156,7 +157,7 @@ impl Terms {
     };
     const FORBIDDEN: Terms = Terms { forward_s: f64::INFINITY, ..Terms::NONE };
 
-    /// What is left where nothing is trained: no gradients, no updates, and nothing kept for them.
+    /// The terms without training: no gradients, no updates, and no activations.
     fn forward_only(&self) -> Terms {
         Terms {
             forward_s: self.forward_s,
@@ -167,9 +168,10 @@ impl Terms {
         }
     }
 
-    /// What a problem minimises, in seconds per microbatch: a sum, although the streams of a device run side by side
-    /// and the longest decides. What is sent meanwhile counts as if it were hidden as often as not, and the host not at all,
-    /// since it issues as many kernels for one layout as for another.
+    /// The objective of a problem, in seconds per microbatch. It is a sum, although the streams of a device run
+    /// side by side and the longest determines the time. Overlapped communication counts half, as if it were
+    /// hidden half of the time. The host does not count, since it issues as many kernels for one layout as for
+    /// another.
     pub fn objective_s(&self, num_microbatches: u32) -> f64 {
         self.forward_s
             + self.backward_s
@@ -177,23 +179,24 @@ impl Terms {
             + self.step_s / num_microbatches as f64
     }
 
-    /// Seconds of the forward that the backward repeats, of `layers` layers.
+    /// Seconds of the forward pass of `layers` layers that the backward pass repeats.
     pub fn again_s(&self, again: Again, layers: usize) -> f64 {
         let (full, selective) = again.shares(layers);
-        // Not a factor of zero: what is forbidden is infinite.
+        // A factor of zero would give NaN, since forbidden choices have infinite seconds.
         let share = |share: f64, seconds: f64| if share > 0.0 { share * seconds } else { 0.0 };
         share(full, self.forward_s) + share(selective, self.growing_s)
     }
 
-    /// Bytes of a microbatch that stay from its forward to its backward, of `layers` layers.
+    /// Bytes of a microbatch that are held from its forward to its backward pass, for `layers` layers.
     pub fn in_flight_bytes(&self, again: Again, layers: usize) -> f64 {
         let (full, selective) = again.shares(layers);
         full * self.entering_bytes + (1.0 - full) * self.kept_bytes - selective * self.growing_bytes
     }
 
-    /// Seconds of a microbatch's forward, and of its backward with what of the forward of `layers` layers is repeated for it: those
-    /// of the stream that takes longest, or on a runtime that does one thing after the other, of all. The host issues the backward as soon
-    /// as it is done with the forward, ahead of the device by as many kernels at most as it issues in `queue_s`.
+    /// Seconds of a microbatch's forward pass, and of its backward pass including recomputation, for `layers`
+    /// layers. The time is that of the longest stream, or the sum of the streams on a runtime without overlap.
+    /// The host issues the backward pass right after the forward pass. It is ahead of the device by at most the
+    /// kernels that it issues in `queue_s`.
     pub fn passes_s(&self, again: Again, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
         let full = again.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
@@ -215,15 +218,16 @@ impl AddAssign for Terms {
     }
 }
 
-/// How a parameter is kept: the layout that it is computed with, and what is sharded beyond that over the axes that this layout
-/// leaves free, counted as ZeRO does: 1 optimizer state, 2 gradients too, 3 the parameter too.
+/// The storage of a parameter: the layout for computation, and the sharding beyond it over the axes that this
+/// layout leaves free. The levels are those of ZeRO: 1 shards optimizer state, 2 also gradients, 3 also the
+/// parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Kept {
     pub layout: LayoutId,
     pub level: u8,
 }
 
-/// The layouts in which a parameter, its gradient (partial sums aside) and its optimizer state rest.
+/// The layouts in which a parameter, its gradient (apart from partial sums) and its optimizer state rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rests {
     pub parameter: LayoutId,
@@ -239,35 +243,35 @@ impl Kept {
     }
 }
 
-/// A layout in which a value is wanted, and the one in which its cotangent comes back.
+/// The layout in which a user needs a value, and the layout in which its cotangent returns.
 pub type Form = (LayoutId, LayoutId);
 
-/// What a variable of the problem stands for.
+/// A variable of the problem.
 #[derive(Clone, Debug)]
 pub enum Variable {
     Node(ValueId, Rc<Space>),
     Parameter(ValueId, Vec<Kept>),
-    /// Layouts in which a value enters, or the main one leaves.
+    /// Layouts in which a value enters, or in which the main value leaves.
     In(ValueId, Vec<LayoutId>),
     Out(Vec<LayoutId>),
-    /// A materialised layout of a value and the layout in which its cotangent is collected.
+    /// Materialised layouts of a value, each with the layout in which its cotangent is collected.
     Relay(ValueId, Vec<Form>),
 }
 
-/// What becomes of values that cross the ends of the run.
+/// The treatment of values that cross the ends of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ends {
-    /// The widest that enters and the widest that leaves have variables, by which runs are put together; the others rest split
-    /// over the batch.
+    /// The widest entering value and the widest leaving value have variables, by which runs are joined. The
+    /// other values rest split over the batch.
     Joined,
-    /// All that enter may come in any layout, and all that leave go as they rest.
+    /// Every entering value may have any layout, and every leaving value leaves as it rests.
     Open,
 }
 
-/// What one side of a pair offers.
+/// A choice of the source of a pair, reduced to the properties that determine prices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Source {
-    /// The layout that the value has, and the one in which its cotangent is needed.
+    /// The layout of the value, and the layout in which its cotangent is needed.
     Value(LayoutId, LayoutId),
     Parameter(Kept),
 }
@@ -281,34 +285,35 @@ pub struct Pair {
     terms: Rc<Table>,
 }
 
-/// Terms by key of either side.
+/// Terms by the keys of both sides.
 pub type Table = Vec<Vec<Terms>>;
 
-/// All that a table depends on, on one mesh and for one way of training: the value's type, its part in the backward pass, and the keys.
+/// All inputs of a table, on one mesh and for one way of training: the value's type, its role in the backward
+/// pass, and the keys.
 pub type TableKey = (TensorType, Backward, Vec<Source>, Vec<Form>);
 
-/// The part that a value has in the backward pass.
+/// The role of a value in the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Backward {
     None,
-    /// It has no gradient, and the gradients of its users read it.
+    /// The value has no gradient, but the gradients of its users read it.
     Read,
     Gradient,
 }
 
-/// A user of a value: a node's operand, or the way out.
+/// A user of a value: a node's operand, or the exit of the run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum User {
     Operand(usize, usize),
     Out(usize),
 }
 
-/// The problem of a run of nodes, in terms of what is chosen.
+/// The problem of a run of nodes: its variables and their costs.
 pub struct Statement {
     pub variables: Vec<Variable>,
     pub unary: Vec<Vec<Terms>>,
     pub pairs: Vec<Pair>,
-    /// The variable of each value, its users within the run, and the relay that serves them where there is one.
+    /// The variable of each value, its users within the run, and the relay that serves them, if any.
     pub variable_of: BTreeMap<ValueId, usize>,
     pub uses: BTreeMap<ValueId, Vec<User>>,
     pub relays: BTreeMap<ValueId, usize>,
@@ -316,7 +321,7 @@ pub struct Statement {
     pub transient_bytes: f64,
 }
 
-/// States the problem of the nodes `range`. A parameter may be sharded up to any of `levels`.
+/// States the problem of the nodes `range`. Each parameter may be sharded at any of `levels`.
 pub fn state(
     model: &Model<'_>,
     range: Range<u32>,
@@ -348,7 +353,7 @@ pub fn state(
 }
 
 impl Statement {
-    /// The problem that minimises the sum of an objective over what is chosen, memory left open.
+    /// The problem that minimises the sum of an objective over the choices, without a memory limit.
     pub fn problem(&self, objective: impl Fn(&Terms) -> f64) -> Problem {
         let node = |terms: &Vec<Terms>| solve::Node { cost: terms.iter().map(&objective).collect(), holds: Vec::new() };
         let mut small: FxHashMap<*const Table, Vec<Vec<f64>>> = FxHashMap::default();
@@ -374,7 +379,7 @@ impl Statement {
         terms
     }
 
-    /// The strategy of each node and how each parameter is kept.
+    /// The chosen strategy of each node, and the chosen storage of each parameter.
     pub fn chosen(&self, choice: &[usize]) -> (Vec<(ValueId, Choice)>, Vec<(ValueId, Kept)>) {
         let (mut strategies, mut parameters) = (Vec::new(), Vec::new());
         for (variable, &c) in self.variables.iter().zip(choice) {
@@ -400,7 +405,7 @@ struct Builder<'m, 's, 'p> {
     variable_of: BTreeMap<ValueId, usize>,
     uses: BTreeMap<ValueId, Vec<User>>,
     relays: BTreeMap<ValueId, usize>,
-    /// Whether the value of a variable goes out as it rests, and is served from there.
+    /// True if the value of a variable leaves as it rests, and its users are served from there.
     leaves: Vec<bool>,
 }
 
@@ -455,7 +460,7 @@ impl Builder<'_, '_, '_> {
         transient
     }
 
-    /// States the variables of what crosses the ends, and returns what leaves beside them.
+    /// States the variables of values that cross the ends, and returns the leaving values without a variable.
     fn state_ends(&mut self, range: &Range<u32>, nodes: &[ValueId]) -> Vec<ValueId> {
         let Model { graph, layer_of, users, .. } = *self.model;
         let mut entering: Vec<ValueId> = nodes
@@ -465,7 +470,7 @@ impl Builder<'_, '_, '_> {
             .collect();
         entering.sort();
         entering.dedup();
-        // A value that passes by, made before this run and used after it, crosses both ends.
+        // A value that passes through, made before this run and used after it, crosses both ends.
         let passes = |v: &ValueId| users[v.index()].iter().any(|u| u.0 >= range.end && layer_of[u.index()].is_some());
         if self.ends == Ends::Open {
             for v in entering {
@@ -504,12 +509,12 @@ impl Builder<'_, '_, '_> {
         self.variable_of.insert(v, id);
     }
 
-    /// States the variable of a node and returns the bytes that it needs at least while it runs.
+    /// States the variable of a node, and returns a lower bound on the bytes that it needs while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
         let Model { graph, needs_gradient, blocks, saved, second_products, .. } = *self.model;
         let space = self.spaces.of(graph, v, blocks);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
-        // What the next run is entered by is counted there.
+        // The next run counts the bytes of the value that enters it.
         let leaves = self.uses.get(&v).is_some_and(|uses| uses.iter().any(|u| matches!(u, User::Out(_))));
         let kept = saved[v.index()] && !leaves;
         let grows = kept && grows(graph, v);
@@ -556,7 +561,7 @@ impl Builder<'_, '_, '_> {
             .collect();
         let id = self.add(Variable::Node(v, space), terms);
         self.variable_of.insert(v, id);
-        // A forward value, its cotangent where there is one, and one more of its size are alive at once.
+        // A forward value, its cotangent if it is trained, and one more value of its size are alive at once.
         if self.model.optimizer.is_some() { 3.0 * least } else { 2.0 * least }
     }
 
@@ -588,12 +593,12 @@ impl Builder<'_, '_, '_> {
         let mut kept: Vec<Kept> = Vec::with_capacity(layouts.len() * self.levels.len());
         for &layout in &layouts {
             let whole = self.spaces.storage_layout(layout) == layout;
-            // Where no axis is left to shard over, all levels are one.
+            // If no axis is left to shard over, all levels are equal.
             let levels = if whole { &self.levels[..1] } else { self.levels };
             let stored = levels.iter().map(|&level| Kept { layout, level });
             match graph.is_trained(p) {
                 true => kept.extend(stored),
-                // Of a frozen parameter there is only itself to shard.
+                // A frozen parameter has no gradient or state, so only level 3 differs.
                 false => stored.for_each(|k| {
                     let same = |known: &Kept| known.layout == layout && (known.level >= 3) == (k.level >= 3);
                     if !kept.iter().any(same) {
@@ -612,12 +617,12 @@ impl Builder<'_, '_, '_> {
         self.variable_of.insert(p, id);
     }
 
-    /// Whether a value's layout is what the model's author asked for.
+    /// True if a value's layout agrees with the pins of the model's author.
     fn honours_pins(&self, v: ValueId, layout: LayoutId) -> bool {
         self.model.graph.pins_of(v).iter().all(|pin| pin.allows(self.spaces.layout(layout), self.spaces.mesh()))
     }
 
-    /// Once-per-step cost and bytes of a parameter that is kept so.
+    /// The per-step cost and the bytes of a parameter with this storage.
     fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> Terms {
         let rests = kept.rests(self.spaces);
         let gradient_ty = self.execution.accumulator(ty);
@@ -630,7 +635,7 @@ impl Builder<'_, '_, '_> {
         // The update reads gradient, parameter and state and writes parameter and state.
         let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
         let mut update_s = update_s(self.spaces.prices.cost, traffic);
-        // What is in the host is loaded and stored while other parameters are updated.
+        // Offloaded state is loaded and stored while other parameters are updated.
         let held_bytes = if self.model.offload.optimizer {
             update_s = update_s.max(host_copy_s(self.spaces.prices.cost, state_bytes));
             0.0
@@ -646,7 +651,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    /// The forms of a user's choices.
+    /// The forms that a user's choices need.
     fn forms(&self, user: User) -> Vec<Form> {
         match user {
             User::Operand(id, k) => match &self.variables[id] {
@@ -661,7 +666,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    /// What the choices of a source offer.
+    /// The [`Source`] of each choice of a variable.
     fn sources(&self, source: usize) -> Vec<Source> {
         match &self.variables[source] {
             Variable::Node(_, space) => {
@@ -675,7 +680,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    /// The cost between the source of `v`, or its relay, and one user.
+    /// States the cost between the source of `v`, or its relay, and one user.
     fn connect(&mut self, v: ValueId, source: usize, user: User) {
         let (User::Operand(target, _) | User::Out(target)) = user;
         let (from_keys, from_key) = distinct(&self.sources(source));
@@ -696,7 +701,7 @@ impl Builder<'_, '_, '_> {
         self.pairs.push(Pair { from: source, to: target, from_key, to_key, terms });
     }
 
-    /// The part of a value in the backward pass.
+    /// The role of a value in the backward pass.
     fn backward(&self, v: ValueId) -> Backward {
         let Model { graph, needs_gradient, users, .. } = *self.model;
         match needs_gradient[v.index()] || graph.is_trained(v) {
@@ -717,7 +722,8 @@ impl Builder<'_, '_, '_> {
         if self.model.optimizer.is_some() { terms } else { terms.forward_only() }
     }
 
-    /// A parameter that is kept so, used in layout `to` by an op that gives its gradient as `cotangent`.
+    /// The terms of a parameter with this storage, used in layout `to` by an op that gives its gradient as
+    /// `cotangent`.
     fn parameter_use(
         &mut self,
         ty: &TensorType,
@@ -748,7 +754,7 @@ impl Builder<'_, '_, '_> {
         let unit_bytes = self.execution.unit_bytes;
         let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
         if unit_bytes > 0 {
-            // Through one buffer with what else the block has, which is copied.
+            // The whole block is sent through one buffer, with copies to and from it.
             let in_unit = |sent: &mut Price, from, to, layout| {
                 if sent.seconds <= 0.0 || !sent.seconds.is_finite() {
                     return 0.0;
@@ -759,8 +765,8 @@ impl Builder<'_, '_, '_> {
             copied_forward_s = in_unit(&mut gathered, rests.parameter, to, to);
             copied_back_s = copied_forward_s + in_unit(&mut reduced, cotangent, accumulator, cotangent);
         }
-        // Forward, parameters are gathered ahead of their use. Backward, each gather queues behind the reduction of the
-        // gradient before it, so that both are waited for.
+        // The forward pass prefetches parameters. In the backward pass each gather queues behind the reduction
+        // of the previous gradient, so both are waited for.
         let both_s = gathered.seconds + reduced.seconds;
         let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
         Terms {
@@ -775,7 +781,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    /// A value that crosses the ends beside the main one: it rests split over the batch.
+    /// States a value that crosses the ends without a variable. It rests split over the batch.
     fn fixed(&mut self, v: ValueId, user: User, enters: bool) {
         let graph = self.model.graph;
         let ty = graph.ty(v);
@@ -794,7 +800,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    /// A value that leaves as it rests: partial sums are added up first, for users within the run as well.
+    /// States a value that leaves as it rests. Partial sums are reduced first, also for users within the run.
     fn let_out(&mut self, v: ValueId, id: usize) {
         let Variable::Node(_, space) = &self.variables[id] else { return };
         let space = space.clone();
@@ -806,7 +812,7 @@ impl Builder<'_, '_, '_> {
     }
 }
 
-/// A value brought from one layout to another, and its cotangent, where it has one, back.
+/// The terms to reshard a value, and to reshard its cotangent back if it has one.
 fn there_and_back(
     spaces: &mut Spaces<'_>,
     ty: &TensorType,

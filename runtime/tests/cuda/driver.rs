@@ -62,7 +62,7 @@ fn a_file_that_is_no_library_is_said_to_be_none() {
 fn what_is_usable_needs_all_parts() {
     let Some(folder) = driver("parts", &[]) else { return };
     let mut survey = Survey::of(&folder.search());
-    // Whatever is installed on this machine, nothing runs without a compiler.
+    // Nothing runs without a compiler, regardless of the libraries on this machine.
     for (kind, found) in &mut survey.libraries {
         if *kind == Kind::Nvrtc {
             *found = Err(CudaError::MissingLibrary { kind: Kind::Nvrtc });

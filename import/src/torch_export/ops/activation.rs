@@ -83,7 +83,7 @@ fn leaky_relu(c: &mut Call<'_>) -> Lowered {
 fn rrelu(c: &mut Call<'_>) -> Lowered {
     let (lower, upper) = (c.float("lower", 0.125)?, c.float("upper", 1.0 / 3.0)?);
     if c.bool("training", false)? {
-        // A slope for each element, drawn anew.
+        // Draws a random slope for each element.
         let x = c.first()?;
         let slopes = random::between(c, x, lower, upper)?;
         let low = two(c, Binary::Multiply, x, slopes)?;
@@ -95,7 +95,7 @@ fn rrelu(c: &mut Call<'_>) -> Lowered {
     of(c, |g, x| a::leaky_relu(g, x, slope))
 }
 
-/// A slope for each feature, which are dimension 1.
+/// PReLU, with a slope for each feature in dimension 1.
 fn prelu(c: &mut Call<'_>) -> Lowered {
     let (x, weight) = (c.first()?, c.tensor("weight")?);
     let shape = c.shape_of(x);
@@ -190,7 +190,8 @@ fn soft(c: &mut Call<'_>, f: fn(&mut altiplano_ir::graph::Graph, ValueId, usize)
     if rank == 0 { value(a::reshape(c.g(), y, &[])?) } else { value(y) }
 }
 
-/// Norms of PyTorch's core also give their statistics, which only its own gradients read.
+/// Adds placeholders for the statistics that PyTorch's core norms also return. Only PyTorch's own gradients
+/// read them.
 fn with_unread_statistics(c: &mut Call<'_>, y: ValueId) -> Lowered {
     let tensor = c.to.memory.fresh(y);
     let unread = c.declared.len().saturating_sub(1);
@@ -237,7 +238,8 @@ fn instance_norm(c: &mut Call<'_>) -> Lowered {
     value(a::instance_norm(c.g(), x, weight, bias, eps)?)
 }
 
-/// With the statistics of the batch in training; the running ones, which training updates, are no part of a step's loss.
+/// Batch norm, with the statistics of the batch in training. The update of the running statistics is not part
+/// of a step's loss.
 fn batch_norm(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let name = c.name;

@@ -33,11 +33,11 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("_scaled_dot_product_flash_attention", Function(attention)),
     ("_grouped_mm", Function(grouped)),
     ("grouped_mm", Function(grouped)),
-    // What Transformers calls where PyTorch has no such op for a device.
+    // Transformers calls this function on devices for which PyTorch has no such op.
     ("transformers.grouped_mm_fallback.default", Function(grouped)),
 ];
 
-/// An operand of a product, in the half precision that the program asks for where it does.
+/// An operand of a product, in the half-precision type of autocast if that is enabled.
 fn factor(c: &mut Call<'_>, name: &str) -> Result<ValueId, Reject> {
     let x = c.tensor(name)?;
     cast(c, x)
@@ -119,7 +119,7 @@ fn convolution(c: &mut Call<'_>) -> Lowered {
     };
     let output_padding = c.sizes_per_dim("output_padding", n, 0)?;
     let conv = a::Conv { stride, pad_low, pad_high, dilation, groups, transposed, output_padding };
-    // An image without a batch is a batch of one.
+    // An image without a batch becomes a batch of one.
     let single = c.rank(x) == n + 1;
     let x = if single { a::unsqueeze(c.g(), x, 0)? } else { x };
     let y = a::convolution(c.g(), x, w, bias, &conv)?;
@@ -139,7 +139,7 @@ fn attention(c: &mut Call<'_>) -> Lowered {
     if rank < 2 {
         return problem("attends over fewer than two dimensions");
     }
-    // Leading dimensions other than batch and heads are part of the batch.
+    // Leading dimensions before the heads are merged into the batch.
     let four = |c: &mut Call<'_>, x: ValueId| -> Result<ValueId, Reject> {
         let own = c.shape_of(x);
         let batch = own[..own.len().saturating_sub(3)].iter().product();
@@ -159,7 +159,7 @@ fn attention(c: &mut Call<'_>) -> Lowered {
         mask => mask,
     };
     let (q, k, v) = (four(c, q)?, four(c, k)?, four(c, v)?);
-    // Keys whose heads were repeated for the queries are taken as they were.
+    // If the heads of keys and values were repeated for the queries, the original heads are used.
     let (k, v) = match (unrepeated(c, k), unrepeated(c, v)) {
         (Some(of_k), Some(of_v)) if c.shape_of(of_k)[1] == c.shape_of(of_v)[1] => (of_k, of_v),
         _ => (k, v),
@@ -191,7 +191,7 @@ fn attention(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items([vec![first], vec![super::super::call::Item::Opaque; unread]].concat()))
 }
 
-/// `[B, H, T, D]` whose heads are repeated ones of `[B, Hkv, T, D]`: the latter.
+/// If the heads of `[B, H, T, D]` repeat those of a `[B, Hkv, T, D]`, returns the latter.
 fn unrepeated(c: &Call<'_>, x: ValueId) -> Option<ValueId> {
     let graph = &c.to.graph;
     let (Op::Reshape(_), &[spread]) = (&graph.node(x).op, graph.node(x).operands.as_slice()) else { return None };
@@ -203,8 +203,8 @@ fn unrepeated(c: &Call<'_>, x: ValueId) -> Option<ValueId> {
     (same && graph.shape(heads) == [b, kv, t, d]).then_some(heads)
 }
 
-/// Rows in consecutive groups, each times the matrix of its group: `[rows, in]` and `[groups, in, out]`, with the row behind
-/// each group's last in `offs`.
+/// Multiplies consecutive groups of rows by one matrix each: `[rows, in]` and `[groups, in, out]`. The end of
+/// each group is in `offs`.
 fn grouped(c: &mut Call<'_>) -> Lowered {
     let named = |c: &Call<'_>, names: [&'static str; 3]| names.into_iter().find(|n| c.has(n)).unwrap_or(names[0]);
     let (rows_name, matrices) = (named(c, ["self", "mat_a", "input"]), named(c, ["mat2", "mat_b", "weight"]));
@@ -222,13 +222,14 @@ fn grouped(c: &mut Call<'_>) -> Lowered {
     })
 }
 
-/// A tensor and what its dimensions are called.
+/// A tensor and the labels of its dimensions.
 struct Labelled {
     value: ValueId,
     labels: Vec<u32>,
 }
 
-/// Labels of an operand or result; an ellipsis stands for `hidden` dimensions, which are numbered from the right.
+/// Labels of an operand or result. An ellipsis stands for `hidden` dimensions, which are numbered from the
+/// right.
 fn labels(text: &str, rank: Option<usize>, ellipsis: &mut usize) -> Option<Vec<u32>> {
     const HIDDEN: u32 = 1 << 24;
     let (before, behind) = match text.split_once("...") {
@@ -273,7 +274,7 @@ fn einsum(c: &mut Call<'_>) -> Lowered {
     let result = match right {
         Some(right) => labels(&right, None, &mut ellipsis),
         None => {
-            // Hidden dimensions, then what occurs once, in order of the alphabet.
+            // Hidden dimensions, then labels that occur once, in alphabetical order.
             let mut all: Vec<u32> = operands.iter().flat_map(|o| o.labels.clone()).collect();
             all.sort_unstable();
             let once = |&l: &u32| all.iter().filter(|&&m| m == l).count() == 1 && l < 1 << 24;
@@ -300,7 +301,7 @@ fn einsum(c: &mut Call<'_>) -> Lowered {
     value(a::permute(c.g(), so_far.value, &permutation)?)
 }
 
-/// Without the dimensions that nothing needs, and with one dimension for each label.
+/// Sums out the dimensions that are not needed, and merges repeated labels into one dimension.
 fn summed(c: &mut Call<'_>, x: Labelled, needed: &[u32]) -> Result<Labelled, Reject> {
     for (i, label) in x.labels.iter().enumerate() {
         if x.labels[..i].contains(label) {
@@ -312,12 +313,12 @@ fn summed(c: &mut Call<'_>, x: Labelled, needed: &[u32]) -> Result<Labelled, Rej
     Ok(Labelled { value, labels: x.labels.into_iter().filter(|l| needed.contains(l)).collect() })
 }
 
-/// The product of two, summed over what neither the result nor a later operand needs.
+/// The product of two operands, summed over labels that neither the result nor a later operand needs.
 fn contracted(c: &mut Call<'_>, x: Labelled, y: Labelled, needed: &[u32]) -> Result<Labelled, Reject> {
     let wanted = |other: &[u32]| [needed, other].concat();
     let (of_x, of_y) = (wanted(&y.labels), wanted(&x.labels));
     let (x, y) = (summed(c, x, &of_x)?, summed(c, y, &of_y)?);
-    // A size of one stands for any: that side's dimension goes.
+    // A size of one broadcasts to any size, so that dimension is dropped.
     let (x, y) = (without_ones(c, x, &y)?, y);
     let (y, x) = (without_ones(c, y, &x)?, x);
     let place = |labels: &[u32], l: u32| labels.iter().position(|&m| m == l);

@@ -1,4 +1,4 @@
-//! Tensors from nothing.
+//! Lowers ops that create tensors.
 
 use super::*;
 use Lowering::Function;
@@ -74,7 +74,7 @@ fn linspace(c: &mut Call<'_>) -> Lowered {
     value(a::arange(c.g(), steps, start, step, dtype)?)
 }
 
-/// How far each element of a matrix lies to the right of the diagonal.
+/// The signed distance of each element of a matrix to the right of the diagonal.
 fn right_of_diagonal(c: &mut Call<'_>, rows: u64, columns: u64) -> Result<(ValueId, ValueId), Reject> {
     let row = a::iota(c.g(), &[rows, columns], 0, DType::I32)?;
     Ok((row, a::iota(c.g(), &[rows, columns], 1, DType::I32)?))
@@ -89,7 +89,7 @@ fn eye(c: &mut Call<'_>) -> Lowered {
     value(a::convert(c.g(), on, dtype)?)
 }
 
-/// Zeros where `row + diagonal` and the column do not compare so.
+/// Zeros the elements for which the comparison of `row + diagonal` with the column fails.
 fn triangle(c: &mut Call<'_>, direction: Direction) -> Lowered {
     let x = c.first()?;
     let shape = c.shape_of(x);

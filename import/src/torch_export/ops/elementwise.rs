@@ -1,4 +1,4 @@
-//! Arithmetic, comparisons and functions of one element.
+//! Lowers arithmetic, comparisons and functions of one element.
 
 use super::*;
 use Lowering::{Compare, Function, Logical, OfFloats, OfNumbers, ToWhole};
@@ -129,7 +129,8 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("copy", Function(copy)),
 ];
 
-/// `left op alpha * right` of the arguments of these names; `alpha` belongs to what is not `self`... but in `rsub` to `self`.
+/// `left op alpha * right` for the arguments with these names. `alpha` scales the argument other than `self`,
+/// except in `rsub`, where it scales `self`.
 fn sum(c: &mut Call<'_>, op: Binary, names: &[&str]) -> Lowered {
     let both = c.promoted(names, false)?;
     let alpha = c.float("alpha", 1.0)?;
@@ -160,7 +161,7 @@ fn divided(c: &mut Call<'_>, rounding: Option<&str>) -> Lowered {
     if !floor || c.dtype_of(quotient).is_unsigned_integer() {
         return value(quotient);
     }
-    // Rounded towards zero so far: one less where there is a rest and the signs differ.
+    // The quotient is rounded towards zero. Subtracts one if there is a remainder and the signs differ.
     let rest = two(c, Binary::Remainder, x, y)?;
     let wrong = off_by_divisor(c, rest, y)?;
     let dtype = c.dtype_of(quotient);
@@ -168,7 +169,7 @@ fn divided(c: &mut Call<'_>, rounding: Option<&str>) -> Lowered {
     value(two(c, Binary::Subtract, quotient, less)?)
 }
 
-/// Where a rest of a division is not zero and has another sign than the divisor.
+/// True if the remainder of a division is not zero and its sign differs from that of the divisor.
 fn off_by_divisor(c: &mut Call<'_>, rest: ValueId, y: ValueId) -> Result<ValueId, Reject> {
     let y = {
         let shape = c.shape_of(rest);
@@ -182,7 +183,7 @@ fn off_by_divisor(c: &mut Call<'_>, rest: ValueId, y: ValueId) -> Result<ValueId
     two(c, Binary::And, there, differ)
 }
 
-/// With the sign of the divisor.
+/// The remainder with the sign of the divisor.
 fn remainder(c: &mut Call<'_>) -> Lowered {
     let both = c.promoted(&["self", "other"], false)?;
     let rest = two(c, Binary::Remainder, both[0], both[1])?;
@@ -251,7 +252,7 @@ fn exp2(c: &mut Call<'_>) -> Lowered {
     value(one(c, Unary::Exponential, scaled)?)
 }
 
-/// A function of `array`, in f32 where the type is narrower.
+/// A function of `array`, computed in f32 if the type is narrower.
 fn of_floats(c: &mut Call<'_>, f: impl FnOnce(&mut altiplano_ir::graph::Graph, ValueId) -> a::Built) -> Lowered {
     let x = c.float_tensor()?;
     value(a::in_f32(c.g(), x, f)?)
@@ -280,7 +281,7 @@ fn logaddexp(c: &mut Call<'_>) -> Lowered {
     value(two(c, Binary::Add, most, log)?)
 }
 
-/// Zero where `x` is, whatever the logarithm.
+/// `x log(y)`, which is zero if `x` is zero.
 fn xlogy(c: &mut Call<'_>) -> Lowered {
     let both = c.promoted(&["self", "other"], true)?;
     let (x, y) = a::broadcast(c.g(), both[0], both[1])?;
@@ -354,7 +355,7 @@ fn pow(c: &mut Call<'_>) -> Lowered {
         Operand::Float(p) => Some(p),
         _ => None,
     };
-    // Small powers as products: they are what is meant, and have slopes everywhere.
+    // Small powers become products, which are exact and have gradients everywhere.
     let small = match power {
         Some(0.5) if dtype.is_float() => Some(one(c, Unary::Sqrt, x)?),
         Some(-0.5) if dtype.is_float() => Some(one(c, Unary::Rsqrt, x)?),

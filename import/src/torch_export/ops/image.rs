@@ -1,4 +1,4 @@
-//! Pooling and resampling of images.
+//! Lowers pooling and resampling of images.
 
 use super::*;
 use Lowering::Function;
@@ -37,7 +37,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("native_channel_shuffle", Function(channel_shuffle)),
 ];
 
-/// How many spatial dimensions an op of this name has: its last digit but for an ending.
+/// The number of spatial dimensions in an op's name (`1d`, `2d`, `3d`), or else 2.
 fn spatial(name: &str) -> usize {
     let digit = |d: usize| name.contains(&format!("{d}d"));
     (1..=3).find(|&d| digit(d)).unwrap_or(2)
@@ -61,7 +61,7 @@ fn max_pool(c: &mut Call<'_>) -> Lowered {
     with_unread_places(c, y)
 }
 
-/// Where each maximum was is known to PyTorch's own gradients, and here to nothing.
+/// Adds placeholders for the positions of the maxima. Only PyTorch's own gradients read them.
 fn with_unread_places(c: &mut Call<'_>, y: ValueId) -> Lowered {
     let tensor = c.to.memory.fresh(y);
     let mut items = vec![super::super::call::Item::Tensor(tensor)];
@@ -88,7 +88,7 @@ fn output_size(c: &mut Call<'_>, x: ValueId) -> Result<Vec<u64>, Reject> {
     let n = spatial(c.name);
     let shape = c.shape_of(x);
     let own = shape.get(shape.len().saturating_sub(n)..).unwrap_or(&[]).to_vec();
-    // A size that is left out is the operand's.
+    // A size that is omitted is that of the operand.
     let wanted = match c.get("output_size") {
         Some(super::super::call::Item::List(items)) => items
             .iter()
@@ -128,7 +128,7 @@ fn adaptive_max_pool(c: &mut Call<'_>) -> Lowered {
     with_unread_places(c, y)
 }
 
-/// How elements between those of an image are made.
+/// The interpolation between the elements of an image.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Nearest,
@@ -137,7 +137,7 @@ enum Kind {
     Cubic,
 }
 
-/// The spatial sizes that are asked for, and the factors that positions are scaled by where the program says them.
+/// The requested spatial sizes, and the scale factors of positions if the program gives them.
 fn resampled_sizes(c: &mut Call<'_>, own: &[u64]) -> Result<(Vec<u64>, Vec<Option<f64>>), Reject> {
     let n = own.len();
     let float = |item: &super::super::call::Item| match item {
@@ -170,7 +170,7 @@ fn resampled_sizes(c: &mut Call<'_>, own: &[u64]) -> Result<(Vec<u64>, Vec<Optio
     Ok((sizes.ok_or_else(|| other("has a scale that gives no size"))?, factors))
 }
 
-/// Each spatial dimension resampled by itself: a matrix whose rows say what each new element is made of.
+/// Resamples each spatial dimension separately, by a matrix whose rows hold the weights of each new element.
 fn resample(c: &mut Call<'_>, kind: Kind) -> Lowered {
     let mut x = c.first()?;
     let n = spatial(c.name);
@@ -187,7 +187,7 @@ fn resample(c: &mut Call<'_>, kind: Kind) -> Lowered {
         if from == 0 || to == 0 || from.saturating_mul(to) > 1 << 24 {
             return Err(altiplano_ir::op::ShapeError::TooLarge { shape: vec![from, to] }.into());
         }
-        // Positions scale by the inverse of a factor that is given, or by the ratio of the sizes.
+        // Positions scale by the inverse of a given factor, or else by the ratio of the sizes.
         let scale = match (corners, factor) {
             (true, _) if to > 1 => (from - 1) as f64 / (to - 1) as f64,
             (true, _) => 0.0,
@@ -279,7 +279,7 @@ fn blended(
     Ok(a::move_dim(c.g(), y, last, dim)?)
 }
 
-/// `[.., C r r, H, W]` with each block of `r r` features as a square of positions.
+/// Rearranges `[.., C r r, H, W]`: each block of `r r` features becomes a square of positions.
 fn pixel_shuffle(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let shape = c.shape_of(x);
@@ -325,10 +325,10 @@ fn channel_shuffle(c: &mut Call<'_>) -> Lowered {
     value(a::reshape(c.g(), y, &shape)?)
 }
 
-/// Windows are written out tap by tap: larger ones would make a graph that nobody can plan.
+/// Windows are unrolled tap by tap. Larger ones would make a graph that is too large to plan.
 const MOST_TAPS: u64 = 4096;
 
-/// A window that moves over two dimensions: for each its taps, their distance, the padding, the step and the positions.
+/// A window that moves over two dimensions: for each its taps, dilation, padding, stride and positions.
 struct Moving {
     taps: [u64; 2],
     dilation: [u64; 2],
@@ -360,14 +360,14 @@ impl Moving {
         }
     }
 
-    /// Where each tap begins: its place in the padded image.
+    /// The start of each tap in the padded image.
     fn starts(&self) -> impl Iterator<Item = [u64; 2]> + '_ {
         let [kh, kw] = self.taps;
         (0..kh * kw).map(move |tap| [tap / kw * self.dilation[0], tap % kw * self.dilation[1]])
     }
 }
 
-/// `[N, C, H, W]` as `[N, C kh kw, positions]`: what a window sees at each of its positions.
+/// Rearranges `[N, C, H, W]` to `[N, C kh kw, positions]`: the elements in the window at each of its positions.
 fn im2col(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let shape = c.shape_of(x);
@@ -391,7 +391,7 @@ fn im2col(c: &mut Call<'_>) -> Lowered {
     value(a::reshape(c.g(), all, &[batch, &[rows, moving.positions.iter().product()]].concat())?)
 }
 
-/// The image whose pixels are the sums of what windows have at them, the opposite of [`im2col`].
+/// The adjoint of [`im2col`]: each pixel is the sum of its elements over all windows.
 fn col2im(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let shape = c.shape_of(x);
@@ -412,7 +412,7 @@ fn col2im(c: &mut Call<'_>) -> Lowered {
     let mut sum: Option<ValueId> = None;
     for (at, start) in moving.starts().enumerate() {
         let tap = a::select_dim(c.g(), x, n + 1, at as i64)?;
-        // Spread over the padded image, and without its edges.
+        // Spreads the windows over the padded image, and then crops its edges.
         let (mut low, mut high, mut interior) = (vec![0; n + 3], vec![0; n + 3], vec![0; n + 3]);
         for (d, size) in [h, w].into_iter().enumerate() {
             let spread = (moving.positions[d] - 1) * moving.stride[d] + 1;

@@ -1,4 +1,4 @@
-//! Lookups and scatters.
+//! Lowers lookups and scatters.
 
 use super::super::call::data_dependent;
 use super::super::memory::View;
@@ -43,7 +43,7 @@ fn embedding(c: &mut Call<'_>) -> Lowered {
     if padding < 0 || !c.to.is_trained(table) {
         return value(rows);
     }
-    // The row of the padding is looked up like any other, but not trained.
+    // The padding row is looked up like any other, but gets no gradient.
     let padding = a::full_like(c.g(), ids, padding as f64)?;
     let is_padding = a::compare(c.g(), Direction::Eq, ids, padding)?;
     let is_padding = a::unsqueeze(c.g(), is_padding, -1)?;
@@ -51,23 +51,23 @@ fn embedding(c: &mut Call<'_>) -> Lowered {
     value(a::select(c.g(), is_padding, fixed, rows)?)
 }
 
-/// What indices of some dimensions, broadcast together, look up.
+/// A lookup by indices of some dimensions, broadcast together.
 struct Lookup {
     dims: GatherDims,
     indices: ValueId,
-    /// Of what is looked up.
+    /// The shape of the result.
     shape: Vec<u64>,
 }
 
-/// One index of a lookup: the dimension that it indexes, its value broadcast, and the dimension of the broadcast shape along
-/// which it merely counts, if it does.
+/// An index of a lookup: the dimension that it indexes, its value, and the dimension of the broadcast shape
+/// along which it only counts, if any.
 struct Index {
     dim: usize,
     value: ValueId,
     counts: Option<usize>,
 }
 
-/// The indices as whole numbers by dimension. Masks that follow from the program alone become the places that they mark.
+/// The indices as integers, by dimension. Masks that follow from the program alone become the marked positions.
 fn whole_indices(c: &mut Call<'_>, x: ValueId) -> Result<Vec<(usize, ValueId)>, Reject> {
     let mut at = 0;
     let mut all = Vec::new();
@@ -99,12 +99,12 @@ fn whole_indices(c: &mut Call<'_>, x: ValueId) -> Result<Vec<(usize, ValueId)>, 
     Ok(all)
 }
 
-/// Whether the indices are consecutive dimensions: only then do theirs stay in place.
+/// True if the indices are in consecutive dimensions. Only then do the indexed dimensions stay in place.
 fn are_adjacent(indices: &[(usize, ValueId)]) -> bool {
     indices.windows(2).all(|pair| pair[1].0 == pair[0].0 + 1)
 }
 
-/// The indices broadcast, and which of them count along a dimension that no other varies along with the same meaning.
+/// The shape of the broadcast indices, and for each index the dimension along which only it counts, if any.
 fn broadcast_indices(
     c: &mut Call<'_>,
     x: ValueId,
@@ -122,7 +122,7 @@ fn broadcast_indices(
         let mut wide = (0..own.len()).filter(|&d| own[d] != 1);
         let along = match (wide.next(), wide.next()) {
             (Some(d), None) if own[d] == sizes[dim] => Some(d + offset),
-            // A dimension of one element has but one place.
+            // A dimension of one element has only one position.
             (None, None) if sizes[dim] == 1 && !shape.is_empty() => (0..shape.len()).find(|&d| shape[d] == 1),
             _ => None,
         };
@@ -137,7 +137,7 @@ fn broadcast_indices(
 fn lookup(c: &mut Call<'_>, x: ValueId, indices: &[(usize, ValueId)]) -> Result<Lookup, Reject> {
     let sizes = c.shape_of(x);
     let (shape, found) = broadcast_indices(c, x, indices)?;
-    // Where all count, one of them is looked up nevertheless: a lookup needs an index.
+    // If all indices count, the first is looked up anyway, since a lookup needs an index.
     let all_count = found.iter().all(|i| i.counts.is_some());
     let (mut vector, mut starts, mut batching) = (Vec::new(), Vec::new(), Vec::new());
     for (position, index) in found.iter().enumerate() {
@@ -177,7 +177,7 @@ fn lookup(c: &mut Call<'_>, x: ValueId, indices: &[(usize, ValueId)]) -> Result<
     Ok(Lookup { dims, indices: indices_value, shape: result })
 }
 
-/// Negative indices count from the end; those that are known not to be stay as they are.
+/// Resolves negative indices, which count from the end. Constant indices that are not negative are unchanged.
 fn from_start(c: &mut Call<'_>, index: ValueId, size: u64) -> Result<ValueId, Reject> {
     if let Some(data) = c.constant(index)
         && data.iter().all(|&x| x >= 0.0)
@@ -190,7 +190,7 @@ fn from_start(c: &mut Call<'_>, index: ValueId, size: u64) -> Result<ValueId, Re
     Ok(a::select(c.g(), negative, moved, index)?)
 }
 
-/// The places that a mask marks, by dimension.
+/// The positions that a mask marks, by dimension.
 fn places_of(c: &mut Call<'_>) -> Lowered {
     let mask = c.first()?;
     Ok(Out::Values(super::marked::mark(c, mask)?))
@@ -204,7 +204,7 @@ fn index(c: &mut Call<'_>) -> Lowered {
     let indices = whole_indices(c, x)?;
     let sizes = c.shape_of(x);
     if let [(dim, only)] = indices[..] {
-        // Counting in equal steps is a slice.
+        // An index with equal steps is a slice.
         if let ([_], Some(data)) = (&c.shape_of(only)[..], c.constant(only))
             && let Some((start, step)) = in_steps(&data, sizes[dim])
         {
@@ -224,7 +224,7 @@ fn index(c: &mut Call<'_>) -> Lowered {
     value(c.g().push(Op::Gather(gather), &[x, lookup.indices])?)
 }
 
-/// A lookup whose indices all count along dimensions of their own: the operand with its dimensions in other places.
+/// A lookup whose indices all count along separate dimensions: a permutation and a broadcast of the operand.
 fn counted(c: &mut Call<'_>, x: ValueId, shape: &[u64], indices: &[Index], adjacent: bool) -> Result<ValueId, Reject> {
     let sizes = c.shape_of(x);
     let kept: Vec<usize> = (0..sizes.len()).filter(|d| !indices.iter().any(|i| i.dim == *d)).collect();
@@ -244,7 +244,7 @@ fn counted(c: &mut Call<'_>, x: ValueId, shape: &[u64], indices: &[Index], adjac
     Ok(a::broadcast_to(c.g(), moved, &result)?)
 }
 
-/// Where a slice that has these positions starts, and its step.
+/// The start and the step of the slice with these positions.
 fn in_steps(data: &[f64], size: u64) -> Option<(u64, u64)> {
     let first = *data.first()?;
     let step = data.get(1).map_or(1.0, |second| second - first);
@@ -260,7 +260,7 @@ fn index_put(c: &mut Call<'_>) -> Lowered {
     let put = c.tensor("values")?;
     let put = a::convert(c.g(), put, dtype)?;
     let adds = c.bool("accumulate", false)?;
-    // A mask and one value for all that it marks needs no places.
+    // A mask with a single value for all marked elements needs no positions.
     let given = c.maybe_tensors("indices")?;
     if let [Some(mask)] = given[..]
         && c.dtype_of(mask) == DType::Bool
@@ -283,7 +283,7 @@ fn index_put(c: &mut Call<'_>) -> Lowered {
     value(scattered(c, x, lookup.dims, lookup.indices, put, if adds { None } else { Some(Combine::Replace) })?)
 }
 
-/// `x` with `updates` combined into it, or added.
+/// Combines `updates` into `x`, or adds them.
 fn scattered(
     c: &mut Call<'_>,
     x: ValueId,
@@ -330,7 +330,7 @@ fn take_along_dim(c: &mut Call<'_>) -> Lowered {
     if own.len() != wanted.len() || own.is_empty() {
         return problem("looks up along a dimension of another rank");
     }
-    // All other dimensions broadcast.
+    // The other dimensions broadcast.
     let (mut of_x, mut of_at) = (own.clone(), wanted.clone());
     (of_x[dim], of_at[dim]) = (1, 1);
     let mut shape = a::broadcast_shapes(&of_x, &of_at)?;
@@ -360,7 +360,7 @@ fn take(c: &mut Call<'_>) -> Lowered {
     value(a::take(c.g(), x, 0, at, true)?)
 }
 
-/// Writes of single elements: each at its own place but for `dim`, where its index says it is.
+/// Writes single elements. Each keeps its position except in `dim`, where the index gives it.
 fn scatter(c: &mut Call<'_>) -> Lowered {
     let (x, at) = (c.first()?, c.tensor("index")?);
     let (own, wanted) = (c.shape_of(x), c.shape_of(at));
@@ -394,7 +394,7 @@ fn scatter(c: &mut Call<'_>) -> Lowered {
     if themselves && !mean {
         return value(scattered(c, x, dims, at, source, combine)?);
     }
-    // How many elements come to each place.
+    // The number of elements written to each position.
     let (zeros, ones) = (a::full_like(c.g(), x, 0.0)?, a::full_like(c.g(), source, 1.0)?);
     let mut counts = scattered(c, zeros, dims.clone(), at, ones, None)?;
     let start = if themselves {
@@ -413,8 +413,8 @@ fn scatter(c: &mut Call<'_>) -> Lowered {
     value(two(c, Binary::Divide, y, counts)?)
 }
 
-/// Where the elements of an index of single elements lie. Dimensions that are whole go along with the operand's, which lets
-/// them be split; of others the place is counted.
+/// The positions of the elements of an index of single elements. Full dimensions become batch dimensions, so
+/// that they can be split. In the others, the position is an iota.
 fn places(c: &mut Call<'_>, own: &[u64], dim: usize, at: ValueId) -> Result<(GatherDims, ValueId), Reject> {
     let wanted = c.shape_of(at);
     let rank = own.len();
@@ -439,7 +439,7 @@ fn places(c: &mut Call<'_>, own: &[u64], dim: usize, at: ValueId) -> Result<(Gat
     Ok((dims, indices))
 }
 
-/// Slices of `source` written to places along a dimension.
+/// Writes slices of `source` to positions along a dimension.
 fn write_slices(c: &mut Call<'_>, source: ValueId, combine: Option<Combine>) -> Result<ValueId, Reject> {
     let (x, at) = (c.first()?, c.tensor("index")?);
     let own = c.shape_of(x);
@@ -493,7 +493,7 @@ fn index_fill(c: &mut Call<'_>) -> Lowered {
     value(write_slices(c, source, Some(Combine::Replace))?)
 }
 
-/// `x` with `source` where a view of it was.
+/// Replaces a view of `x` with `source`.
 fn written(c: &mut Call<'_>, views: &[View], source: ValueId) -> Lowered {
     let x = c.first()?;
     let copy = c.to.memory.fresh(x);
@@ -524,7 +524,7 @@ fn slice_scatter(c: &mut Call<'_>) -> Lowered {
     written(c, &[view], source)
 }
 
-/// How many of a row of ascending boundaries lie before each element.
+/// Counts the ascending boundaries before each element.
 fn search(c: &mut Call<'_>, boundaries: &str) -> Lowered {
     let both = c.promoted(&[boundaries, "self"], false)?;
     let (edges, x) = (both[0], both[1]);
@@ -541,7 +541,7 @@ fn search(c: &mut Call<'_>, boundaries: &str) -> Lowered {
     value(a::sum(c.g(), before, &[last], false)?)
 }
 
-/// Rows of a table, combined by bag. The bags must follow from the program alone, and be of one size.
+/// Combines rows of a table by bag. The bags must follow from the program alone, and all have the same size.
 fn embedding_bag(c: &mut Call<'_>) -> Lowered {
     let (table, ids) = (c.tensor("weight")?, c.tensor("indices")?);
     let offsets = c.tensor("offsets")?;
@@ -600,7 +600,7 @@ fn embedding_bag(c: &mut Call<'_>) -> Lowered {
             let most = a::max(c.g(), rows, &[1], false)?;
             match kept {
                 None => most,
-                // A bag of nothing is zero.
+                // An empty bag is zero.
                 Some(kept) => {
                     let some = a::reduce(c.g(), kept, altiplano_ir::op::Reducer::Or, &[1], false)?;
                     let zero = a::full_like(c.g(), most, 0.0)?;
@@ -616,8 +616,8 @@ fn embedding_bag(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(items))
 }
 
-/// Elements of `source`, in order, where a mask is true. A mask that is the same for all elements of the last dimension takes
-/// rows.
+/// Replaces elements where a mask is true with elements of `source`, in order. If the mask does not vary along
+/// the last dimension, it takes whole rows.
 fn masked_scatter(c: &mut Call<'_>) -> Lowered {
     let (x, mask, source) = (c.first()?, c.tensor("mask")?, c.tensor("source")?);
     let shape = c.shape_of(x);
@@ -652,7 +652,7 @@ fn masked_scatter(c: &mut Call<'_>) -> Lowered {
     value(a::select(c.g(), mask, found, x)?)
 }
 
-/// True if a value is the same along its last dimension, by how it was made.
+/// True if the ops that made a value show that it does not vary along its last dimension.
 fn repeats_last(c: &Call<'_>, x: ValueId) -> bool {
     let node = c.to.graph.node(x);
     let Some(last) = node.ty.rank().checked_sub(1) else { return false };

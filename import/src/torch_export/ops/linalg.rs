@@ -1,7 +1,8 @@
-//! Factors and inverses of small matrices, written out row by row.
+//! Lowers factors and inverses of small matrices, unrolled row by row.
 //!
-//! The graph has no op that solves, so each step of the textbook algorithm is a few ops on whole batches of matrices. That is
-//! for the small systems of normalising flows, Gaussian processes and whitening; larger ones are refused.
+//! The graph has no op that solves a system, so each step of the textbook algorithm is a few ops on whole
+//! batches of matrices. This suits the small systems of normalising flows, Gaussian processes and whitening;
+//! larger ones are refused.
 
 use super::*;
 use Lowering::Function;
@@ -29,7 +30,7 @@ fn square(c: &mut Call<'_>, x: ValueId) -> Result<u64, Reject> {
     }
 }
 
-/// A result beside others that tell of failure, which nothing here reads.
+/// Adds placeholders for the status results of an op, which nothing here reads.
 fn with_unread(c: &mut Call<'_>, v: ValueId) -> Lowered {
     let first = super::super::call::Item::Tensor(c.to.memory.fresh(v));
     let mut items = vec![first];
@@ -40,7 +41,7 @@ fn with_unread(c: &mut Call<'_>, v: ValueId) -> Lowered {
 fn cholesky(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     square(c, x)?;
-    // One half is read, and PyTorch's gradient is that of both.
+    // Only one half is read, but PyTorch's gradient is that of both.
     let turned = a::swap_dims(c.g(), x, -1, -2)?;
     let sum = two(c, Binary::Add, x, turned)?;
     let x = number(c, Binary::Multiply, sum, 0.5)?;
@@ -49,13 +50,13 @@ fn cholesky(c: &mut Call<'_>) -> Lowered {
     with_unread(c, factor)
 }
 
-/// The solution of a system whose triangular matrix is on the left, or on the right.
+/// Solves a system with a triangular matrix on the left, or on the right.
 fn solved(c: &mut Call<'_>, t: ValueId, b: ValueId, upper: bool, left: bool, unit: bool) -> Result<ValueId, Reject> {
     square(c, t)?;
     if left {
         return Ok(a::solve_triangular(c.g(), t, b, upper, unit)?);
     }
-    // X T = B is T' X' = B'.
+    // X T = B is equivalent to T' X' = B'.
     let (t, b) = (a::swap_dims(c.g(), t, -1, -2)?, a::swap_dims(c.g(), b, -1, -2)?);
     let x = a::solve_triangular(c.g(), t, b, !upper, unit)?;
     Ok(a::swap_dims(c.g(), x, -1, -2)?)
@@ -111,7 +112,7 @@ fn inverse(c: &mut Call<'_>) -> Lowered {
     with_unread(c, y)
 }
 
-/// The solution of `L L' X = B`.
+/// Solves `L L' X = B`.
 fn by_factor(c: &mut Call<'_>, factor: ValueId, b: ValueId, upper: bool) -> Lowered {
     square(c, factor)?;
     let factor = if upper { a::swap_dims(c.g(), factor, -1, -2)? } else { factor };

@@ -1,4 +1,4 @@
-//! Losses.
+//! Lowers losses.
 
 use super::*;
 use Lowering::Function;
@@ -54,7 +54,8 @@ fn distance(c: &mut Call<'_>, f: impl Fn(&mut Call<'_>, ValueId) -> Result<Value
     reduced(c, y)
 }
 
-/// A parabola near zero, lines of slope `slope` beyond `edge`; `square` times the square, and the lines lowered to meet it.
+/// A loss that is quadratic near zero, `square` times the squared difference. Beyond `edge` it is linear with
+/// slope `slope`, lowered by `low` to be continuous.
 fn rounded_corner(c: &mut Call<'_>, edge: f64, square: f64, slope: f64, low: f64) -> Lowered {
     let d = difference(c)?;
     let size = one(c, Unary::Abs, d)?;
@@ -98,7 +99,7 @@ fn cross_entropy(c: &mut Call<'_>) -> Lowered {
     if smoothing == 0.0 {
         return picked.loss(c, dtype);
     }
-    // A share of the loss is the mean over all classes.
+    // Label smoothing adds a fraction of the mean over all classes.
     let classes = c.shape_of(log)[dim] as f64;
     let weighted = match per_class(c, log, dim)? {
         Some(weight) => two(c, Binary::Multiply, log, weight)?,
@@ -138,14 +139,14 @@ fn of_probabilities(c: &mut Call<'_>, log: ValueId, target: ValueId, dim: usize,
     }
     let total = a::sum(c.g(), terms, &[dim], false)?;
     let losses = one(c, Unary::Negate, total)?;
-    // A mean over samples, not over elements.
+    // This is a mean over samples, not over elements.
     reduced(c, losses)
 }
 
-/// The losses of labels, of which some may be left out.
+/// The losses of labels. Some labels may be ignored.
 struct Picked {
     losses: ValueId,
-    /// Which labels count; none where the program shows that all do.
+    /// A mask of the labels that count; `None` if the program shows that all do.
     keep: Option<ValueId>,
     /// The weight of each label.
     weights: Option<ValueId>,
@@ -179,7 +180,7 @@ impl Picked {
         Ok(Picked { losses, ..picked })
     }
 
-    /// Zero where a label is left out.
+    /// Zeros the elements of ignored labels.
     fn kept(&self, c: &mut Call<'_>, x: ValueId) -> Result<ValueId, Reject> {
         let Some(keep) = self.keep else { return Ok(x) };
         let zero = a::full_like(c.g(), x, 0.0)?;
@@ -215,7 +216,7 @@ impl Picked {
     }
 }
 
-/// Of logarithms of probabilities.
+/// The negative log-likelihood, from log-probabilities.
 fn nll(c: &mut Call<'_>) -> Lowered {
     let log = c.first()?;
     let target = c.tensor("target")?;
@@ -341,7 +342,7 @@ fn distance_between(c: &mut Call<'_>, x: ValueId, y: ValueId, keep: bool) -> Res
     one(c, Unary::Sqrt, total)
 }
 
-/// `x + margin` where that is positive.
+/// `max(x + margin, 0)`.
 fn beyond_margin(c: &mut Call<'_>, x: ValueId, margin: f64) -> Result<ValueId, Reject> {
     let x = number(c, Binary::Add, x, margin)?;
     Ok(a::relu(c.g(), x)?)
@@ -412,7 +413,8 @@ fn hinge_embedding(c: &mut Call<'_>) -> Lowered {
     by_sign(c, target, [x, different])
 }
 
-/// `exp(x) - t x`, or `x - t log(x + eps)`; with Stirling's approximation of the factorial of targets above 1 where asked for.
+/// `exp(x) - t x`, or `x - t log(x + eps)`. If requested, adds Stirling's approximation of the factorial for
+/// targets above 1.
 fn poisson_nll(c: &mut Call<'_>) -> Lowered {
     let both = c.promoted(&["input", "target"], true)?;
     let (x, t) = (both[0], both[1]);

@@ -1,34 +1,33 @@
-//! Rows that a mask marks, of which there are as many as data say: `where`, `nonzero` and masks as indices.
+//! Lowers ops on rows that a mask marks, whose number depends on data: `where`, `nonzero` and masks as indices.
 //!
-//! All places of the mask become rows, in row-major order, and the mask is kept beside them. What is computed row by row is
-//! computed for all of them; what is written back or added up is that of the marked rows alone. So sizes are known, and the
-//! program means what it meant. An op that mixes such rows in any other way is refused.
+//! All positions of the mask become rows, in row-major order, and the mask is kept with them. Row-wise ops
+//! compute all rows, but only marked rows are written back or added up. Sizes are therefore known, and the
+//! result does not change. An op that mixes such rows in any other way is refused.
 
 use super::super::call::data_dependent;
 use super::*;
 use altiplano_ir::op::BroadcastInDim;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a program has marked so far.
+/// The masks of a program, and the values derived from them.
 #[derive(Default)]
 pub struct Marked {
     masks: Vec<Mask>,
-    /// Positions of marked rows: the mask, and the dimension of it that they are positions in.
+    /// Positions of marked rows: the index of the mask, and its dimension.
     positions: BTreeMap<ValueId, (usize, usize)>,
-    /// Sizes that stand for a number of marked rows.
+    /// Symbols of sizes that are a number of marked rows.
     pub symbols: BTreeSet<String>,
-    /// The op at hand takes marked rows.
+    /// True if the current op takes marked rows.
     pub taken: bool,
 }
 
 struct Mask {
     shape: Vec<u64>,
-    /// One truth value for each row.
+    /// The mask, flattened to one truth value per row.
     rows: ValueId,
 }
 
-/// Ops that compute each row from the same row of their operands, besides elementwise ones. Their results have the size that
-/// stands for the rows, too.
+/// Row-wise ops other than elementwise ones. Their results keep the size that stands for the rows.
 const BY_ROW: &[&str] = &[
     "index",
     "linear",
@@ -70,7 +69,7 @@ const BY_ROW: &[&str] = &[
     "index_select",
 ];
 
-/// Ops that write rows back, or say how many there are.
+/// Ops that write rows back, or return their number.
 const ENDS: &[&str] = &[
     "index_add",
     "index_put",
@@ -81,7 +80,7 @@ const ENDS: &[&str] = &[
     "_assert_async",
 ];
 
-/// True if an op may take marked rows; `keeps` says that all its results have as many.
+/// True if an op may take marked rows. `keeps` means that all its results have the same number of rows.
 pub fn may_take(name: &str, keeps: bool) -> bool {
     let name = name.trim_end_matches('_');
     let by_row = BY_ROW.contains(&name)
@@ -107,7 +106,7 @@ pub fn mark(c: &mut Call<'_>, condition: ValueId) -> Result<Vec<ValueId>, Reject
     Ok(all)
 }
 
-/// `nonzero`: the positions as rows of one tensor.
+/// `nonzero`: the positions as the rows of one tensor.
 pub fn nonzero(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     if c.constant(x).is_some() {
@@ -120,7 +119,7 @@ pub fn nonzero(c: &mut Call<'_>) -> Lowered {
     value(a::concat(c.g(), &columns, 1)?)
 }
 
-/// What an index is the positions of.
+/// The mask and the dimension whose positions an index holds, if any.
 fn positions(c: &Call<'_>, mut index: ValueId) -> Option<(usize, usize)> {
     let g = &c.to.graph;
     loop {
@@ -133,7 +132,7 @@ fn positions(c: &Call<'_>, mut index: ValueId) -> Option<(usize, usize)> {
             Op::Slice(slice) => {
                 let from = node.operands[0];
                 match (&g.node(from).op, g.shape(from)) {
-                    // One column of `nonzero`.
+                    // A column of `nonzero`.
                     (Op::Concatenate(_), [_, _]) if slice.limit[1] == slice.start[1] + 1 => {
                         *g.node(from).operands.get(slice.start[1] as usize)?
                     }
@@ -146,7 +145,8 @@ fn positions(c: &Call<'_>, mut index: ValueId) -> Option<(usize, usize)> {
     }
 }
 
-/// Indices that are positions of one mask: the first dimension that they index, the mask, and the dimensions of it, in order.
+/// Indices with the positions of one mask: the first dimension that they index, the mask, and its dimensions in
+/// order.
 struct Indices {
     first: usize,
     mask: usize,
@@ -181,7 +181,7 @@ fn indices(c: &mut Call<'_>) -> Result<Option<Indices>, Reject> {
     Ok(found)
 }
 
-/// Sizes before the indexed dimensions, those of the mask, and those behind.
+/// The sizes before the indexed dimensions, the sizes of the mask, and the sizes after the indexed dimensions.
 fn parts(c: &Call<'_>, x: ValueId, at: &Indices) -> Result<[Vec<u64>; 3], Reject> {
     let shape = c.shape_of(x);
     let of_mask = c.to.marked.masks[at.mask].shape.clone();
@@ -193,7 +193,7 @@ fn parts(c: &Call<'_>, x: ValueId, at: &Indices) -> Result<[Vec<u64>; 3], Reject
     Ok([shape[..at.first].to_vec(), of_mask, shape[end..].to_vec()])
 }
 
-/// `x[positions]`, or `x[mask]`; none where no index is either.
+/// `x[positions]` or `x[mask]`; `None` if no index is a position or a mask.
 pub fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
     let Some(at) = indices(c)? else { return Ok(None) };
     let [before, of_mask, behind] = parts(c, x, &at)?;
@@ -202,7 +202,7 @@ pub fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
         .chain(at.dims.iter().map(|d| before.len() + d))
         .chain((0..behind.len()).map(|i| before.len() + of_mask.len() + i));
     let dims: Vec<usize> = dims.collect();
-    // Dimensions of the mask in another order are put in its order first.
+    // Dimensions of the mask are first sorted into its own order.
     let mut order: Vec<usize> = (0..dims.len()).collect();
     order.sort_by_key(|&i| dims[i]);
     let x = a::permute(c.g(), x, &order)?;
@@ -215,7 +215,8 @@ pub fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
     Ok(Some(a::reshape(c.g(), spread, &[before.as_slice(), &[rows], &behind].concat())?))
 }
 
-/// `source` (`[before, rows, behind]`) with a dimension for each of the mask, and the mask in the same shape.
+/// Reshapes `source` (`[before, rows, behind]`) to the dimensions of the mask, and broadcasts the mask to that
+/// shape.
 fn unfolded(
     c: &mut Call<'_>,
     source: ValueId,
@@ -232,7 +233,7 @@ fn unfolded(
     Ok((source, a::broadcast_to(c.g(), marks, &wide)?))
 }
 
-/// Marked rows written to their places, or added.
+/// Writes marked rows to their positions, or adds them.
 fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) -> Result<ValueId, Reject> {
     let parts = parts(c, x, at)?;
     let rows = source;
@@ -240,7 +241,7 @@ fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) 
     let (before, of_mask) = (parts[0].len(), parts[1].len());
     let missing: Vec<usize> = (0..of_mask).filter(|d| !at.dims.contains(d)).map(|d| before + d).collect();
     let order = |c: &Call<'_>| -> Vec<usize> {
-        // From dimensions of the mask that are left, in its order, to those of `x`.
+        // Permutes the remaining dimensions of the mask from its order to that of `x`.
         let mut left: Vec<usize> = at.dims.clone();
         left.sort_unstable();
         let place = |d: &usize| before + left.iter().position(|l| l == d).unwrap_or(0);
@@ -255,7 +256,8 @@ fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) 
         let sum = a::permute(c.g(), sum, &order)?;
         return two(c, Binary::Add, x, sum);
     }
-    // What was there and something more is that, added: each place is marked once, or which row is last would be left open.
+    // Writing the old value plus an addend is an addition, since each position is marked at most once.
+    // Otherwise, the order of the writes would be undefined.
     if let Some(more) = added_to(c, x, rows) {
         return put(c, x, at, more, true);
     }
@@ -267,7 +269,7 @@ fn put(c: &mut Call<'_>, x: ValueId, at: &Indices, source: ValueId, adds: bool) 
     Ok(a::select(c.g(), marks, source, x)?)
 }
 
-/// The other addend, where rows are those of `x` and something more.
+/// The other addend, if the rows are those of `x` plus another value.
 fn added_to(c: &Call<'_>, x: ValueId, rows: ValueId) -> Option<ValueId> {
     let g = &c.to.graph;
     let from = |mut v: ValueId| {
@@ -284,18 +286,18 @@ fn added_to(c: &Call<'_>, x: ValueId, rows: ValueId) -> Option<ValueId> {
     }
 }
 
-/// Rows that are written elsewhere than where they come from would bring with them those that are not marked.
+/// Refuses to write marked rows at other positions than their own, since unmarked rows would be written too.
 fn unmarked(c: &Call<'_>) -> Result<Option<ValueId>, Reject> {
     if c.to.marked.taken { Err(data_dependent()) } else { Ok(None) }
 }
 
-/// `index_put` at marked places; none where no index is one.
+/// `index_put` at marked positions; `None` if no index holds any.
 pub fn index_put(c: &mut Call<'_>, x: ValueId, values: ValueId, adds: bool) -> Result<Option<ValueId>, Reject> {
     let Some(at) = indices(c)? else { return unmarked(c) };
     put(c, x, &at, values, adds).map(Some)
 }
 
-/// `index_add` at marked places; none where the index is something else.
+/// `index_add` at marked positions; `None` if the index is of another kind.
 pub fn index_add(c: &mut Call<'_>, source: ValueId) -> Result<Option<ValueId>, Reject> {
     let (x, index) = (c.first()?, c.tensor("index")?);
     let Some((mask, dim)) = positions(c, index) else { return unmarked(c) };

@@ -1,4 +1,5 @@
-//! The ops, by family: each a table of names, and the lowerings that are more than an op of the graph.
+//! Lowerings of the ops, by family. Each family has a table of names, and functions for ops that need more than
+//! one op of the graph.
 
 pub mod activation;
 pub mod contraction;
@@ -68,12 +69,12 @@ impl Lowering {
     }
 }
 
-/// `x` and a number, in the type of `x`.
+/// Applies `op` to `x` and a number, in the type of `x`.
 fn number(c: &mut Call<'_>, op: Binary, x: ValueId, value: f64) -> Result<ValueId, Reject> {
     Ok(a::with_number(c.g(), op, x, value)?)
 }
 
-/// An op of two operands of one type, broadcast.
+/// Applies `op` to two operands of one type, with broadcasting.
 fn two(c: &mut Call<'_>, op: Binary, x: ValueId, y: ValueId) -> Result<ValueId, Reject> {
     Ok(a::binary(c.g(), op, x, y)?)
 }

@@ -1,4 +1,4 @@
-//! What programs do beside tensors: sizes, assertions, and graphs within graphs.
+//! Lowers ops on values other than tensors: sizes, assertions, and nested graphs.
 
 use super::super::call::Item;
 use super::super::convert::Environment;
@@ -66,10 +66,10 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("higher_order.map_impl", Function(map)),
 ];
 
-/// Loops of more turns would make a graph that nobody can plan.
+/// The maximum number of iterations of a loop. More would make a graph that is too large to plan.
 const MOST_TURNS: usize = 4096;
 
-/// Beyond this an `f64` is no longer every whole number.
+/// Beyond this bound, an `f64` does not represent every integer.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
 fn whole(x: &[f64], f: fn(i64, i64) -> Option<i64>) -> Option<f64> {
@@ -90,7 +90,8 @@ fn plain(item: &Item) -> Option<f64> {
     }
 }
 
-/// A function of numbers: a whole number where all are and it is one.
+/// Evaluates a function of numbers. The result is an integer unless an argument is a float or the function
+/// divides. Comparisons give a boolean.
 pub fn sizes(c: &mut Call<'_>, f: fn(&[f64]) -> Option<f64>) -> Lowered {
     if c.arguments.iter().any(|(_, item)| matches!(item, Item::Data(_))) {
         return of_data(c);
@@ -111,7 +112,8 @@ pub fn sizes(c: &mut Call<'_>, f: fn(&[f64]) -> Option<f64>) -> Lowered {
     }]))
 }
 
-/// A function of numbers of which data decides one: a tensor's only element where it may be used as a value.
+/// Evaluates a function with a data-dependent argument, which is the only element of a tensor if it may be used
+/// as a value.
 fn of_data(c: &mut Call<'_>) -> Lowered {
     let op = match c.name {
         "_operator.add" => Binary::Add,
@@ -155,7 +157,8 @@ fn elements(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(vec![Item::Int(c.to.graph.ty(x).elements() as i64)]))
 }
 
-/// A tensor's value as a number. Where it does not follow from the program alone it can be a value, but no size.
+/// A tensor's value as a number. If it does not follow from the program alone, it can be used as a value but
+/// not as a size.
 fn item(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let Some(data) = c.constant(x) else {
@@ -177,7 +180,7 @@ fn item(c: &mut Call<'_>) -> Lowered {
     }]))
 }
 
-/// The nodes of a graph that an op wraps, in place of the op.
+/// Inlines the nodes of a graph that an op wraps.
 fn inline(c: &mut Call<'_>) -> Lowered {
     let at = c.arguments.iter().position(|(_, item)| matches!(item, Item::Graph(_)));
     let Some(at) = at else { return problem("wraps no graph") };
@@ -219,7 +222,7 @@ fn inline(c: &mut Call<'_>) -> Lowered {
     if stops {
         for item in &mut results {
             let Item::Tensor(tensor) = item else { continue };
-            // What was changed in place is the tensor that it was.
+            // A tensor that was changed in place is returned as itself, without a new view.
             if own.contains(tensor) {
                 continue;
             }
@@ -240,7 +243,7 @@ fn given_tensors(items: &[Item]) -> Vec<Tensor> {
     items.iter().filter_map(tensor).collect()
 }
 
-/// A graph within the program, and its values.
+/// Runs a nested graph on these values.
 fn run(c: &mut Call<'_>, graph: &schema::Graph, given: &[Item]) -> Result<Vec<Item>, Reject> {
     if given.len() != graph.inputs.len() {
         return problem("gives a graph another number of values than it takes");
@@ -250,7 +253,7 @@ fn run(c: &mut Call<'_>, graph: &schema::Graph, given: &[Item]) -> Result<Vec<It
     c.to.run(graph, environment).map_err(Reject::Stop)
 }
 
-/// An op's graphs, and the values behind them.
+/// The graphs of an op, and the values after them.
 fn graphs(c: &Call<'_>) -> Result<([Rc<schema::Graph>; 2], Vec<Item>), Reject> {
     let mut graphs = Vec::new();
     let mut values = Vec::new();
@@ -267,7 +270,7 @@ fn graphs(c: &Call<'_>) -> Result<([Rc<schema::Graph>; 2], Vec<Item>), Reject> {
     }
 }
 
-/// What a truth value is, where it follows from the program alone.
+/// A truth value, if it follows from the program alone.
 fn known(c: &mut Call<'_>, truth: &Item) -> Result<Option<bool>, Reject> {
     Ok(match truth {
         Item::Bool(b) => Some(*b),
@@ -280,7 +283,8 @@ fn known(c: &mut Call<'_>, truth: &Item) -> Result<Option<bool>, Reject> {
     })
 }
 
-/// One of two graphs. Where data decides, both are computed and one is chosen, which is what a graph without branches can do.
+/// Selects one of two graphs. If the condition depends on data, both are computed and one result is selected,
+/// since a graph has no branches.
 fn cond(c: &mut Call<'_>) -> Lowered {
     let ([on_true, on_false], given) = graphs(c)?;
     let Some((_, predicate)) = c.arguments.first().cloned() else { return problem("has no condition") };
@@ -308,7 +312,7 @@ fn cond(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(chosen))
 }
 
-/// A loop whose number of turns follows from the program alone, written out.
+/// Unrolls a loop whose number of iterations follows from the program alone.
 fn while_loop(c: &mut Call<'_>) -> Lowered {
     let ([condition, body], _) = graphs(c)?;
     let lists = lists(c);
@@ -343,7 +347,7 @@ fn lists(c: &Call<'_>) -> Vec<Vec<Item>> {
     c.arguments.iter().filter_map(|(_, item)| list(item)).collect()
 }
 
-/// How many slices the first of these tensors has, and the one of each at a place.
+/// The number of slices of the first of these tensors, within the limit of iterations.
 fn steps(c: &mut Call<'_>, all: &[Item]) -> Result<u64, Reject> {
     let Some(Item::Tensor(first)) = all.first() else { return problem("runs over no tensor") };
     let x = c.to.memory.read(&mut c.to.graph, *first)?;
@@ -361,7 +365,7 @@ fn slice_at(c: &mut Call<'_>, item: &Item, at: u64) -> Result<Item, Reject> {
     Ok(Item::Tensor(c.to.memory.fresh(slice)))
 }
 
-/// What each turn gave, along a new first dimension.
+/// Stacks the results of all iterations along a new first dimension.
 fn stacked(c: &mut Call<'_>, turns: &[Vec<Item>]) -> Result<Vec<Item>, Reject> {
     let mut all = Vec::new();
     for at in 0..turns.first().map_or(0, Vec::len) {
@@ -386,7 +390,7 @@ fn only_graph(c: &Call<'_>) -> Result<Rc<schema::Graph>, Reject> {
     graph.ok_or_else(|| other("needs a graph"))
 }
 
-/// A loop over slices that carries values, written out.
+/// Unrolls a loop over slices with carried values.
 fn scan(c: &mut Call<'_>) -> Lowered {
     let graph = only_graph(c)?;
     let lists = lists(c);
@@ -414,7 +418,7 @@ fn scan(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(carried))
 }
 
-/// The same graph for each slice, written out.
+/// Unrolls a graph that is applied to each slice.
 fn map(c: &mut Call<'_>) -> Lowered {
     let graph = only_graph(c)?;
     let lists = lists(c);
@@ -435,7 +439,7 @@ fn map(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Items(stacked(c, &turns)?))
 }
 
-/// A counter becomes the number that it is, so that what it was counted from is not looked at in every turn.
+/// Replaces a counter with its constant, so that later iterations need not evaluate the earlier ones.
 fn counted(c: &mut Call<'_>, item: &mut Item) -> Result<(), Reject> {
     let Item::Tensor(tensor) = item else { return Ok(()) };
     let value = c.to.memory.read(&mut c.to.graph, *tensor)?;

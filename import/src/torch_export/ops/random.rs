@@ -1,5 +1,5 @@
-//! Random numbers: drawn with a key that each step is given, and counted by the element, so that they do not depend on how
-//! the batch is cut up.
+//! Lowers random numbers. Each step has a key, and a counter per element, so the numbers do not depend on how
+//! the batch is split.
 
 use super::*;
 use Lowering::Function;
@@ -23,7 +23,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("bernoulli", Function(bernoulli)),
 ];
 
-/// A word of random bits for each element of `shape`, and a second one of the same draw where it is wanted.
+/// A word of random bits for each element of `shape`, for each of `words`, all of one draw.
 fn bits(c: &mut Call<'_>, shape: &[u64], words: &[ThreefryWord]) -> Result<Vec<ValueId>, Reject> {
     let (key, draws) = match c.to.random {
         Some(random) => random,
@@ -34,7 +34,8 @@ fn bits(c: &mut Call<'_>, shape: &[u64], words: &[ThreefryWord]) -> Result<Vec<V
         }
     };
     c.to.random = Some((key, draws + 1));
-    // Rows are counted apart from what they hold: where they are samples, each keeps its numbers in any batch.
+    // Rows are counted separately from their elements. If rows are samples, each has the same numbers in any
+    // batch.
     let rows = shape.first().copied().unwrap_or(1);
     let each: u64 = shape.iter().skip(1).product();
     let counters = [rows, each];
@@ -61,7 +62,7 @@ fn chosen(c: &mut Call<'_>, shape: &[u64], p: f64) -> Result<ValueId, Reject> {
     Ok(a::compare(c.g(), Direction::Lt, word, edge)?)
 }
 
-/// `x` with a share of its elements zero, and the others larger for it.
+/// Zeros a fraction `p` of the elements of `x`, and scales up the others.
 pub fn dropped(c: &mut Call<'_>, x: ValueId, p: f64) -> Result<ValueId, Reject> {
     let shape = c.shape_of(x);
     let keep = chosen(c, &shape, 1.0 - p)?;
@@ -97,7 +98,7 @@ fn dropout(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Values(vec![y, keep]))
 }
 
-/// Whole features are dropped.
+/// Drops whole features.
 fn feature_dropout(c: &mut Call<'_>) -> Lowered {
     let p = probability(c)?;
     if !c.bool("train", true)? || p == 0.0 {
@@ -110,7 +111,7 @@ fn feature_dropout(c: &mut Call<'_>) -> Lowered {
     value(apply(c, x, keep, p)?)
 }
 
-/// Numbers of 24 bits in `[0, 1)`.
+/// Uniform numbers of 24 bits in `[0, 1)`.
 fn unit(c: &mut Call<'_>, word: ValueId) -> Result<ValueId, Reject> {
     let high = number(c, Binary::ShiftRightLogical, word, 8.0)?;
     let x = a::convert(c.g(), high, DType::F32)?;
@@ -122,7 +123,7 @@ fn uniform(c: &mut Call<'_>, shape: &[u64]) -> Result<ValueId, Reject> {
     unit(c, word)
 }
 
-/// From two uniform numbers a normal one (Box and Muller 1958).
+/// Normal numbers, from two uniform ones each (Box and Muller 1958).
 fn normal(c: &mut Call<'_>, shape: &[u64]) -> Result<ValueId, Reject> {
     let words = bits(c, shape, &[ThreefryWord::First, ThreefryWord::Second])?;
     let (u, v) = (unit(c, words[0])?, unit(c, words[1])?);
@@ -151,7 +152,7 @@ fn drawn(c: &mut Call<'_>, draw: Draw) -> Lowered {
     value(a::convert(c.g(), x, dtype)?)
 }
 
-/// Whole numbers from `low` up to `high`, which is not among them. Uniform numbers have 24 bits.
+/// Integers from `low` up to but excluding `high`, from uniform numbers of 24 bits.
 fn whole_numbers(c: &mut Call<'_>) -> Lowered {
     let (low, high) = (c.int("low", 0)?, c.needed_int("high")?);
     let range = high.checked_sub(low).filter(|range| (1..=1 << 24).contains(range));
@@ -172,7 +173,7 @@ fn whole_numbers(c: &mut Call<'_>) -> Lowered {
     value(a::convert(c.g(), x, dtype)?)
 }
 
-/// Numbers above zero, as whose logarithm is taken by those who draw Gumbel's distribution.
+/// Exponential numbers, which are above zero: samplers of Gumbel's distribution take their logarithm.
 fn exponential(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let (shape, dtype, rate) = (c.shape_of(x), c.dtype_of(x), c.float("lambd", 1.0)?);
@@ -190,7 +191,7 @@ fn scaled_uniform(c: &mut Call<'_>) -> Lowered {
     value(between(c, x, from, to)?)
 }
 
-/// Numbers between two, as many as `like` has and of its type.
+/// Uniform numbers between two bounds, in the shape and type of `like`.
 pub fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<ValueId, Reject> {
     let (shape, dtype) = (c.shape_of(like), c.dtype_of(like));
     let x = uniform(c, &shape)?;
@@ -200,7 +201,7 @@ pub fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<Va
 }
 
 fn scaled_normal(c: &mut Call<'_>) -> Lowered {
-    // A mean and a deviation for each element are numbers to the draw, through which no gradient flows.
+    // An elementwise mean or deviation is a constant of the draw, so its gradient is stopped.
     let given = |c: &mut Call<'_>, name: &str| -> Result<Option<ValueId>, Reject> {
         if !c.is_tensor(name) {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! Recurrent layers and their cells, step by step.
+//! Lowers recurrent layers and their cells, unrolled step by step.
 
 use super::random::dropped;
 use super::*;
@@ -26,13 +26,13 @@ fn gru() -> Cell {
     Cell::Gru { update: 1, reset: 0, reset_after: true, gates: Gate::Sigmoid, activation: Gate::Tanh }
 }
 
-/// The first states: of an LSTM two.
+/// The initial states. An LSTM has two.
 fn first_states(c: &mut Call<'_>) -> Result<Vec<ValueId>, Reject> {
     if c.is_tensor("hx") { Ok(vec![c.tensor("hx")?]) } else { c.tensors("hx") }
 }
 
-/// Layers one above the other, each in one direction or in both. `params` has for each the weights of input and state, and
-/// two biases.
+/// Stacked layers, each in one direction or both. `params` has the weights of input and state for each, and two
+/// biases.
 fn layers(c: &mut Call<'_>, cell: &Cell) -> Lowered {
     if c.has("batch_sizes") {
         return Err(Reject::Unsupported("of packed sequences"));

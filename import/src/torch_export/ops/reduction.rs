@@ -1,4 +1,4 @@
-//! Reductions, running sums and orders.
+//! Lowers reductions, cumulative sums and orders.
 
 use super::*;
 use Lowering::Function;
@@ -45,7 +45,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("histc", Function(histc)),
 ];
 
-/// Sums and products of integers are `i64`, as PyTorch's are.
+/// Widens integers to `i64`, in which PyTorch computes their sums and products.
 fn widened(c: &mut Call<'_>, x: ValueId) -> Result<ValueId, Reject> {
     let dtype = match c.dtype("dtype")? {
         Some(dtype) => dtype,
@@ -85,11 +85,11 @@ fn mean(c: &mut Call<'_>) -> Lowered {
     }
     let rank = c.rank(x);
     let (dims, keep) = (c.dims("dim", rank)?, c.bool("keepdim", false)?);
-    // Narrow floats are added in f32, as PyTorch does.
+    // Narrow floats are summed in f32, as in PyTorch.
     value(a::in_f32(c.g(), x, |g, x| a::mean(g, x, &dims, keep))?)
 }
 
-/// `max(x)`, `max(x, other)`, or `max(x, dim)` with where it is.
+/// `max(x)`, `max(x, other)`, or `max(x, dim)` with the positions.
 fn extremum(c: &mut Call<'_>, reducer: Reducer) -> Lowered {
     if c.is_tensor("other") {
         return Lowering::Binary(reducer.combine()).apply(c);
@@ -166,7 +166,7 @@ fn norm(c: &mut Call<'_>) -> Lowered {
     };
     let rank = c.rank(x);
     let (dims, keep) = (c.dims("dim", rank)?, c.bool("keepdim", false)?);
-    // `linalg_norm` of a matrix is another norm unless its order is left out.
+    // `linalg_norm` of a matrix is a matrix norm if its order is given.
     if c.name == "linalg_norm" && c.has("ord") && dims.len() > 1 {
         return Err(Reject::Unsupported("of matrices"));
     }
@@ -279,7 +279,8 @@ fn trace(c: &mut Call<'_>) -> Lowered {
     value(a::sum(c.g(), kept, &[0, 1], false)?)
 }
 
-/// How many elements fall into each of `bins` equal parts of the range from `min` to `max`, which belongs to the last.
+/// Counts the elements in each of `bins` equal parts of the range from `min` to `max`. The last part includes
+/// `max`.
 fn histc(c: &mut Call<'_>) -> Lowered {
     let (x, bins) = (c.first()?, c.int("bins", 100)?);
     let (min, max) = (c.float("min", 0.0)?, c.float("max", 0.0)?);
@@ -292,7 +293,7 @@ fn histc(c: &mut Call<'_>) -> Lowered {
     let dtype = c.dtype_of(x);
     let count = c.shape_of(x).iter().product();
     let x = a::reshape(c.g(), x, &[count])?;
-    // Whole numbers fall into parts of length one.
+    // Integers fall into parts of length one.
     let whole = match &c.g().node(x).op {
         Op::Convert(_) => c.to.graph.ty(c.to.graph.node(x).operands[0]).dtype.is_integer(),
         _ => dtype.is_integer(),
@@ -310,12 +311,12 @@ fn histc(c: &mut Call<'_>) -> Lowered {
     let (end, last) = (a::full_like(c.g(), x, max)?, a::full_like(c.g(), x, bins as f64 - 1.0)?);
     let at_end = a::compare(c.g(), Direction::Eq, x, end)?;
     let part = a::select(c.g(), at_end, last, part)?;
-    // What lies outside of the range is equal to no part's number.
+    // Elements outside the range do not equal the number of any part.
     let own = a::one_hot(c.g(), part, bins as u64, dtype)?;
     value(a::sum(c.g(), own, &[0], false)?)
 }
 
-/// The `p`-norm over the last dimension, which has no slope where it is zero.
+/// The `p`-norm over the last dimension. Its gradient is zero where the norm is zero.
 fn distance(c: &mut Call<'_>, apart: ValueId, p: f64) -> Result<ValueId, Reject> {
     let last = c.rank(apart) - 1;
     let size = one(c, Unary::Abs, apart)?;
@@ -337,7 +338,7 @@ fn distance(c: &mut Call<'_>, apart: ValueId, p: f64) -> Result<ValueId, Reject>
         let sum = a::sum(c.g(), square, &[last], false)?;
         return Ok(a::complex::root(c.g(), sum)?);
     }
-    // Powers have no slope at zero: it is taken of one there, and left out.
+    // Powers have no gradient at zero, so the power is taken of one there and then discarded.
     let safely = |c: &mut Call<'_>, x: ValueId, power: f64| -> Result<ValueId, Reject> {
         let zero = a::full_like(c.g(), x, 0.0)?;
         let none = a::compare(c.g(), Direction::Eq, x, zero)?;
@@ -372,7 +373,7 @@ fn pairwise_distance(c: &mut Call<'_>) -> Lowered {
     value(if c.bool("keepdim", false)? { a::unsqueeze(c.g(), y, -1)? } else { y })
 }
 
-/// `g v / |v|` with the norm over all dimensions but one.
+/// `g v / |v|`, with the norm over all dimensions but one.
 fn weight_norm(c: &mut Call<'_>) -> Lowered {
     let (v, g) = (c.tensor("v")?, c.tensor("g")?);
     let rank = c.rank(v);

@@ -1,7 +1,7 @@
-//! Images read at positions that are data: grids, regions of interest, convolutions whose taps are moved.
+//! Lowers reads of images at data-dependent positions: grids, regions of interest, deformable convolutions.
 //!
-//! Each is a lookup of the four (or sixteen) neighbours of every position, and their sum with weights that follow from the
-//! position, so that gradients reach the image, the positions and the weights alike.
+//! Each gathers the four (or sixteen) neighbours of every position and sums them with weights that follow from
+//! the position. Gradients therefore reach the image, the positions and the weights.
 
 use super::*;
 use Lowering::Function;
@@ -16,7 +16,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("torchvision.deform_conv2d.default", Function(deform_conv)),
 ];
 
-/// What lies outside of an image.
+/// The treatment of positions outside an image.
 #[derive(Clone, Copy, PartialEq)]
 enum Outside {
     Zeros,
@@ -24,7 +24,7 @@ enum Outside {
     Reflection,
 }
 
-/// `x op y` of positions.
+/// Adds a number to positions.
 fn moved(c: &mut Call<'_>, x: ValueId, by: f64) -> Result<ValueId, Reject> {
     if by == 0.0 { Ok(x) } else { number(c, Binary::Add, x, by) }
 }
@@ -33,14 +33,14 @@ fn times(c: &mut Call<'_>, x: ValueId, by: f64) -> Result<ValueId, Reject> {
     if by == 1.0 { Ok(x) } else { number(c, Binary::Multiply, x, by) }
 }
 
-/// Positions as they lie inside an image of this size.
+/// Maps positions into an image of this size.
 fn inside(c: &mut Call<'_>, at: ValueId, size: u64, outside: Outside, corners: bool) -> Result<ValueId, Reject> {
     let last = size as f64 - 1.0;
     match outside {
         Outside::Zeros => Ok(at),
         Outside::Border => Ok(a::clamp(c.g(), at, Some(0.0), Some(last))?),
         Outside::Reflection => {
-            // Mirrored at the middle of the edge's pixels, or at their outer sides.
+            // Reflects at the centres of the edge pixels, or at their outer sides.
             let (low, span) = if corners { (0.0, last) } else { (-0.5, size as f64) };
             if span <= 0.0 {
                 return Ok(a::full_like(c.g(), at, 0.0)?);
@@ -63,7 +63,7 @@ fn inside(c: &mut Call<'_>, at: ValueId, size: u64, outside: Outside, corners: b
     }
 }
 
-/// Where a position lies inside, as a number; the border is inside.
+/// True where a position is inside the image or on its border.
 fn is_inside(c: &mut Call<'_>, at: ValueId, size: u64) -> Result<ValueId, Reject> {
     let (zero, last) = (a::full_like(c.g(), at, 0.0)?, a::full_like(c.g(), at, size as f64 - 1.0)?);
     let after = a::compare(c.g(), Direction::Ge, at, zero)?;
@@ -71,7 +71,8 @@ fn is_inside(c: &mut Call<'_>, at: ValueId, size: u64) -> Result<ValueId, Reject
     two(c, Binary::And, after, before)
 }
 
-/// Pixels of `[N, C, ..]` at whole positions `[N, P]` of each spatial dimension, as `[N, P, C]`; positions outside are zero.
+/// Pixels of `[N, C, ..]` at integer positions `[N, P]` of each spatial dimension, as `[N, P, C]`. Positions
+/// outside give zero.
 fn pixels(c: &mut Call<'_>, image: ValueId, at: &[ValueId]) -> Result<ValueId, Reject> {
     let shape = c.shape_of(image);
     let mut vector = Vec::with_capacity(at.len());
@@ -106,7 +107,7 @@ fn pixels(c: &mut Call<'_>, image: ValueId, at: &[ValueId]) -> Result<ValueId, R
     Ok(a::select(c.g(), seen, found, zero)?)
 }
 
-/// The blend of the neighbours of positions `[N, P]`, as `[N, P, C]`.
+/// The interpolation of the neighbours of positions `[N, P]`, as `[N, P, C]`.
 fn linear(c: &mut Call<'_>, image: ValueId, at: &[ValueId]) -> Result<ValueId, Reject> {
     let mut sides = Vec::new();
     for &at in at {
@@ -136,7 +137,8 @@ fn linear(c: &mut Call<'_>, image: ValueId, at: &[ValueId]) -> Result<ValueId, R
     sum.ok_or_else(|| other("has no spatial dimension"))
 }
 
-/// Keys' cubic convolution at a distance of `t` from a pixel, as far as the second pixel on either side (a = -0.75).
+/// Weights of Keys' cubic convolution (a = -0.75) for two pixels on either side, at a distance of `t` from a
+/// pixel.
 fn cubic_weights(c: &mut Call<'_>, t: ValueId) -> Result<[ValueId; 4], Reject> {
     const SLOPE: f64 = -0.75;
     let polynomial = |c: &mut Call<'_>, x: ValueId, of: [f64; 4]| {
@@ -191,14 +193,15 @@ fn cubic(
     sum.ok_or_else(|| other("has no spatial dimension"))
 }
 
-/// `[N, P, C]` as `[N, C, ..]`.
+/// Rearranges `[N, P, C]` to `[N, C, ..]`.
 fn as_image(c: &mut Call<'_>, x: ValueId, sizes: &[u64]) -> Result<ValueId, Reject> {
     let shape = c.shape_of(x);
     let x = a::swap_dims(c.g(), x, 1, 2)?;
     Ok(a::reshape(c.g(), x, &[&[shape[0], shape[2]], sizes].concat())?)
 }
 
-/// `[N, C, ..]` at the positions of a grid `[N, .., 2]`, whose numbers are x before y, each in `[-1, 1]` inside the image.
+/// Samples `[N, C, ..]` at the positions of a grid `[N, .., 2]`. Its coordinates are x before y, each in
+/// `[-1, 1]` inside the image.
 fn grid_sampler(c: &mut Call<'_>) -> Lowered {
     let (image, grid) = (c.tensor("input")?, c.tensor("grid")?);
     let outside = match c.int("padding_mode", 0)? {
@@ -258,7 +261,7 @@ fn sampled(
     as_image(c, y, &of_grid[1..=n])
 }
 
-/// Positions of the pixels of an image that an affine map is applied to: `[N, 2, 3]` to `[N, H, W, 2]`.
+/// The positions of the pixels of an image under an affine map: `[N, 2, 3]` to `[N, H, W, 2]`.
 fn affine_grid(c: &mut Call<'_>) -> Lowered {
     let theta = c.tensor("theta")?;
     let (size, corners) = (c.shape("size")?, c.bool("align_corners", false)?);
@@ -268,7 +271,7 @@ fn affine_grid(c: &mut Call<'_>) -> Lowered {
     if n == 0 || c.shape_of(theta) != [size[0], n as u64, n as u64 + 1] {
         return problem("has a map that does not fit the image");
     }
-    // x before y, and a one for what is moved.
+    // x before y, and a one for the translation.
     let mut columns = Vec::new();
     for (d, &n) in spatial.iter().enumerate().rev() {
         let (start, step) = match corners {
@@ -299,7 +302,7 @@ fn affine_grid(c: &mut Call<'_>) -> Lowered {
     value(a::move_dim(c.g(), grid, n, 0)?)
 }
 
-/// Regions of images, each resampled to one size: `[K, C, h, w]` of `[N, C, H, W]` and rows of image, x, y, x, y.
+/// Resamples regions of images to one size: `[K, C, h, w]` from `[N, C, H, W]` and rows of image, x, y, x, y.
 fn roi_align(c: &mut Call<'_>) -> Lowered {
     let (image, rois) = (c.tensor("input")?, c.tensor("rois")?);
     let (scale, ratio) = (c.float("spatial_scale", 1.0)?, c.int("sampling_ratio", -1)?);
@@ -325,12 +328,12 @@ fn roi_align(c: &mut Call<'_>) -> Lowered {
         if !aligned {
             span = a::clamp(c.g(), span, Some(1.0), None)?;
         }
-        // The middle of each sample's share of a bin.
+        // The centre of each sample's part of a bin.
         let steps = a::arange(c.g(), bins * ratio, 0.5, 1.0, dtype)?;
         let steps = times(c, steps, 1.0 / (bins * ratio) as f64)?;
         let at = two(c, Binary::Multiply, span, steps)?;
         let at = two(c, Binary::Add, low, at)?;
-        // Samples beyond the edge by more than a pixel are zero, those within are the edge's.
+        // Samples beyond the edge by more than a pixel are zero. Closer samples have the value of the edge.
         let (first, last) = (a::full_like(c.g(), at, -1.0)?, a::full_like(c.g(), at, size as f64)?);
         let after = a::compare(c.g(), Direction::Ge, at, first)?;
         let before = a::compare(c.g(), Direction::Le, at, last)?;
@@ -349,7 +352,7 @@ fn roi_align(c: &mut Call<'_>) -> Lowered {
     let which = a::unsqueeze(c.g(), which, 2)?;
     let which = a::broadcast_to(c.g(), which, &points)?;
     let which = a::reshape(c.g(), which, &[1, points.iter().product()])?;
-    // Images as a third spatial dimension, whose positions are whole.
+    // Images become a third spatial dimension, with integer positions.
     let stacked = a::move_dim(c.g(), image, 1, 0)?;
     let stacked = a::unsqueeze(c.g(), stacked, 0)?;
     let mut sum = None;
@@ -382,7 +385,7 @@ fn roi_align(c: &mut Call<'_>) -> Lowered {
     value(a::move_dim(c.g(), mean, 3, 1)?)
 }
 
-/// A convolution each of whose taps is moved by an offset and weighted by a mask (Dai and others 2017, Zhu and others 2019).
+/// A convolution whose taps each have an offset and a weight (Dai and others 2017, Zhu and others 2019).
 fn deform_conv(c: &mut Call<'_>) -> Lowered {
     let (image, weight, offset) = (c.tensor("input")?, c.tensor("weight")?, c.tensor("offset")?);
     let mask = if c.bool("use_mask", true)? { c.maybe_tensor("mask")? } else { None };
@@ -404,7 +407,7 @@ fn deform_conv(c: &mut Call<'_>) -> Lowered {
     let dtype = c.dtype_of(offset);
     let own = features / offset_groups;
     let offset = a::reshape(c.g(), offset, &[n * offset_groups, taps, 2, oh, ow])?;
-    // Where each tap lies without its offset.
+    // The position of each tap without its offset.
     let mut at = Vec::new();
     for d in 0..2 {
         let (taps_here, size) = ([kh, kw][d], [oh, ow][d]);

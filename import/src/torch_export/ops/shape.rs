@@ -1,4 +1,4 @@
-//! Views and moves: other shapes of the same elements, parts of them, and several tensors as one.
+//! Lowers views and moves: reshapes, slices and concatenations of tensors.
 
 use super::super::call::Item;
 use super::super::memory::View;
@@ -86,13 +86,13 @@ fn seen(view: View) -> Lowered {
     Ok(Out::Views(vec![vec![view]]))
 }
 
-/// Sizes of which one may be -1: what is left of the elements of `x`.
+/// Resolves a size of -1 to the remaining elements of `x`.
 fn sizes(c: &mut Call<'_>, x: ValueId, sizes: &[i64]) -> Result<Vec<u64>, Reject> {
     let reshaped = a::reshape_to(c.g(), x, sizes)?;
     Ok(c.shape_of(reshaped))
 }
 
-/// The same elements, in the same memory where they lie there in order.
+/// A reshape, which shares the memory if that is in row-major order.
 fn in_order(c: &mut Call<'_>, shape: Vec<u64>) -> Lowered {
     if c.row_major {
         return seen(View::Reshape(shape));
@@ -168,11 +168,11 @@ fn clone(c: &mut Call<'_>) -> Lowered {
 
 fn detach(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
-    // Only what follows from a parameter has a gradient to stop.
+    // Only a value that follows from a parameter has a gradient to stop.
     if c.dtype_of(x).is_float() && c.to.is_trained(x) { seen(View::Stop) } else { Ok(Out::Same) }
 }
 
-/// Another element type; on other devices a tensor is the same.
+/// Converts to another element type. A change of device alone leaves a tensor unchanged.
 fn to(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let dtype = match (c.dtype("dtype")?, c.maybe_tensor("other")?) {
@@ -295,7 +295,7 @@ fn select(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Views(vec![vec![View::Slice { dim, start, count: 1, step: 1 }, View::Reshape(left)]]))
 }
 
-/// The part of a dimension that a Python slice means.
+/// The slice of a dimension for the bounds of a Python slice.
 pub fn part(dim: usize, size: u64, start: Option<i64>, end: Option<i64>, step: i64) -> Result<View, Reject> {
     let step = u64::try_from(step).ok().filter(|&s| s > 0).ok_or_else(|| other("slices with a step below one"))?;
     let inside = |at: i64| if at < 0 { at.saturating_add(size as i64).max(0) } else { at.min(size as i64) } as u64;
@@ -340,7 +340,7 @@ fn parts(dim: usize, sizes: impl IntoIterator<Item = u64>) -> Lowered {
     Ok(Out::Views(sizes.into_iter().map(view).collect()))
 }
 
-/// Parts of `each` elements, the last of what is left.
+/// Sizes of parts of `each` elements. The last part has the remaining elements.
 fn equal_parts(size: u64, each: u64) -> Result<Vec<u64>, Reject> {
     const MOST: u64 = 1 << 16;
     match each {
@@ -407,7 +407,7 @@ fn unbind(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Views((0..size).map(view).collect()))
 }
 
-/// Overlapping windows of a dimension, each a row of a new last one.
+/// Overlapping windows of a dimension, each a row of a new last dimension.
 fn unfold(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     let shape = c.shape_of(x);
@@ -447,7 +447,7 @@ fn diagonal(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Maybe(a::take(c.g(), flat, rank - 2, at, false)?))
 }
 
-/// All in their common type.
+/// Converts all values to their common type.
 fn alike(c: &mut Call<'_>, values: Vec<ValueId>) -> Result<Vec<ValueId>, Reject> {
     let operands: Vec<Operand> = values.iter().map(|&v| Operand::Tensor(v)).collect();
     let dtype = c.common_type(&operands);
@@ -456,7 +456,7 @@ fn alike(c: &mut Call<'_>, values: Vec<ValueId>) -> Result<Vec<ValueId>, Reject>
 
 fn cat(c: &mut Call<'_>) -> Lowered {
     let mut parts = c.tensors("tensors")?;
-    // A part of shape [0] is left out, whatever the others are.
+    // A part of shape [0] is skipped, for any shape of the others.
     if parts.len() > 1 && parts.iter().any(|&p| c.to.graph.shape(p) != [0]) {
         parts.retain(|&p| c.to.graph.shape(p) != [0]);
     }
@@ -543,7 +543,7 @@ fn repeat(c: &mut Call<'_>, name: &str) -> Lowered {
     times.splice(0..0, vec![1; rank - times.len()]);
     shape.splice(0..0, vec![1; rank - shape.len()]);
     let x = a::reshape(c.g(), x, &shape)?;
-    // Each repeated dimension beside a new one before it.
+    // Repeats each dimension by broadcasting along a new one before it.
     let (mut spread, mut dims, mut joined) = (Vec::new(), Vec::new(), Vec::new());
     for (&n, &t) in shape.iter().zip(&times) {
         if t != 1 {
@@ -608,7 +608,7 @@ fn broadcast_tensors(c: &mut Call<'_>) -> Lowered {
     Ok(Out::Values(wide))
 }
 
-/// Padding of each dimension, from pairs of which the first are the last dimension's.
+/// The padding of each dimension, from pairs that begin with the last dimension.
 fn padding(c: &Call<'_>, name: &str, rank: usize) -> Result<(Vec<i64>, Vec<i64>), Reject> {
     let pairs = c.ints(name)?;
     if !pairs.len().is_multiple_of(2) || pairs.len() / 2 > rank {
@@ -639,7 +639,7 @@ fn pad(c: &mut Call<'_>) -> Lowered {
     }
 }
 
-/// What lies beyond an edge is what lies as far inside of it, or the edge itself.
+/// Pads with elements mirrored at the edge, or with the edge itself.
 fn mirrored(c: &mut Call<'_>, reflect: bool) -> Lowered {
     let mut x = c.first()?;
     let rank = c.rank(x);
@@ -683,7 +683,7 @@ fn mirrored(c: &mut Call<'_>, reflect: bool) -> Lowered {
     value(x)
 }
 
-/// What lies beyond an edge is what lies inside of the other.
+/// Pads with elements from the opposite end.
 fn circular(c: &mut Call<'_>) -> Lowered {
     let mut x = c.first()?;
     let rank = c.rank(x);

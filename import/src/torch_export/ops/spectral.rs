@@ -1,4 +1,4 @@
-//! Fourier transforms, and what audio models build on them.
+//! Lowers Fourier transforms, and the ops of audio models that build on them.
 
 use super::super::call::Item;
 use super::super::complex::Found;
@@ -18,7 +18,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
     ("hamming_window", Function(|c| window(c, 0.54))),
 ];
 
-/// Transforms, which take or give complex numbers.
+/// Lowers transforms, which take or return complex numbers.
 pub fn complex(c: &mut Call<'_>, name: &str) -> Result<Option<Found>, Reject> {
     let one = |c: &Call<'_>| Ok::<_, Reject>(vec![c.int("dim", -1)?]);
     let two = |c: &Call<'_>| Ok::<_, Reject>(c.maybe_ints("dim")?.unwrap_or(vec![-2, -1]));
@@ -48,7 +48,7 @@ pub fn complex(c: &mut Call<'_>, name: &str) -> Result<Option<Found>, Reject> {
     }))
 }
 
-/// The dimensions of a transform: those that are named, else the last as many as sizes, else all.
+/// The dimensions of a transform: the given ones, else as many of the last as there are sizes, else all.
 fn all_dims(c: &mut Call<'_>) -> Result<Vec<i64>, Reject> {
     if let Some(dims) = c.maybe_ints("dim")? {
         return Ok(dims);
@@ -58,7 +58,7 @@ fn all_dims(c: &mut Call<'_>) -> Result<Vec<i64>, Reject> {
     Ok((-count..0).collect())
 }
 
-/// Sizes to transform at, by position in the list of dimensions; -1 is what the operand has.
+/// Requested sizes, by position in the list of dimensions. -1 keeps the operand's size.
 fn wanted_sizes(c: &Call<'_>) -> Result<Vec<i64>, Reject> {
     match c.maybe_int("n")? {
         Some(n) => Ok(vec![n]),
@@ -66,7 +66,7 @@ fn wanted_sizes(c: &Call<'_>) -> Result<Vec<i64>, Reject> {
     }
 }
 
-/// What a transform of so many numbers is scaled by.
+/// The scale of a transform over `n` numbers.
 fn factor(c: &Call<'_>, n: f64, inverse: bool) -> Result<f64, Reject> {
     match (c.text("norm").unwrap_or("backward"), inverse) {
         ("ortho", _) => Ok(1.0 / n.sqrt()),
@@ -76,7 +76,7 @@ fn factor(c: &Call<'_>, n: f64, inverse: bool) -> Result<f64, Reject> {
     }
 }
 
-/// Cut off or filled up with zeros to this size.
+/// Truncates or zero-pads a dimension to this size.
 fn resized(c: &mut Call<'_>, x: ValueId, dim: usize, size: u64) -> Result<ValueId, Reject> {
     let own = c.shape_of(x)[dim];
     if own >= size {
@@ -89,7 +89,7 @@ fn resized(c: &mut Call<'_>, x: ValueId, dim: usize, size: u64) -> Result<ValueI
 
 type Parts = (ValueId, Option<ValueId>);
 
-/// The operand with each dimension at the size that is asked for.
+/// The operand, with each dimension resized as requested.
 fn operand(c: &mut Call<'_>, dims: &[i64]) -> Result<(Parts, Vec<usize>), Reject> {
     let (mut re, mut im) = c.spectral_operand("self")?;
     let rank = c.rank(re);
@@ -117,7 +117,7 @@ fn of_complex(c: &mut Call<'_>, dims: Vec<i64>, inverse: bool) -> Result<Found, 
     Ok(Found::Pair(k::scaled_by(c.g(), pair, by)?))
 }
 
-/// Of real numbers, of the last dimension half of the results.
+/// Transforms real numbers. Only half of the results of the last dimension are computed.
 fn to_half(c: &mut Call<'_>, dims: Vec<i64>) -> Result<Found, Reject> {
     let ((x, _), dims) = operand(c, &dims)?;
     let Some((&last, others)) = dims.split_last() else { return Err(other("transforms no dimension")) };
@@ -161,7 +161,7 @@ fn from_half(c: &mut Call<'_>, dims: Vec<i64>) -> Result<Found, Reject> {
     Ok(Found::Real(if by == 1.0 { y } else { number(c, Binary::Multiply, y, by)? }))
 }
 
-/// The ops that transforms become in decomposed programs, whose norm is a number.
+/// Lowers the ops that transforms become in decomposed programs, whose norm is a number.
 fn decomposed(c: &mut Call<'_>, name: &str) -> Result<Found, Reject> {
     let x = c.spectral_operand("self")?;
     let rank = c.rank(x.0);
@@ -207,7 +207,7 @@ fn decomposed(c: &mut Call<'_>, name: &str) -> Result<Found, Reject> {
     Ok(Found::Pair(k::scaled_by(c.g(), pair, by(n, mode)?)?))
 }
 
-/// The window of a short-time transform, in the middle of `size` zeros.
+/// The window of a short-time transform, centred in `size` zeros.
 fn framed_window(c: &mut Call<'_>, size: u64) -> Result<Option<ValueId>, Reject> {
     let Some(window) = c.maybe_tensor("window")? else { return Ok(None) };
     let own = c.to.graph.ty(window).elements();
@@ -216,7 +216,7 @@ fn framed_window(c: &mut Call<'_>, size: u64) -> Result<Option<ValueId>, Reject>
     Ok(Some(a::pad(c.g(), window, &[low as i64], &[high as i64], 0.0)?))
 }
 
-/// Transforms of overlapping frames: `[.., T]` as `[.., frequencies, frames]`.
+/// Transforms overlapping frames: `[.., T]` to `[.., frequencies, frames]`.
 fn stft(c: &mut Call<'_>) -> Result<Found, Reject> {
     let mut x = c.tensor("self")?;
     let size = c.size("n_fft")?;
@@ -272,7 +272,7 @@ fn stft(c: &mut Call<'_>) -> Result<Found, Reject> {
     Ok(Found::Pair([turned(c, pair[0])?, turned(c, pair[1])?]))
 }
 
-/// The signal whose [`stft`] this is: frames times the window, added up and divided by the sum of the window's squares.
+/// Inverts [`stft`]: frames times the window, added up and divided by the sum of the window's squares.
 fn istft(c: &mut Call<'_>) -> Result<Found, Reject> {
     let (re, im) = c.spectral_operand("self")?;
     let im = im.ok_or_else(|| other("is of no complex numbers"))?;
@@ -307,7 +307,7 @@ fn istft(c: &mut Call<'_>) -> Result<Found, Reject> {
     let y = a::reshape(c.g(), y, &flat)?;
     let squares = a::reshape(c.g(), squares, &[frames * size])?;
     let (y, weight) = (added_up(c, y, at, total)?, added_up(c, squares, at, total)?);
-    // Where no frame reaches, nothing is divided.
+    // The divisor is one where no frame reaches.
     let zero = a::full_like(c.g(), weight, 1e-11)?;
     let none = a::compare(c.g(), Direction::Lt, weight, zero)?;
     let unit = a::full_like(c.g(), weight, 1.0)?;
@@ -327,7 +327,7 @@ fn istft(c: &mut Call<'_>) -> Result<Found, Reject> {
     Ok(Found::Real(a::slice_dim(c.g(), y, last, start, end, 1)?))
 }
 
-/// Elements of the last dimension added at these places of `total`.
+/// Adds the elements of the last dimension at these positions of `total`.
 fn added_up(c: &mut Call<'_>, x: ValueId, at: ValueId, total: u64) -> Result<ValueId, Reject> {
     let mut shape = c.shape_of(x);
     let last = shape.len() - 1;
@@ -346,7 +346,7 @@ fn added_up(c: &mut Call<'_>, x: ValueId, at: ValueId, total: u64) -> Result<Val
     Ok(c.g().push(Op::ScatterAdd(altiplano_ir::op::ScatterAdd { dims, shape }), &[at, x])?)
 }
 
-/// The middle first, or back.
+/// Moves the middle to the front, or back.
 fn shift(c: &mut Call<'_>, back: bool) -> Lowered {
     let mut x = c.first()?;
     let rank = c.rank(x);
@@ -371,7 +371,7 @@ fn frequencies(c: &mut Call<'_>, half: bool) -> Lowered {
     value(c.g().constant(Literal::dense(TensorType::new(dtype, [count]), data)))
 }
 
-/// `first - (1 - first) cos(2 pi i / n)`, which ends before it repeats where it is periodic.
+/// `first - (1 - first) cos(2 pi i / n)`. A periodic window ends before it repeats.
 fn window(c: &mut Call<'_>, first: f64) -> Lowered {
     let size = c.size("window_length")?;
     let dtype = c.dtype("dtype")?.unwrap_or(c.declared_dtype(DEFAULT_FLOAT));
