@@ -3,7 +3,7 @@
 //!
 //!     cargo bench --bench quality -- FOLDER_OF_MODELS [NAME...]
 
-use altiplano::planner::sweep::{Space, sweep};
+use altiplano::planner::search::sweep::{Space, sweep};
 use altiplano::planner::{PlanFailure, SearchKind, Silent, plan};
 use altiplano::{ImportOptions, cost_models::Roofline, load_cluster, load_model, model_of, request};
 use altiplano_ir::recompute::Recompute;

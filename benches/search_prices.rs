@@ -1,20 +1,19 @@
-//! How the search's estimates stand to the judge's: `cargo bench --bench search_prices -- FOLDER_OR_MODEL ...`.
+//! Compares estimates of the search with predictions: `cargo bench --bench search_prices -- FOLDER_OR_MODEL ...`.
 //!
-//! For each model and cluster, one line for the plan that is chosen and the seconds that took, and one for each way of dealing
-//! the devices out to data and tensor parallelism at ZeRO 0, 1 and 3: the best layout's estimate and its judged step. The last
-//! line of a pair says how the two rank these ways alike (Spearman's coefficient).
+//! For each model and cluster, prints the chosen plan and the seconds that planning took, then a line for each
+//! combination of data and tensor parallelism at ZeRO 0, 1 and 3: the estimate of the best layout and its predicted
+//! step. The last line of a pair is the correlation of the two rankings (Spearman's coefficient).
 
 use altiplano::cost_models::Roofline;
-use altiplano::planner::assemble::{Parts, assemble};
-use altiplano::planner::inter_op::search::{Freedom, search};
-use altiplano::planner::lower::Sketch;
-use altiplano::planner::model::Layered;
-use altiplano::planner::predict::predict;
-use altiplano::planner::{Request, Silent, layers};
-use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, programs, request};
+use altiplano::planner::inter_op::search::search;
+use altiplano::planner::layers::cache::LayeredAtBatch;
+use altiplano::planner::search::context::SearchContext;
+use altiplano::planner::search::predictor::predict_candidate;
+use altiplano::planner::search::space::SearchSpace;
+use altiplano::planner::{Request, Silent};
+use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Instant;
 
 const CLUSTERS: [&str; 4] = ["dgx-a100:1", "dgx-h100:1", "p3.16xlarge:2", "local:4"];
@@ -66,48 +65,36 @@ fn files(path: PathBuf) -> Vec<PathBuf> {
     found
 }
 
-/// Estimated and judged seconds of the best layouts of each combination of degrees.
+/// Estimated and predicted seconds of the best layouts of each combination of degrees.
 fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
     let devices = request.cluster.num_devices();
     let cost = Roofline::new(request.cluster.groups[0].device.clone());
-    let starts = layers::cluster(&request.graph);
-    let layered = Arc::new(Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains()));
+    let layered = LayeredAtBatch::new(request);
+    let Ok(space) = SearchSpace::from_request(request) else { return Vec::new() };
     let mut pairs = Vec::new();
     for dp in (1..=devices).filter(|dp| devices % dp == 0) {
         for zero in [0, 1, 3] {
-            let freedom = Freedom {
-                streams: false,
+            let space = SearchSpace {
                 dp: Some(dp),
                 tp: Some(devices / dp),
                 pp: Some(1),
                 zero: Some(zero),
                 recompute: Some(Recompute::None),
-                schedules: vec![request.schedule.unwrap_or(altiplano::ir::plan::Schedule::OneFOneB)],
-                virtual_stages: request.virtual_stages,
                 zero_bubble: false,
                 num_microbatches: vec![1],
                 all_devices: true,
                 memory_bytes: vec![u64::MAX],
-                only_group: None,
-                lean: false,
-                alpa: false,
+                ..space.clone()
             };
-            let searched = search(request, &freedom, &cost, &|_| Some(layered.clone()), &Silent);
-            let Ok(found) = searched.ranked(request, &freedom, &Default::default()) else { continue };
-            let Some(found) = found.first() else { continue };
-            let parts = Parts {
-                layered: &found.candidates.layered,
-                num_microbatches: 1,
-                schedule: found.schedule,
-                virtual_stages: found.virtual_stages,
-                stages: &found.stages,
-            };
-            let Ok(mut plan) = assemble(request, &parts, &cost) else { continue };
-            let Ok(programs) = programs(&plan) else { continue };
-            predict(&mut plan, &Sketch::whole(&programs), &cost);
-            let (search_s, judge_s) = (found.step_s, plan.predicted.step_time_s);
-            println!("{name} {cluster} dp{dp} tp{} zero{zero}: {search_s:.6} s, judged {judge_s:.6} s", devices / dp);
-            pairs.push((search_s, judge_s));
+            let cx = SearchContext { request, space: &space, costs: &cost, layered: &layered, progress: &Silent };
+            let found = search(&cx);
+            let Ok(ranked) = found.ranked(&cx, &Default::default()) else { continue };
+            let Some(candidate) = ranked.first() else { continue };
+            let Ok(plan) = predict_candidate(&cx, candidate) else { continue };
+            let (estimated_s, predicted_s) = (candidate.step_s, plan.predicted.step_time_s);
+            let tp = devices / dp;
+            println!("{name} {cluster} dp{dp} tp{tp} zero{zero}: {estimated_s:.6} s, predicted {predicted_s:.6} s");
+            pairs.push((estimated_s, predicted_s));
         }
     }
     pairs

@@ -12,8 +12,8 @@ use altiplano::ir::simplify::simplify;
 use altiplano::planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano::planner::intra_op::stage::{Demand, gradient_readers, state_stage};
 use altiplano::planner::layers::cluster;
+use altiplano::planner::layers::graph::LayeredGraph;
 use altiplano::planner::lower::Prices;
-use altiplano::planner::model::Layered;
 use altiplano::planner::refine::levels;
 use altiplano::{ImportOptions, load_all_results, load_cluster, load_model};
 use altiplano_cost_models::Roofline;
@@ -71,7 +71,7 @@ fn measure(name: &str, graph: Graph, nodes: u32, devices: u32, trains: bool) -> 
     let cluster_of = load_cluster(&format!("p3.16xlarge:{nodes}"))?;
     let group = &cluster_of.groups[0];
     let starts = cluster(&graph);
-    let layered = Layered::new(graph, starts, &[], trains);
+    let layered = LayeredGraph::new(graph, starts, &[], trains);
     let readers = if trains { gradient_readers(&layered.graph, &[])? } else { Vec::new() };
     let cost = Roofline::new(group.device.clone());
     let mesh = Mesh::new(&[("data", nodes), ("tensor", devices)]);

@@ -10,9 +10,9 @@ use crate::simulate::Simulation;
 use crate::units::{bytes, digits, gibibytes, percent, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::Plan;
-use altiplano_planner::account::{Part, Work, busiest, of_lanes};
-use altiplano_planner::lost::shape;
-use altiplano_planner::{PlanFailure, Progress, Request, fits, global_batch, judged_again};
+use altiplano_planner::explain::account::{Part, Work, busiest, of_lanes};
+use altiplano_planner::explain::alternatives::shape;
+use altiplano_planner::{PlanFailure, Progress, Request, fits, predict_plan};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -223,7 +223,7 @@ pub fn changes(request: &Request) -> Vec<(String, Request)> {
     all.push(changed("memory x2", &|r| {
         r.cluster.groups.iter_mut().for_each(|g| g.device.memory_bytes = g.device.memory_bytes.saturating_mul(2));
     }));
-    let batch = global_batch(request);
+    let batch = request.global_batch_size();
     if request.graph.batch != 0 {
         for (what, samples) in [("batch / 2", batch / 2), ("batch x2", batch * 2), ("batch x4", batch * 4)] {
             if samples > 0 && (what != "batch / 2" || batch.is_multiple_of(2)) {
@@ -268,7 +268,7 @@ fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
     }
     let mut moved = plan.clone();
     moved.cluster = request.cluster.clone();
-    let batch = global_batch(request);
+    let batch = request.global_batch_size();
     if batch != plan.global_batch {
         moved.num_microbatches = u32::try_from(batch.checked_div(plan.microbatch)?).ok()?;
         moved.global_batch = u64::from(moved.num_microbatches).checked_mul(plan.microbatch)?;
@@ -277,7 +277,7 @@ fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
         return None;
     }
     let costs = Rooflines::of(&moved.cluster);
-    let moved = judged_again(moved, &costs).ok()?;
+    let moved = predict_plan(moved, &costs).ok()?;
     fits(&moved).then_some(moved)
 }
 

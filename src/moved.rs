@@ -5,7 +5,7 @@ use crate::report::{Grid, pattern};
 use crate::units::{bytes, count, digits, plural, seconds};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::{Plan, Stage, Storage};
-use altiplano_planner::lost::shape;
+use altiplano_planner::explain::alternatives::shape;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};

@@ -5,7 +5,7 @@ use crate::model::{Format, read_bytes};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::cache::Cache;
-use altiplano_planner::judged_again;
+use altiplano_planner::predict_plan;
 use std::fs::Permissions;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -42,7 +42,7 @@ fn mispredicted(plan: &Plan) -> Result<Option<String>, Error> {
     if plan.profile.is_some() {
         return Ok(None);
     }
-    let again = judged_again(plan.clone(), &Rooflines::of(&plan.cluster))?;
+    let again = predict_plan(plan.clone(), &Rooflines::of(&plan.cluster))?;
     let differs = |(a, b): (&Stage, &Stage)| a.predicted != b.predicted;
     let stage = again.stages.iter().zip(&plan.stages).position(differs);
     let whole = (again.predicted != plan.predicted).then(|| "predicted".to_string());
@@ -54,7 +54,7 @@ pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
     match plan.profile.take() {
         Some(_) => {
             let cluster = plan.cluster.clone();
-            Ok(judged_again(plan, &Rooflines::of(&cluster))?)
+            Ok(predict_plan(plan, &Rooflines::of(&cluster))?)
         }
         None => Ok(plan),
     }

@@ -27,9 +27,9 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
 use altiplano_ir::work::{MESSAGE, Term, Work, across_nodes};
 use altiplano_planner::cache::{Digest, Key};
-use altiplano_planner::frontier::{Point, frontier};
-use altiplano_planner::lower::Sketch;
+use altiplano_planner::lower::DedupedPrograms;
 use altiplano_planner::predict::{predict, work_of};
+use altiplano_planner::search::pareto::{Point, frontier};
 use altiplano_planner::{Progress, Request, plan_or_closest, programs};
 use altiplano_runtime::devices::cuda::{CudaOptions, Survey};
 use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, PASS, measure_gpus};
@@ -132,7 +132,7 @@ pub fn frontier_by(request: &Request, profile: Option<&Profile>, progress: &dyn 
 pub fn repredict(plan: &mut Plan, profile: &Profile) -> Result<(), Error> {
     let cost = Profiled::of_plan(profile, plan)?;
     let programs = programs(plan)?;
-    predict(plan, &Sketch::whole(&programs), &cost);
+    predict(plan, &DedupedPrograms::whole(&programs), &cost);
     plan.profile = Some(profile.label());
     Ok(())
 }
@@ -220,7 +220,9 @@ impl Profiled {
     /// The parts of a plan that the profile does not cover.
     pub fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
         let mut found = Uncovered::default();
-        for kernel in work_of(plan, &Sketch::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels) {
+        for kernel in
+            work_of(plan, &DedupedPrograms::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels)
+        {
             found.kernels += 1;
             let Some(work) = self.work(kernel) else { continue };
             let mut worst: Option<(&Term, f64)> = None;

@@ -10,8 +10,8 @@ use altiplano_ir::cluster::{Device, DeviceKind};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::memory::Category;
-use altiplano_planner::{PlanFailure, Progress, Request, Silent, global_batch};
+use altiplano_planner::predict::memory::Category;
+use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use rayon::prelude::*;
 use serde_json::json;
 use std::fmt;
@@ -35,7 +35,7 @@ impl Remedy {
             step_s: plan.predicted.step_time_s,
             peak_bytes: plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0),
             devices: request.cluster.num_devices().into(),
-            samples: global_batch(request),
+            samples: request.global_batch_size(),
         }
     }
 
@@ -124,7 +124,7 @@ pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> R
 /// choice, or replace degrees and counts by ones that divide the devices and samples. The fastest comes first.
 pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     let devices = u64::from(request.cluster.num_devices());
-    let samples = global_batch(request);
+    let samples = request.global_batch_size();
     // The nearest divisors below and above.
     let near = |given: u64, whole: u64| {
         let divides = |n: &u64| whole.is_multiple_of(*n);
@@ -227,7 +227,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         }
     }
     // Among growing or shrinking sizes, the first that fits.
-    let samples = global_batch(request);
+    let samples = request.global_batch_size();
     let halved = (1..=10).map(|n| samples >> n).filter(|&batch| batch > 0).map(|batch| {
         let change = format!("--global-batch {batch} instead of {samples}");
         let halve = |r: &mut Request| {

@@ -23,11 +23,11 @@ use altiplano_ir::program::{Body, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
 use altiplano_planner::PlanFailure;
-use altiplano_planner::account::{Account, Part, accounts_of, of_lanes};
-use altiplano_planner::lower::{Derived, Prices, lowered, sketch};
-use altiplano_planner::memory::LaneMemory;
+use altiplano_planner::explain::account::{Account, Part, accounts_of, of_lanes};
+use altiplano_planner::lower::{Prices, TrainingGraphs, lower_deduped, lowered};
+use altiplano_planner::predict::memory::LaneMemory;
+use altiplano_planner::predict::timing::{BodyWork, StageTiming};
 use altiplano_planner::predict::{Exchanged, exchange_of, lane_memories, played, timings_of, whole_work_of};
-use altiplano_planner::timing::{BodyWork, StageTiming};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::sync::OnceLock;
@@ -46,7 +46,7 @@ pub struct CallSpan {
 /// The simulated step of a plan.
 pub struct Simulation {
     plan: Plan,
-    derived: Derived,
+    derived: TrainingGraphs,
     /// The lowered programs of all lanes, created on demand. Predicted times need only those that differ.
     programs: OnceLock<Programs>,
     costs: Box<dyn Costs + Send>,
@@ -63,7 +63,7 @@ pub struct Simulation {
 impl Simulation {
     /// Simulates a plan's step by the figures of its cluster, or by a measured profile of this machine.
     pub fn new(plan: Plan, profile: Option<&Profile>) -> Result<Simulation, Error> {
-        let derived = Derived::of(&plan);
+        let derived = TrainingGraphs::of(&plan);
         let derived = derived.map_err(PlanFailure::from)?;
         let profiled = profile.map(|p| Profiled::of_plan(p, &plan)).transpose()?;
         let costs: Box<dyn Costs + Send> = match &profiled {
@@ -72,11 +72,11 @@ impl Simulation {
         };
         // Workers on one machine slow each other down, which requires all programs.
         let alone = costs.runtime().is_none();
-        let sketch = sketch(&plan, &derived, &Rooflines::of(&plan.cluster), alone);
-        let work = whole_work_of(&plan, &sketch, &*costs);
-        let timings = timings_of(&plan, &sketch, &work, &*costs);
-        let exchanged = exchange_of(&plan, &sketch, &work, &*costs).map(|(_, exchanged)| exchanged);
-        let memories = lane_memories(&plan, &sketch, &work);
+        let deduped = lower_deduped(&plan, &derived, &Rooflines::of(&plan.cluster), alone);
+        let work = whole_work_of(&plan, &deduped, &*costs);
+        let timings = timings_of(&plan, &deduped, &work, &*costs);
+        let exchanged = exchange_of(&plan, &deduped, &work, &*costs).map(|(_, exchanged)| exchanged);
+        let memories = lane_memories(&plan, &deduped, &work);
         Ok(Simulation { plan, derived, programs: OnceLock::new(), costs, profiled, work, timings, memories, exchanged })
     }
 

@@ -225,7 +225,7 @@ mod tests {
     fn wide_formats_round_as_the_processor_does() {
         let mut rng = crate::testing::numbers::Rng::new(11);
         for _ in 0..200_000 {
-            let x = f64::from_bits(rng.next());
+            let x = f64::from_bits(rng.draw());
             let near = rng.real(-1.0, 1.0) * f64::powi(2.0, rng.below(300) as i32 - 150);
             for x in [x, near] {
                 let same = |dtype: DType, expected: f64| {

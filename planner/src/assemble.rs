@@ -7,8 +7,8 @@ use crate::inter_op::tables::{Known, layer_table};
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::intra_op::statement::Kept;
+use crate::layers::graph::{LayeredGraph, Unit};
 use crate::lower::Prices;
-use crate::model::{Layered, Unit};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -25,7 +25,7 @@ use std::rc::Rc;
 
 /// The parts of a plan.
 pub struct Parts<'a> {
-    pub layered: &'a Layered,
+    pub layered: &'a LayeredGraph,
     pub num_microbatches: u32,
     pub schedule: Schedule,
     /// Stages on the same devices: stage `s` of `n` shares those of stage `s % (n / virtual_stages)`.
@@ -100,25 +100,25 @@ pub struct Shardings {
 
 fn stage(
     request: &Request,
-    layered: &Layered,
+    layered: &LayeredGraph,
     costs: &dyn Costs,
     chosen: &ChosenStage,
     devices: Vec<u32>,
 ) -> Option<Stage> {
-    let way = &chosen.way;
+    let config = &chosen.config;
     let Block { group, shape } = chosen.block;
     let submesh = (shape.nodes, shape.devices);
-    let prices = Prices::new(costs.of_group(group as u32), &request.cluster.groups[group], submesh, &way.mesh);
-    let mut spaces = Spaces::new(&prices, way.roles);
+    let prices = Prices::new(costs.of_group(group as u32), &request.cluster.groups[group], submesh, &config.mesh);
+    let mut spaces = Spaces::new(&prices, config.roles);
     let shardings = composed(request, layered, &mut spaces, chosen)?;
     let stage = Stage {
         layers: chosen.layers.start as u32..chosen.layers.end as u32,
         group: group as u32,
         submesh,
         devices,
-        mesh: way.mesh.clone(),
-        recompute: way.again.levels(chosen.layers.len()),
-        zero: way.variant.zero,
+        mesh: config.mesh.clone(),
+        recompute: config.fraction.levels(chosen.layers.len()),
+        zero: config.variant.zero,
         offload: if request.trains() { request.offload.unwrap_or_default() } else { Offload::NONE },
         shardings: BTreeMap::new(),
         parameters: BTreeMap::new(),
@@ -129,11 +129,11 @@ fn stage(
     Some(with_shardings(layered, &mut spaces, stage, shardings))
 }
 
-/// Copies another stage, if both run the same layers in the same way.
-fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &ChosenStage) -> Option<Stage> {
+/// Copies another stage, if both run the same layers in the same config.
+fn copied(layered: &LayeredGraph, (other, stage): (&ChosenStage, &Stage), chosen: &ChosenStage) -> Option<Stage> {
     let (group, shape) = (chosen.block.group, chosen.block.shape);
     let runs_alike = (other.block.group, other.block.shape) == (group, shape)
-        && other.way == chosen.way
+        && other.config == chosen.config
         // The first stage also keeps parameters that nothing uses.
         && other.layers.start != 0
         && layered.kinds[other.layers.clone()] == layered.kinds[chosen.layers.clone()];
@@ -178,9 +178,14 @@ fn copied(layered: &Layered, (other, stage): (&ChosenStage, &Stage), chosen: &Ch
 }
 
 /// Composes the shardings of a stage from the tables of its layers.
-fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chosen: &ChosenStage) -> Option<Shardings> {
+fn composed(
+    request: &Request,
+    layered: &LayeredGraph,
+    spaces: &mut Spaces<'_>,
+    chosen: &ChosenStage,
+) -> Option<Shardings> {
     let graph = &layered.graph;
-    let way = &chosen.way;
+    let config = &chosen.config;
     // The search keeps only costs, so the layers are solved again. The same input gives the same answer.
     let mut tables: BTreeMap<usize, Rc<LayerTable>> = BTreeMap::new();
     let mut known = Known::default();
@@ -191,7 +196,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
             Some(table) => table.clone(),
             None => {
                 let first = layered.representatives[kind];
-                layer_table(layered, request, spaces, way.variant, first, &mut known)?
+                layer_table(layered, request, spaces, config.variant, first, &mut known)?
             }
         };
         tables.insert(kind, table.clone());
@@ -223,7 +228,7 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
             let main = layer.entering.iter().copied().max_by_key(|&v| (graph.ty(v).bytes(), std::cmp::Reverse(v.0)));
             let sharding = match table.boundary.in_layouts.get(i) {
                 Some(&layout) if main == Some(v) && l == chosen.layers.start => spaces.layout(layout).clone(),
-                _ => batch_layout(graph.ty(v), graph.node(v).batch_dims, &way.mesh),
+                _ => batch_layout(graph.ty(v), graph.node(v).batch_dims, &config.mesh),
             };
             receives.entry(v).or_insert(sharding);
         }
@@ -232,14 +237,14 @@ fn composed(request: &Request, layered: &Layered, spaces: &mut Spaces<'_>, chose
     if chosen.layers.start == 0 {
         for (p, _) in graph.parameters().filter(|(p, _)| layered.users[p.index()].is_empty()) {
             let layout = spaces.intern(Sharding::replicated(graph.shape(p)));
-            parameters.insert(p, Kept { layout, level: way.variant.zero });
+            parameters.insert(p, Kept { layout, level: config.variant.zero });
         }
     }
     Some(Shardings { strategies, parameters: parameters.into_iter().collect(), receives })
 }
 
 /// Writes shardings out into the stage whose mesh they are for.
-pub fn with_shardings(layered: &Layered, spaces: &mut Spaces<'_>, stage: Stage, chosen: Shardings) -> Stage {
+pub fn with_shardings(layered: &LayeredGraph, spaces: &mut Spaces<'_>, stage: Stage, chosen: Shardings) -> Stage {
     let graph = &layered.graph;
     let Shardings { strategies, parameters: kept, receives } = chosen;
     let mesh = named(graph, &strategies, &stage.mesh);

@@ -7,15 +7,15 @@
 
 use crate::assemble::{Shardings, with_shardings};
 use crate::cache::{self, Digest};
-use crate::inter_op::search::Freedom;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use crate::intra_op::statement::{Kept, Model, Variable};
+use crate::layers::graph::LayeredGraph;
 use crate::lower::Prices;
-use crate::model::Layered;
-use crate::request::{PlanFailure, Request};
-use crate::{chosen_of, fits, predicted};
-use altiplano_cost_models::Costs;
+use crate::predict::predict_with;
+use crate::request::PlanFailure;
+use crate::search::choice::{choose, fits};
+use crate::search::context::SearchContext;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Solved, Stage, Target};
@@ -33,7 +33,7 @@ const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap
 
 /// The result for one stage.
 #[derive(Serialize, Deserialize)]
-struct Again {
+struct Resolved {
     stage: Stage,
     /// Quality of the shardings in `stage`.
     solved: Solved,
@@ -44,13 +44,8 @@ struct Again {
 
 /// Solves every stage of a predicted plan again. Returns the plan itself or a better one, with [`Stage::solved`] filled
 /// in.
-pub fn refined(
-    request: &Request,
-    freedom: &Freedom,
-    layered: &Layered,
-    mut plan: Plan,
-    costs: &dyn Costs,
-) -> Result<Plan, PlanFailure> {
+pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) -> Result<Plan, PlanFailure> {
+    let SearchContext { request, space, costs, .. } = *cx;
     if !fits(&plan) {
         return Ok(plan);
     }
@@ -59,41 +54,41 @@ pub fn refined(
         true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
         false => Vec::new(),
     };
-    let device = |stage: &Stage| freedom.memory_bytes[stage.group as usize] as f64;
+    let device = |stage: &Stage| space.memory_bytes[stage.group as usize] as f64;
     // The share of its device's memory that each stage may use by the estimate.
     let mut shares = vec![1.0; plan.stages.len()];
     let mut first = true;
     for _ in 0..TRIES {
-        let again: Vec<Option<Again>> = (0..plan.stages.len())
+        let solved: Vec<Option<Resolved>> = (0..plan.stages.len())
             .into_par_iter()
             .map(|i| {
                 let limit_bytes = device(&plan.stages[i]) * shares[i];
                 let key = || {
-                    let searched = (limit_bytes, i, freedom.dp, freedom.tp, freedom.zero);
-                    let judged = plan.stages[i].predicted.peak_bytes;
-                    Digest::new("stage").shown((cache::of_plan(&plan, costs)?, judged, searched)).key()
+                    let searched = (limit_bytes, i, space.dp, space.tp, space.zero);
+                    let peak_bytes = plan.stages[i].predicted.peak_bytes;
+                    Digest::new("stage").shown((cache::of_plan(&plan, costs)?, peak_bytes, searched)).key()
                 };
-                let find = || solved_again(request, freedom, &plan, layered, &readers, costs, i, limit_bytes);
+                let find = || solve_stage(cx, layered, &plan, &readers, i, limit_bytes);
                 cache::remembered(request.cache.as_deref(), key, find)
             })
             .collect();
         if std::mem::take(&mut first) {
-            for (stage, again) in plan.stages.iter_mut().zip(&again) {
-                stage.solved = again.as_ref().and_then(|a| a.before);
+            for (stage, solved) in plan.stages.iter_mut().zip(&solved) {
+                stage.solved = solved.as_ref().and_then(|s| s.before);
             }
         }
-        if !again.iter().flatten().any(|a| a.changed) {
+        if !solved.iter().flatten().any(|s| s.changed) {
             break;
         }
         let mut other = plan.clone();
-        for (stage, again) in other.stages.iter_mut().zip(again) {
-            if let Some(Again { stage: new, solved, changed: true, .. }) = again {
+        for (stage, solved) in other.stages.iter_mut().zip(solved) {
+            if let Some(Resolved { stage: new, solved, changed: true, .. }) = solved {
                 *stage = Stage { solved: Some(solved), ..new };
             }
         }
-        let other = predicted(other, layered, costs, request.cache.as_deref())?;
+        let other = predict_with(other, layered, costs, request.cache.as_deref())?;
         if fits(&other) {
-            return Ok(chosen_of(vec![plan, other]));
+            return Ok(choose(vec![plan, other]));
         }
         for (share, stage) in shares.iter_mut().zip(&other.stages) {
             let (peak, device) = (stage.predicted.peak_bytes as f64, device(stage));
@@ -118,28 +113,28 @@ pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool, target: Target)
     }
 }
 
-fn solved_again(
-    request: &Request,
-    freedom: &Freedom,
+/// Solves a stage as one problem within `limit_bytes` of a device; `None` if there is no solution.
+fn solve_stage(
+    cx: &SearchContext<'_>,
+    layered: &LayeredGraph,
     plan: &Plan,
-    layered: &Layered,
     readers: &[Vec<ValueId>],
-    costs: &dyn Costs,
     index: usize,
     limit_bytes: f64,
-) -> Option<Again> {
+) -> Option<Resolved> {
+    let SearchContext { request, space, costs, .. } = *cx;
     let stage = &plan.stages[index];
     let trains = plan.schedule.trains();
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
-        second_is_model: freedom.tp.is_some(),
+        first_is_data: space.dp.is_some() || space.tp.is_some(),
+        second_is_model: space.tp.is_some(),
         experts_on_data: request.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
-    let demand = Demand::of(plan, index, levels(freedom.zero, stage.mesh.num_devices(), trains, plan.target));
+    let demand = Demand::of(plan, index, levels(space.zero, stage.mesh.num_devices(), trains, plan.target));
     let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.optimizer)) };
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);
@@ -151,7 +146,7 @@ fn solved_again(
     let before = before.map(|b| Solved { cost_s: b.cost_s, lower_bound_s: bound.min(b.cost_s) });
     let solved = Solved { cost_s: found.cost_s, lower_bound_s: bound };
     let changed = before.is_none_or(|b| found.cost_s < b.cost_s * (1.0 - EQUAL));
-    Some(Again { stage: written(layered, &mut spaces, stage, found), solved, before, changed })
+    Some(Resolved { stage: with_solution(layered, &mut spaces, stage, found), solved, before, changed })
 }
 
 /// Expresses a stage's shardings in the terms of its problem.
@@ -201,7 +196,7 @@ pub fn as_given_but(
 }
 
 /// Writes the shardings of a solution into a stage.
-pub fn written(layered: &Layered, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
+pub fn with_solution(layered: &LayeredGraph, spaces: &mut Spaces<'_>, stage: &Stage, found: StageSolution) -> Stage {
     let graph = &layered.graph;
     let StageSolution { strategies, parameters, receives, .. } = found;
     let mut bytes = [0u64; 4];

@@ -1,12 +1,12 @@
 //! Planning requests, and the reasons why planning may fail.
 
 use crate::cache::Cache;
-use crate::chunked_loss::{self, LossChunks};
-use crate::rings::{self, Ring};
-use crate::target::execution;
+use crate::features::chunked_loss::{self, LossChunks};
+use crate::features::rings::{self, Ring};
+use crate::features::target::execution;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
-use altiplano_ir::cluster::Cluster;
+use altiplano_ir::cluster::{Cluster, DeviceKind};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
@@ -28,9 +28,9 @@ pub struct Request {
     pub reduction: Option<Downscaling>,
     /// True if sizes that devices do not divide may be padded (see [`altiplano_ir::padding`]).
     pub pad: bool,
-    /// Use of ring attention (see [`crate::rings`]).
+    /// Use of ring attention (see [`crate::features::rings`]).
     pub ring: Ring,
-    /// Use of a loss that makes its logits in chunks (see [`crate::chunked_loss`]).
+    /// Use of a loss that makes its logits in chunks (see [`crate::features::chunked_loss`]).
     pub loss_chunks: LossChunks,
     pub cluster: Cluster,
     /// Samples per optimizer step. Defaults to `microbatch` times `num_microbatches` if both are given, else to the
@@ -72,13 +72,13 @@ pub struct Request {
     pub execution: Execution,
     /// True if attention is one kernel. Defaults to the behaviour of the target's software on these devices.
     pub fused_attention: Option<bool>,
-    /// Software that runs the plan; see [`crate::target::aimed`].
+    /// Software that runs the plan; see [`crate::features::target::restrict`].
     pub target: Target,
     /// Part of the space to search.
     pub search: SearchKind,
     /// Split the batch into microbatches even if the loss is no mean or sum over samples.
     pub allow_microbatch_semantics: bool,
-    /// Take the fastest plan even if it is hardly faster than one GPU (see [`crate::enough`]).
+    /// Take the fastest plan even if it is hardly faster than one GPU (see [`crate::features::one_device`]).
     pub fastest: bool,
     /// Also predict the plain baselines.
     pub baselines: bool,
@@ -133,6 +133,32 @@ impl Request {
             mfu_convention: MfuConvention::default(),
             cache: None,
         }
+    }
+
+    /// True if a plan respects the degrees that the user fixed.
+    pub fn allows(&self, plan: &Plan) -> bool {
+        let mesh_is = |axis: usize, degree: Option<u32>| {
+            degree.is_none_or(|d| plan.stages.iter().all(|s| s.mesh.axes[axis].size == d))
+        };
+        mesh_is(0, self.dp)
+            && mesh_is(1, self.tp)
+            && self.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
+            && self.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
+            && self.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
+    }
+
+    /// Samples of a step.
+    pub fn global_batch_size(&self) -> u64 {
+        let given = self.global_batch.or(match (self.microbatch, self.num_microbatches) {
+            (Some(size), Some(count)) => Some(size * count as u64),
+            _ => None,
+        });
+        given.unwrap_or(self.graph.batch.max(1))
+    }
+
+    /// True if any device is a GPU.
+    pub fn has_gpus(&self) -> bool {
+        self.cluster.groups.iter().any(|group| group.device.kind == DeviceKind::Gpu)
     }
 
     /// Reconstructs the request that a plan answers: its model, batch, optimizer, cluster and target. Other choices are

@@ -1,7 +1,7 @@
 //! Measures the accuracy of predictions. Every row of a table is a model, a machine, the degrees given to a framework,
 //! and the measured step time.
 //!
-//! The model is built as from any config, planned with the row's degrees ([`altiplano_planner::fixed`]), lowered and
+//! The model is built as from any config, planned with the row's degrees ([`altiplano_planner::search::fixed_degrees`]), lowered and
 //! predicted like every plan. Rows of one group train the same model on the same devices, so they test how predictions
 //! rank plans. The relevant measure is the regret: how much slower the plan predicted fastest is than the fastest one
 //! measured.

@@ -11,9 +11,9 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::fixed::{Degrees, fixed};
-use altiplano_planner::lower::{Derived, Sketch, sketch};
-use altiplano_planner::timing::BodyWork;
+use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped};
+use altiplano_planner::predict::timing::BodyWork;
+use altiplano_planner::search::fixed_degrees::{Degrees, fixed};
 use altiplano_planner::{PlanFailure, Request, pin_positions, predict};
 use serde_json::json;
 use std::collections::HashMap;
@@ -94,7 +94,7 @@ pub struct Prepared {
 
 struct Size {
     plan: Plan,
-    sketch: Sketch<'static>,
+    deduped: DedupedPrograms<'static>,
     work: Vec<Vec<BodyWork>>,
     order: Order,
 }
@@ -123,7 +123,7 @@ impl Prepared {
     /// Predicted seconds of a step.
     pub fn step_s(&self, costs: &dyn Costs) -> f64 {
         let seconds = |size: &Size| {
-            let timings = predict::timings_of(&size.plan, &size.sketch, &size.work, costs);
+            let timings = predict::timings_of(&size.plan, &size.deduped, &size.work, costs);
             let times: Vec<StageTimes> = timings.into_iter().map(|t| t.0).collect();
             simulate_order(&times, &size.order, &mut |_, _, _, _| {}).step_s
         };
@@ -165,15 +165,15 @@ fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> 
         recompute,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
-    let derived = Derived::of(&plan);
-    let mut sketch = sketch(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
-    let work = predict::work_of(&plan, &sketch, &cost);
+    let derived = TrainingGraphs::of(&plan);
+    let mut deduped = lower_deduped(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
+    let work = predict::work_of(&plan, &deduped, &cost);
     // The graphs are no longer needed.
     plan.graph = Graph::new("");
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());
-    sketch.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
+    deduped.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order::of(&plan);
-    Ok(Size { plan, sketch, work, order })
+    Ok(Size { plan, deduped, work, order })
 }
 
 /// For rows that do not say: true if software had fused attention when a device was new. Tables of measured steps date

@@ -6,8 +6,8 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Alternative, Plan, Stage, Target};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::enough::{ENOUGH, FASTER};
-use altiplano_planner::parallelism::{Parallelism, parallelism};
+use altiplano_planner::features::one_device::{ENOUGH, FASTER};
+use altiplano_planner::features::parallelism::{Parallelism, parallelism};
 
 /// Fraction of a stage's work that an axis must treat alike for the stage to have a single degree.
 const ALIKE: f64 = 0.9;

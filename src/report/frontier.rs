@@ -2,8 +2,8 @@
 
 use super::Grid;
 use crate::units::{digits, percent};
-use altiplano_planner::frontier::Point;
-use altiplano_planner::lost::shape;
+use altiplano_planner::explain::alternatives::shape;
+use altiplano_planner::search::pareto::Point;
 use serde_json::json;
 
 /// A line per plan, fastest first.

@@ -4,7 +4,7 @@ use super::Grid;
 use crate::error::Error;
 use crate::units::bytes;
 use altiplano_ir::plan::Plan;
-use altiplano_planner::memory::cpu_peaks;
+use altiplano_planner::predict::memory::cpu_peaks;
 use altiplano_planner::programs;
 
 /// The peak bytes of each worker, by device, beside the prediction for this machine's runtime, whatever devices the

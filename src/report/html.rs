@@ -18,7 +18,7 @@ use altiplano_cost_models::link::axis_link;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::plan::{Alternative, Plan, Stage};
-use altiplano_planner::lower::{Prices, Sketch};
+use altiplano_planner::lower::{DedupedPrograms, Prices};
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -172,7 +172,7 @@ impl Page {
     fn new(plan: &Plan) -> Result<Page, Error> {
         let programs = crate::programs(plan)?;
         let costs = Rooflines::of(&plan.cluster);
-        let whole = Sketch::whole(&programs);
+        let whole = DedupedPrograms::whole(&programs);
         let work = work_of(plan, &whole, &costs);
         let timings = timings_of(plan, &whole, &work, &costs);
         let memories = lane_memories(plan, &whole, &work);

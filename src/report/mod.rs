@@ -42,7 +42,7 @@ use altiplano_ir::plan::{
     Alternative, Goal, Memory, MfuConvention, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage,
     Target, Update,
 };
-use altiplano_planner::offload::of_nodes;
+use altiplano_planner::features::offload::of_nodes;
 use comfy_table::{CellAlignment, Table, presets};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

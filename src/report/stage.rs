@@ -6,8 +6,8 @@ use crate::simulate::{HeldTensor, Simulation};
 use crate::units::{bytes, percent, seconds};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::recompute::{Recomputation, Recompute};
-use altiplano_planner::account::{Account, Part};
-use altiplano_planner::neighbours::{Neighbour, neighbours};
+use altiplano_planner::explain::account::{Account, Part};
+use altiplano_planner::explain::neighbours::{Neighbour, neighbours};
 use std::fmt::Write;
 
 /// Number of tensors listed by name.
@@ -138,7 +138,7 @@ fn beside(plan: &Plan, number: usize, all: &[Neighbour]) -> String {
                 let too_much = s.predicted.peak_bytes - other.usable_bytes(s);
                 format!("stage{i} holds {} too much", bytes(too_much))
             }
-            None if more_s > 0.0 => altiplano_planner::lost::reason(plan, other),
+            None if more_s > 0.0 => altiplano_planner::explain::alternatives::reason(plan, other),
             None => "as fast, or faster by less than predictions are worth".to_string(),
         };
         let sign = if more_s < 0.0 { "-" } else { "+" };

@@ -9,7 +9,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
 use altiplano_planner::UNDECIDED;
-use altiplano_planner::why::{Layout, Why, why};
+use altiplano_planner::explain::layouts::{Layout, Why, why};
 
 /// Maximum number of explained values per pattern, since layers are alike.
 const MOST_VALUES: usize = 2;
@@ -114,7 +114,7 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
     for layout in why.layouts.iter().take(MOST_LAYOUTS) {
         let Layout { own_s, moving_s, in_place_s, whole_s, others, .. } = layout;
         let taken = if layout.chosen { "  <- taken" } else { "" };
-        let step = match layout.judged {
+        let step = match layout.predicted {
             _ if layout.chosen => "the same".to_string(),
             Some(judged) => more(judged.step_s - step_s, step_s),
             None if in_place_s.is_finite() => "-".to_string(),
@@ -140,7 +140,7 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
             bytes(why.device_bytes)
         ),
     ];
-    let judged = why.layouts.iter().filter_map(|l| Some((l, l.judged?)));
+    let judged = why.layouts.iter().filter_map(|l| Some((l, l.predicted?)));
     lines.push(match judged.min_by(|a, b| a.1.step_s.total_cmp(&b.1.step_s)) {
         Some((layout, judged)) => format!(
             "  best other, all else as it is: {}, {} a step{}",
@@ -172,7 +172,7 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
 
 /// Bytes by which a layout exceeds a device's memory.
 fn over_bytes(why: &Why, layout: &Layout) -> u64 {
-    layout.judged.map_or(layout.over_bytes, |judged| judged.peak_bytes.saturating_sub(why.device_bytes))
+    layout.predicted.map_or(layout.over_bytes, |judged| judged.peak_bytes.saturating_sub(why.device_bytes))
 }
 
 /// The constraint that rules out other layouts.
@@ -181,7 +181,7 @@ fn binding(plan: &Plan, why: &Why) -> String {
         return format!("what binds: the layout that is asked for ({pin})");
     }
     let step_s = plan.predicted.step_time_s;
-    let faster = |l: &&Layout| match l.judged {
+    let faster = |l: &&Layout| match l.predicted {
         Some(judged) => judged.step_s < step_s * (1.0 - ALIKE),
         None => l.in_place_s < 0.0,
     };
@@ -189,7 +189,7 @@ fn binding(plan: &Plan, why: &Why) -> String {
     let held = format!("{} of {}, fullest in {}", bytes(why.peak_bytes), bytes(why.device_bytes), why.fullest);
     let spare = 1.0 - why.peak_bytes as f64 / why.device_bytes.max(1) as f64;
     let fitting = why.layouts.iter().filter(|l| !l.chosen && over_bytes(why, l) == 0);
-    let gains = fitting.filter_map(|l| Some((l, step_s - l.judged?.step_s))).filter(|(_, s)| *s > ALIKE * step_s);
+    let gains = fitting.filter_map(|l| Some((l, step_s - l.predicted?.step_s))).filter(|(_, s)| *s > ALIKE * step_s);
     let better = gains.max_by(|a, b| a.1.total_cmp(&b.1));
     match too_large.min_by(|a, b| a.in_place_s.total_cmp(&b.in_place_s)) {
         Some(layout) => format!(

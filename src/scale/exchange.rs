@@ -8,7 +8,7 @@ use crate::scale::Point;
 use crate::scale::arithmetic::{expected_maximum, server_bytes_per_s};
 use crate::units::{plural, seconds};
 use altiplano_ir::cluster::Group;
-use altiplano_planner::account::Part;
+use altiplano_planner::explain::account::Part;
 use serde::Serialize;
 
 /// The name of data-parallel axes, followed by a number if there are several.

@@ -30,10 +30,10 @@ use altiplano_cost_models::catalogue::MAX_DEVICES;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::account::{Part, Work, of_lanes};
-use altiplano_planner::lost::shape;
+use altiplano_planner::explain::account::{Part, Work, of_lanes};
+use altiplano_planner::explain::alternatives::shape;
 use altiplano_planner::request::Muted;
-use altiplano_planner::{Cuts, PlanFailure, Progress, Request, global_batch, plan_among};
+use altiplano_planner::{LayeredCache, PlanFailure, Progress, Request, plan_among};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -262,7 +262,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
     if question.growth == Growth::Weak && request.graph.batch == 0 {
         return wrong("--weak", "the model's batch was not found, so it cannot grow");
     }
-    let batch = global_batch(request);
+    let batch = request.global_batch_size();
     let of_count = |&nodes: &u32| {
         let mut of_count = Request { fastest: true, ..request.clone() };
         of_count.cluster.groups[0].nodes = nodes;
@@ -290,12 +290,12 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
 pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) -> Result<Scaling, Error> {
     let requests = requests(request, question)?;
     let fewest = &requests[0].1;
-    let larger = Request { global_batch: global_batch(fewest).checked_mul(LARGER), ..fewest.clone() };
+    let larger = Request { global_batch: fewest.global_batch_size().checked_mul(LARGER), ..fewest.clone() };
     let (done, total) = (AtomicUsize::new(0), requests.len() + 1);
-    let cuts: Arc<Cuts> = Arc::default();
+    let cache: Arc<LayeredCache> = Arc::default();
     let planned = |request: &Request| {
         // Skip plans that had not started when the user cancelled.
-        let found = (!progress.stopped()).then(|| plan_among(request, &cuts, &Muted(progress)));
+        let found = (!progress.stopped()).then(|| plan_among(request, &cache, &Muted(progress)));
         progress.step("counts of nodes", done.fetch_add(1, Ordering::Relaxed) + 1, total);
         found
     };
@@ -327,7 +327,7 @@ pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) 
     }
     let with_plan = scaling.rows.iter().filter(|row| row.point.is_some()).map(|row| row.nodes).next_back();
     if let Some(nodes) = scaling.recommended.map(|r| r.nodes).or(with_plan) {
-        (scaling.named, scaling.exchanges) = beside(&requests, nodes, &scaling.rows, question.jitter, &cuts, progress);
+        (scaling.named, scaling.exchanges) = beside(&requests, nodes, &scaling.rows, question.jitter, &cache, progress);
     }
     Ok(scaling)
 }
@@ -338,7 +338,7 @@ fn beside(
     nodes: u32,
     rows: &[Row],
     jitter: f64,
-    cuts: &Arc<Cuts>,
+    cache: &Arc<LayeredCache>,
     progress: &dyn Progress,
 ) -> (Vec<Named>, Vec<Exchange>) {
     let request = requests.iter().find(|(count, _)| *count == nodes).map(|(_, request)| request);
@@ -348,7 +348,7 @@ fn beside(
     };
     let bytes = request.graph.parameters().map(|(v, _)| request.graph.ty(v).bytes()).fold(0, u64::saturating_add);
     let exchanges = exchange::exchanges(&request.cluster.groups[0], nodes, point, bytes, jitter);
-    (named::rule_of_thumb(request, cuts, progress).into_iter().collect(), exchanges)
+    (named::rule_of_thumb(request, cache, progress).into_iter().collect(), exchanges)
 }
 
 fn local_batch(plan: &Plan) -> f64 {

@@ -1,9 +1,9 @@
 //! The rule of thumb for plans without a search: data parallel if the model fits on a device, model parallel if it does
 //! not fit, and otherwise both.
 
-use altiplano_planner::lost::shape;
+use altiplano_planner::explain::alternatives::shape;
 use altiplano_planner::request::Muted;
-use altiplano_planner::{Cuts, Progress, Request, plan_among};
+use altiplano_planner::{LayeredCache, Progress, Request, plan_among};
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub struct Named {
 
 /// The first of these with a plan: every device a replica, all devices one model-parallel replica, and nodes as
 /// replicas.
-pub(crate) fn rule_of_thumb(request: &Request, cuts: &Arc<Cuts>, progress: &dyn Progress) -> Option<Named> {
+pub(crate) fn rule_of_thumb(request: &Request, cache: &Arc<LayeredCache>, progress: &dyn Progress) -> Option<Named> {
     let group = &request.cluster.groups[0];
     let (nodes, each) = (group.nodes, group.devices_per_node);
     let ways = [
@@ -32,7 +32,7 @@ pub(crate) fn rule_of_thumb(request: &Request, cuts: &Arc<Cuts>, progress: &dyn 
         }
         let mut fixed = request.clone();
         (fixed.dp, fixed.tp, fixed.pp, fixed.zero) = (Some(dp), Some(tp), Some(pp), Some(0));
-        let plan = plan_among(&fixed, cuts, &Muted(progress)).ok()?;
+        let plan = plan_among(&fixed, cache, &Muted(progress)).ok()?;
         Some(Named { name, nodes, step_time_s: plan.predicted.step_time_s, how: shape(&plan) })
     })
 }

@@ -7,8 +7,8 @@ use crate::units::{bytes, seconds};
 use altiplano_cost_models::pipeline::{PipelineCall, StageTimes};
 use altiplano_ir::cluster::Group;
 use altiplano_ir::program::{Call, Phase};
-use altiplano_planner::memory::{Category, Held, LaneMemory, name};
-use altiplano_planner::timing::StageTiming;
+use altiplano_planner::predict::memory::{Category, Held, LaneMemory, name};
+use altiplano_planner::predict::timing::StageTiming;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 

@@ -27,7 +27,7 @@ use altiplano_ir::expand::without_composites;
 use altiplano_ir::loss_scale::{self, LossScale};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
-use altiplano_planner::memory::{cpu_host_peaks, cpu_peaks};
+use altiplano_planner::predict::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano_planner::programs;
 use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};

@@ -3,7 +3,7 @@
 
 use crate::common::{DEMO, Scratch, altiplano, golden, succeeds};
 use altiplano::cost_models::{Rooflines, preset};
-use altiplano::planner::account::{Part, accounts, of_lanes};
+use altiplano::planner::explain::account::{Part, accounts, of_lanes};
 use altiplano::planner::{Request, Silent};
 use altiplano::{ImportOptions, Look, answer, load_model, load_plan, plan, report, report_as, request};
 

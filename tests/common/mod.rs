@@ -11,7 +11,7 @@ use altiplano::ir::op::{Function, Op};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{Goal, Offload, Plan, Schedule, Update};
 use altiplano::planner::Silent;
-use altiplano::planner::rings::Ring;
+use altiplano::planner::features::rings::Ring;
 use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_ir::recompute::Recompute;

@@ -2,7 +2,7 @@
 
 use altiplano::ImportOptions;
 use altiplano::ir::plan::{Offload, Plan};
-use altiplano::planner::{judged_again, programs};
+use altiplano::planner::{predict_plan, programs};
 use altiplano::runtime::{HostTensor, Options, Session};
 use altiplano::training::{Training, scalars, start};
 use altiplano_cost_models::Rooflines;
@@ -17,7 +17,7 @@ pub fn offloaded(plan: &Plan, what: Offload) -> Plan {
     let mut plan = plan.clone();
     plan.stages.iter_mut().for_each(|stage| stage.offload = what);
     let costs = Rooflines::of(&plan.cluster);
-    judged_again(plan, &costs).expect("it is judged")
+    predict_plan(plan, &costs).expect("it is judged")
 }
 
 /// The results of several steps of a plan, and the peak memory of devices and hosts.

@@ -8,7 +8,7 @@ use altiplano::ir::kernels::{Kernel, KernelKind};
 use altiplano::ir::plan::Plan;
 use altiplano::ir::program::{Phase, Programs};
 use altiplano::ir::storage::launched;
-use altiplano::planner::memory::LaneMemory;
+use altiplano::planner::predict::memory::LaneMemory;
 use altiplano::planner::programs;
 use altiplano::runtime::loops::{Spread, cuda};
 use altiplano::runtime::tape::check::{Flaw, check};

@@ -8,7 +8,7 @@ use crate::common::{DEMO, Scratch, altiplano, planned, shared_model, succeeds};
 use altiplano::ImportOptions;
 use altiplano::inference::infer;
 use altiplano::ir::plan::Plan;
-use altiplano::planner::memory::cpu_peaks;
+use altiplano::planner::predict::memory::cpu_peaks;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, train};
 use altiplano_transforms::downscale::Goal;

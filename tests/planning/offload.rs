@@ -4,9 +4,9 @@
 use crate::common::offloading::{import, offloaded, ran};
 use crate::common::{Scratch, altiplano, planned, succeeds};
 use altiplano::ir::plan::{Offload, Plan};
-use altiplano::planner::account::{Work, accounts};
-use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
-use altiplano::planner::offload::{of_nodes, only_where_needed};
+use altiplano::planner::explain::account::{Work, accounts};
+use altiplano::planner::features::offload::{of_nodes, only_where_needed};
+use altiplano::planner::predict::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano::planner::{PlanFailure, Request, Silent, fits, plan, programs};
 use altiplano::runtime::tape::host::Host;
 use altiplano::runtime::tape::{self, build};

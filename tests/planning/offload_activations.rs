@@ -4,8 +4,8 @@
 use crate::common::offloading::{import, offloaded, ran};
 use crate::common::{Scratch, planned};
 use altiplano::ir::plan::{Offload, Plan};
-use altiplano::planner::account::{Work, accounts};
-use altiplano::planner::memory::{cpu_host_peaks, cpu_peaks};
+use altiplano::planner::explain::account::{Work, accounts};
+use altiplano::planner::predict::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano::planner::{Request, Silent, fits, plan, programs};
 use altiplano::runtime::tape::{self, build};
 use altiplano::runtime::{Options, Session};

@@ -20,7 +20,7 @@ impl Rng {
         (0..).map(move |i| Rng(seed.wrapping_mul(0x1_0000_0001).wrapping_add(i * 7919)))
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -29,12 +29,12 @@ impl Rng {
     }
 
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n.max(1)
+        self.draw() % n.max(1)
     }
 
     /// Uniform between `low` and `high`.
     pub fn real(&mut self, low: f64, high: f64) -> f64 {
-        low + (high - low) * (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        low + (high - low) * (self.draw() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     pub fn choose<T: Clone>(&mut self, items: &[T]) -> T {

@@ -67,7 +67,7 @@ pub(crate) fn random_graph(rng: &mut Rng) -> Graph {
         let Ok(value) = graph.push(op, &operands) else { continue };
         let node = &mut graph.nodes[value.index()];
         node.name = rng.choose(&names).to_string();
-        node.batch_dims = (rng.next() & ((1 << node.ty.rank()) - 1)) as u32;
+        node.batch_dims = (rng.draw() & ((1 << node.ty.rank()) - 1)) as u32;
     }
     for _ in 0..rng.below(4).min(graph.len() as u64) {
         graph.outputs.push(ValueId(rng.below(graph.len() as u64) as u32));

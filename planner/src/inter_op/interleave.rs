@@ -6,8 +6,9 @@
 //! candidates are predicted.
 
 use super::dynamic::Candidate;
-use super::search::{Candidates, ChosenStage, Found, Freedom, Searched, Way};
-use crate::again::Again;
+use super::search::{CandidatesAtMicrobatch, ChosenStage, PipelineCandidate, SearchResult, StageConfig};
+use crate::intra_op::recompute_fraction::RecomputeFraction;
+use crate::search::space::SearchSpace;
 use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_ir::plan::Schedule;
 use altiplano_ir::recompute::Recompute;
@@ -28,99 +29,104 @@ const MOST_PLAYED: u64 = 4_000_000;
 /// pipeline without shared devices, if there is one. `memory_bytes` is the memory that a device may use at each number
 /// of microbatches.
 pub fn interleaved<'a>(
-    searched: &'a Searched,
-    freedom: &Freedom,
+    searched: &'a SearchResult,
+    space: &SearchSpace,
     memory_bytes: &BTreeMap<u32, Vec<u64>>,
     least_s: Option<f64>,
-) -> Vec<Found<'a>> {
-    if !freedom.schedules.contains(&Schedule::OneFOneB) {
+) -> Vec<PipelineCandidate<'a>> {
+    if !space.schedules.contains(&Schedule::OneFOneB) {
         return Vec::new();
     }
-    let at_size = |candidates: &'a Candidates| {
+    let at_size = |candidates: &'a CandidatesAtMicrobatch| {
         let memory_bytes = memory_bytes.get(&candidates.num_microbatches);
-        candidates.interleaved(freedom, memory_bytes.map(Vec::as_slice))
+        candidates.interleaved(space, memory_bytes.map(Vec::as_slice))
     };
-    let mut found: Vec<(Found<'a>, &Way)> = searched.candidates.par_iter().flat_map_iter(at_size).collect();
+    let mut found: Vec<(PipelineCandidate<'a>, &StageConfig)> =
+        searched.candidates.par_iter().flat_map_iter(at_size).collect();
     found.sort_by(|a, b| a.0.step_s.total_cmp(&b.0.step_s));
     // A requested number of stages is honoured, however slow.
-    let most_s = match (freedom.virtual_stages, least_s) {
+    let most_s = match (space.virtual_stages, least_s) {
         (None, Some(least_s)) => WORTH_JUDGING * least_s,
         _ => f64::INFINITY,
     };
     found.retain(|(f, _)| f.step_s <= most_s);
     found.truncate(MOST_JUDGED);
-    for (found, way) in &mut found {
+    for (found, config) in &mut found {
         let block = found.candidates.blocks.iter().position(|b| *b == found.stages[0].block);
-        block.into_iter().for_each(|block| Runs::new(found.candidates, block, way).move_cuts(found));
+        block.into_iter().for_each(|block| Runs::new(found.candidates, block, config).move_cuts(found));
     }
-    let mut found: Vec<Found<'a>> = found.into_iter().map(|(found, _)| found).collect();
+    let mut found: Vec<PipelineCandidate<'a>> = found.into_iter().map(|(found, _)| found).collect();
     found.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
     found
 }
 
-impl Candidates {
+impl CandidatesAtMicrobatch {
     /// Pipelines whose stages share devices at this number of microbatches, in no order, each with the configuration of
     /// most of its stages.
-    fn interleaved(&self, freedom: &Freedom, memory_bytes: Option<&[u64]>) -> Vec<(Found<'_>, &Way)> {
+    fn interleaved(
+        &self,
+        space: &SearchSpace,
+        memory_bytes: Option<&[u64]>,
+    ) -> Vec<(PipelineCandidate<'_>, &StageConfig)> {
         let on_block = |(block, lanes): (usize, usize)| {
             let limit = memory_bytes.map_or(u64::MAX, |bytes| bytes[self.blocks[block].group]);
-            let of_way = move |way| {
-                let pipelines = Runs::new(self, block, way).pipelines(lanes, freedom.virtual_stages, limit);
-                pipelines.into_iter().map(move |found| (found, way))
+            let of_way = move |config| {
+                let pipelines = Runs::new(self, block, config).pipelines(lanes, space.virtual_stages, limit);
+                pipelines.into_iter().map(move |found| (found, config))
             };
-            self.ways_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
+            self.configs_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
         };
-        self.lanes(freedom).into_par_iter().flat_map_iter(on_block).collect()
+        self.lanes(space).into_par_iter().flat_map_iter(on_block).collect()
     }
 
-    /// Step time of the best of [`Candidates::interleaved`], if the order of calls is free and there is one.
-    pub(super) fn interleaved_s(&self, freedom: &Freedom) -> Option<f64> {
-        if freedom.alpa || freedom.virtual_stages.is_some() || !freedom.schedules.contains(&Schedule::OneFOneB) {
+    /// Step time of the best of [`CandidatesAtMicrobatch::interleaved`], if the order of calls is free and there is one.
+    pub(super) fn interleaved_s(&self, space: &SearchSpace) -> Option<f64> {
+        if space.alpa || space.virtual_stages.is_some() || !space.schedules.contains(&Schedule::OneFOneB) {
             return None;
         }
-        let found = self.interleaved(freedom, Some(&freedom.memory_bytes));
+        let found = self.interleaved(space, Some(&space.memory_bytes));
         found.into_iter().map(|(found, _)| found.step_s).min_by(f64::total_cmp)
     }
 
     /// Blocks, and the number of lanes that make up their group, or the part of it that the user's degrees leave.
-    fn lanes(&self, freedom: &Freedom) -> Vec<(usize, usize)> {
+    fn lanes(&self, space: &SearchSpace) -> Vec<(usize, usize)> {
         let lanes = |(i, block): (usize, &super::submesh::Block)| {
             let (total, devices) = (self.num_devices[block.group], block.shape.num_devices());
-            let lanes = freedom.pp.map_or(total / devices, u64::from);
-            let fits =
-                lanes * devices == total || !freedom.all_devices && freedom.pp.is_some() && lanes * devices < total;
+            let lanes = space.pp.map_or(total / devices, u64::from);
+            let fits = lanes * devices == total || !space.all_devices && space.pp.is_some() && lanes * devices < total;
             (lanes > 1 && fits).then_some((i, lanes as usize))
         };
         self.blocks.iter().enumerate().filter_map(lanes).collect()
     }
 
     /// For each recomputation level, the configuration on a submesh that is fastest for all layers together.
-    fn ways_of_layers(&self, block: usize) -> Vec<&Way> {
+    fn configs_of_layers(&self, block: usize) -> Vec<&StageConfig> {
         let layers = self.layered.layers.len();
-        let mut ways: Vec<&Way> = Vec::new();
+        let mut configs: Vec<&StageConfig> = Vec::new();
         for candidate in (0..layers).flat_map(|l| self.table.candidates(l, l + 1, block)) {
-            let way = &self.ways[candidate.id as usize];
-            if !ways.contains(&way) {
-                ways.push(way);
+            let config = &self.configs[candidate.id as usize];
+            if !configs.contains(&config) {
+                configs.push(config);
             }
         }
-        let seconds = |way: &Way| -> f64 {
-            (0..layers).map(|l| self.run(l..l + 1, block, way).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
+        let seconds = |config: &StageConfig| -> f64 {
+            (0..layers).map(|l| self.run(l..l + 1, block, config).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
         };
-        let mut timed: Vec<(f64, &Way)> = ways.into_iter().map(|way| (seconds(way), way)).collect();
+        let mut timed: Vec<(f64, &StageConfig)> = configs.into_iter().map(|config| (seconds(config), config)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         // The fastest configuration of each recomputation level.
-        let fastest = |level: Recompute| timed.iter().find(|t| t.1.again == Again::alike(level)).map(|t| t.1);
+        let fastest =
+            |level: Recompute| timed.iter().find(|t| t.1.fraction == RecomputeFraction::uniform(level)).map(|t| t.1);
         Recompute::ALL.into_iter().filter_map(fastest).collect()
     }
 
     /// The candidate of a run of layers under a configuration. If the table dropped it for a dominating one, takes the
     /// fastest on the same mesh, or else on any.
-    pub(super) fn run(&self, layers: Range<usize>, block: usize, way: &Way) -> Option<Candidate> {
+    pub(super) fn run(&self, layers: Range<usize>, block: usize, config: &StageConfig) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
-        let same = all.iter().find(|c| self.ways[c.id as usize] == *way);
-        let on_mesh = |c: &&Candidate| self.ways[c.id as usize].mesh == way.mesh;
+        let same = all.iter().find(|c| self.configs[c.id as usize] == *config);
+        let on_mesh = |c: &&Candidate| self.configs[c.id as usize].mesh == config.mesh;
         let fastest = |a: &&Candidate, b: &&Candidate| a.microbatch_s.total_cmp(&b.microbatch_s);
         same.or_else(|| all.iter().filter(on_mesh).min_by(fastest)).or_else(|| all.iter().min_by(fastest)).copied()
     }
@@ -128,18 +134,18 @@ impl Candidates {
 
 /// All runs of layers on one submesh under one configuration.
 struct Runs<'a> {
-    candidates: &'a Candidates,
+    candidates: &'a CandidatesAtMicrobatch,
     block: usize,
-    way: Way,
+    config: StageConfig,
     /// Candidates by first layer and number of layers minus one.
     rows: Vec<Vec<Option<Candidate>>>,
 }
 
 impl<'a> Runs<'a> {
-    fn new(candidates: &'a Candidates, block: usize, way: &Way) -> Runs<'a> {
+    fn new(candidates: &'a CandidatesAtMicrobatch, block: usize, config: &StageConfig) -> Runs<'a> {
         let layers = candidates.layered.layers.len();
-        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, block, way)).collect();
-        Runs { candidates, block, way: way.clone(), rows: (0..layers).map(row).collect() }
+        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, block, config)).collect();
+        Runs { candidates, block, config: config.clone(), rows: (0..layers).map(row).collect() }
     }
 
     fn get(&self, first: usize, end: usize) -> Option<&Candidate> {
@@ -147,9 +153,9 @@ impl<'a> Runs<'a> {
     }
 
     /// The configuration that was priced, unless it is on another mesh: stages that share devices have one mesh.
-    fn way_of(&self, first: usize, end: usize) -> Way {
-        let priced = self.get(first, end).map(|c| &self.candidates.ways[c.id as usize]);
-        priced.filter(|way| way.mesh == self.way.mesh).unwrap_or(&self.way).clone()
+    fn config_of(&self, first: usize, end: usize) -> StageConfig {
+        let priced = self.get(first, end).map(|c| &self.candidates.configs[c.id as usize]);
+        priced.filter(|config| config.mesh == self.config.mesh).unwrap_or(&self.config).clone()
     }
 
     fn seconds(&self, first: usize, end: usize) -> f64 {
@@ -157,7 +163,7 @@ impl<'a> Runs<'a> {
     }
 
     /// The best cuts for each number of stages on the same devices.
-    fn pipelines(&self, lanes: usize, fixed: Option<u32>, limit_bytes: u64) -> Vec<Found<'a>> {
+    fn pipelines(&self, lanes: usize, fixed: Option<u32>, limit_bytes: u64) -> Vec<PipelineCandidate<'a>> {
         let layers = self.rows.len();
         let numbers: Vec<usize> = match fixed {
             Some(v) => vec![v as usize],
@@ -174,9 +180,9 @@ impl<'a> Runs<'a> {
                 let stage = |w: &[usize]| ChosenStage {
                     layers: w[0]..w[1],
                     block: self.candidates.blocks[self.block],
-                    way: self.way_of(w[0], w[1]),
+                    config: self.config_of(w[0], w[1]),
                 };
-                found.push(Found {
+                found.push(PipelineCandidate {
                     candidates: self.candidates,
                     schedule: Schedule::OneFOneB,
                     virtual_stages: v as u32,
@@ -197,7 +203,7 @@ impl<'a> Runs<'a> {
     fn played_s(&self, bounds: &[usize], order: &Order) -> f64 {
         // Share of the forward pass: a backward pass does two matmuls' work for one in the forward, and repeats a
         // forward pass if it recomputes.
-        let part = 1.0 / (3.0 + self.way.again.shares(1).0);
+        let part = 1.0 / (3.0 + self.config.fraction.shares(1).0);
         let times = |w: &[usize]| {
             let candidate = self.get(w[0], w[1])?;
             let forward_s = part * candidate.microbatch_s;
@@ -226,7 +232,7 @@ impl<'a> Runs<'a> {
     }
 
     /// Moves one cut at a time as long as the step gets shorter.
-    fn move_cuts(&self, found: &mut Found<'a>) {
+    fn move_cuts(&self, found: &mut PipelineCandidate<'a>) {
         let order = self.order(found.stages.len(), found.virtual_stages as usize);
         let mut bounds: Vec<usize> = found.stages.iter().map(|s| s.layers.start).chain([self.rows.len()]).collect();
         let calls = 2 * u64::from(order.num_microbatches) * order.num_stages as u64;
@@ -251,7 +257,7 @@ impl<'a> Runs<'a> {
             }
         }
         for (stage, w) in found.stages.iter_mut().zip(bounds.windows(2)) {
-            (stage.layers, stage.way) = (w[0]..w[1], self.way_of(w[0], w[1]));
+            (stage.layers, stage.config) = (w[0]..w[1], self.config_of(w[0], w[1]));
         }
     }
 }

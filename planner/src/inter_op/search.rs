@@ -7,76 +7,48 @@ use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
 use super::tables::boundaries;
-use crate::again::Again;
-use crate::fixed::evenly;
 use crate::intra_op::layer::Variant;
+use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::statement::Terms;
-use crate::lower::{Insides, Prices};
-use crate::model::Layered;
-use crate::request::{PlanFailure, Progress, Request};
-use crate::timing::{host_copy_s, queue_s};
+use crate::layers::graph::LayeredGraph;
+use crate::lower::{CompositeCosts, Prices};
+use crate::predict::timing::{host_copy_s, queue_s};
+use crate::request::{PlanFailure, Request};
+use crate::search::context::SearchContext;
+use crate::search::fixed_degrees::evenly;
+use crate::search::space::SearchSpace;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::{Schedule, Target};
-use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// The search space. A baseline fixes parameters that another search leaves open.
-#[derive(Clone, Debug)]
-pub struct Freedom {
-    pub dp: Option<u32>,
-    pub tp: Option<u32>,
-    pub pp: Option<u32>,
-    pub zero: Option<u8>,
-    pub recompute: Option<Recompute>,
-    pub schedules: Vec<Schedule>,
-    /// Stages per device.
-    pub virtual_stages: Option<u32>,
-    /// Also predict pipelines found for `1f1b` under `zb-h1`.
-    pub zero_bubble: bool,
-    /// Numbers of microbatches to try.
-    pub num_microbatches: Vec<u32>,
-    /// Every device must be used, even if fewer are faster.
-    pub all_devices: bool,
-    /// Memory of a device that stages may use, by group.
-    pub memory_bytes: Vec<u64>,
-    /// The only group whose devices stages may use.
-    pub only_group: Option<usize>,
-    /// Prefer layouts that keep less memory, even if they take longer.
-    pub lean: bool,
-    /// [`crate::SearchKind::Alpa`].
-    pub alpa: bool,
-    /// Batches follow each other without waiting, so throughput counts, not latency.
-    pub streams: bool,
-}
 
 /// One stage as the search chose it.
 #[derive(Clone, Debug)]
 pub struct ChosenStage {
     pub layers: std::ops::Range<usize>,
     pub block: Block,
-    pub way: Way,
+    pub config: StageConfig,
 }
 
 /// The configuration of a stage: a mesh, and how to run the stage on it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Way {
+pub struct StageConfig {
     pub mesh: Mesh,
     pub roles: AxisRoles,
     pub variant: Variant,
-    pub again: Again,
+    pub fraction: RecomputeFraction,
 }
 
 /// A pipeline found for one number of microbatches.
 #[derive(Clone)]
-pub struct Found<'a> {
-    pub candidates: &'a Candidates,
+pub struct PipelineCandidate<'a> {
+    pub candidates: &'a CandidatesAtMicrobatch,
     pub schedule: Schedule,
     /// Stages per device.
     pub virtual_stages: u32,
@@ -84,23 +56,11 @@ pub struct Found<'a> {
     pub step_s: f64,
 }
 
-impl Freedom {
-    /// Number of steps that are priced together, as if they ran without a wait between them.
-    fn steps_together(&self) -> u32 {
-        // With this many steps, filling and draining the pipeline becomes negligible.
-        if self.streams { 1 << 12 } else { 1 }
-    }
-
-    /// Returns true if stages may lie in a group.
-    pub fn allows(&self, group: usize) -> bool {
-        self.only_group.is_none_or(|only| only == group)
-    }
-}
-
-impl Found<'_> {
+impl PipelineCandidate<'_> {
     /// Returns true if `other` is the same plan.
-    pub fn is(&self, other: &Found<'_>) -> bool {
-        let same = |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.block == b.block && a.way == b.way;
+    pub fn is(&self, other: &PipelineCandidate<'_>) -> bool {
+        let same =
+            |a: &ChosenStage, b: &ChosenStage| a.layers == b.layers && a.block == b.block && a.config == b.config;
         self.candidates.num_microbatches == other.candidates.num_microbatches
             && (self.schedule, self.virtual_stages) == (other.schedule, other.virtual_stages)
             && self.stages.len() == other.stages.len()
@@ -109,45 +69,39 @@ impl Found<'_> {
 }
 
 /// Logical meshes of a submesh that match the fixed degrees.
-fn meshes(shape: SubmeshShape, freedom: &Freedom, pinned: bool) -> Vec<Mesh> {
+fn meshes(shape: SubmeshShape, space: &SearchSpace, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
     // Unless axes are named, each may play either role. Then meshes with the same two sizes are equivalent if one size
     // is 1. Within a node, where all links are alike, they always are.
-    let named = freedom.dp.is_some() || freedom.tp.is_some() || pinned;
+    let named = space.dp.is_some() || space.tp.is_some() || pinned;
     let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Try most data parallelism first, so that equal meshes are named after it.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
-        .filter(|&(data, tensor)| freedom.dp.is_none_or(|d| d == data) && freedom.tp.is_none_or(|t| t == tensor))
+        .filter(|&(data, tensor)| space.dp.is_none_or(|d| d == data) && space.tp.is_none_or(|t| t == tensor))
         .filter(|&(data, tensor)| !known(data, tensor))
         .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
         .collect()
 }
 
 /// Candidates of every layer sequence on one mesh, each with the index of its configuration.
-fn candidates_of_mesh(
-    layered: &Layered,
-    runs: &Runs,
-    request: &Request,
-    freedom: &Freedom,
-    (cost, insides): (&dyn CostModel, &Insides),
-    block: Block,
-    mesh: &Mesh,
-    num_microbatches: u32,
-) -> (Vec<Way>, Vec<(usize, Candidate)>) {
+fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> CandidatesOfMesh {
+    let OnBlock { cx, layered, runs, composites, num_microbatches } = *on;
+    let SearchContext { request, space, costs, .. } = *cx;
+    let (cost, composites) = (costs.of_group(block.group as u32), &composites[block.group]);
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: freedom.dp.is_some() || freedom.tp.is_some(),
-        second_is_model: freedom.tp.is_some(),
+        first_is_data: space.dp.is_some() || space.tp.is_some(),
+        second_is_model: space.tp.is_some(),
         experts_on_data: request.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);
-    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh).knowing(insides);
+    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh).knowing(composites);
     let mut spaces = Spaces::new(&prices, roles);
-    let levels = match freedom.zero {
+    let levels = match space.zero {
         Some(level) => vec![level],
         None if mesh.num_devices() == 1 => vec![0],
         // Without training, only parameters can be sharded.
@@ -155,42 +109,59 @@ fn candidates_of_mesh(
         None if request.target == Target::Fsdp => vec![2, 3],
         None => vec![1, 3],
     };
-    let agains = Again::choices(freedom.recompute, &request.execution, !freedom.all_devices);
+    let fractions = RecomputeFraction::choices(space.recompute, &request.execution, !space.all_devices);
     // Layers of one kind have inputs of the same types.
     let entering_s = |&l: &usize| match l {
         0 => 0.0,
-        _ if freedom.alpa => 0.0,
-        l => ways_across(request) * inside_s(cost, group, shape, layered.entering_bytes(l)),
+        _ if space.alpa => 0.0,
+        l => crossings(request) * inside_s(cost, group, shape, layered.entering_bytes(l)),
     };
     let entering: Vec<f64> = layered.representatives.iter().map(entering_s).collect();
     let away = request.offload.is_some_and(|offload| offload.activations);
     let queue_s = queue_s(cost);
-    let (mut ways, mut found) = (Vec::new(), Vec::new());
+    let (mut configs, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
-        let variant = Variant { zero, lean: freedom.lean, num_microbatches, execution: request.execution };
+        let variant = Variant { zero, lean: space.lean, num_microbatches, execution: request.execution };
         let Some(tables) = boundaries(layered, request, &mut spaces, variant) else { continue };
         let chains = runs.chains(&tables);
-        for &again in &agains {
-            let id = ways.len() as u32;
-            ways.push(Way { mesh: mesh.clone(), roles, variant, again });
+        for &fraction in &fractions {
+            let id = configs.len() as u32;
+            configs.push(StageConfig { mesh: mesh.clone(), roles, variant, fraction });
             for (sequence, chain) in chains.iter().enumerate() {
                 let Some((_, terms, _)) = chain.best() else { continue };
                 let (kind, length) = runs.head(sequence);
-                if !again.is_distinct(length) {
+                if !fraction.is_distinct(length) {
                     continue;
                 }
                 let in_order = cost.runtime().is_some();
-                let passes_s = terms.passes_s(again, length, in_order, queue_s);
-                let copies_s = if away { host_copy_s(cost, terms.in_flight_bytes(again, length)) } else { 0.0 };
+                let passes_s = terms.passes_s(fraction, length, in_order, queue_s);
+                let copies_s = if away { host_copy_s(cost, terms.in_flight_bytes(fraction, length)) } else { 0.0 };
                 // Stores overlap with the forward pass, loads with the backward pass.
                 let with_copies_s = |pass_s: f64| if in_order { pass_s + copies_s } else { pass_s.max(copies_s) };
                 let microbatch_s = with_copies_s(passes_s.0) + with_copies_s(passes_s.1) + entering[kind];
-                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, again, length, away);
+                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, fraction, length, away);
                 found.push((sequence, Candidate { id, ..candidate }));
             }
         }
     }
-    (ways, found)
+    CandidatesOfMesh { configs, found }
+}
+
+/// The inputs for candidates at one number of microbatches.
+#[derive(Clone, Copy)]
+struct OnBlock<'a> {
+    cx: &'a SearchContext<'a>,
+    layered: &'a LayeredGraph,
+    runs: &'a Runs,
+    /// Costs of composites that are known already, by group.
+    composites: &'a [CompositeCosts],
+    num_microbatches: u32,
+}
+
+/// Configurations of stages on one mesh, and for layer sequences a candidate with the index of its configuration.
+struct CandidatesOfMesh {
+    configs: Vec<StageConfig>,
+    found: Vec<(usize, Candidate)>,
 }
 
 /// Makes the candidate of a run of layers. `away`: activations are in host memory between the passes.
@@ -198,13 +169,13 @@ fn candidate(
     terms: &Terms,
     transient_bytes: f64,
     microbatch_s: f64,
-    again: Again,
+    fraction: RecomputeFraction,
     layers: usize,
     away: bool,
 ) -> Candidate {
-    let inflight = terms.in_flight_bytes(again, layers);
+    let inflight = terms.in_flight_bytes(fraction, layers);
     // Recomputed activations of one layer are alive during its backward pass.
-    let transient = match again.shares(layers) {
+    let transient = match fraction.shares(layers) {
         (0.0, _) => transient_bytes,
         _ => transient_bytes + terms.kept_bytes / layers as f64,
     };
@@ -307,9 +278,9 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     const MOST: u64 = 5000;
     let used: BTreeSet<usize> = blocks.iter().map(|b| b.group).collect();
     let mut least = vec![1; cluster.groups.len()];
-    let ways = |least: &[u64], group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
+    let combinations = |least: &[u64], group: usize| u64::from(cluster.groups[group].num_devices()) / least[group] + 1;
     while used.len() > 1 {
-        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(ways(&least, group)));
+        let all = used.iter().try_fold(1u64, |product, &group| product.checked_mul(combinations(&least, group)));
         if all.is_some_and(|all| all <= MOST) {
             break;
         }
@@ -320,7 +291,7 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
             sizes.filter(|&size| size > least[group]).min()
         };
         let larger = used.iter().filter_map(|&group| Some((group, next(group)?)));
-        let Some((group, size)) = larger.max_by_key(|&(group, _)| ways(&least, group)) else { break };
+        let Some((group, size)) = larger.max_by_key(|&(group, _)| combinations(&least, group)) else { break };
         least[group] = size;
         blocks.retain(|b| b.group != group || b.shape.num_devices() % size == 0);
     }
@@ -328,73 +299,66 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
 }
 
 /// All stage candidates on every submesh, for one number of microbatches.
-pub struct Candidates {
-    pub layered: Arc<Layered>,
+pub struct CandidatesAtMicrobatch {
+    pub layered: Arc<LayeredGraph>,
     pub num_microbatches: u32,
     /// Devices of each group of the cluster.
     pub num_devices: Vec<u64>,
     pub(super) blocks: Vec<Block>,
     pub(super) table: StageTable,
-    pub(super) ways: Vec<Way>,
+    pub(super) configs: Vec<StageConfig>,
     /// Answers of the dynamic program, by schedule, memory and number of stages.
     answers: Mutex<BTreeMap<(&'static str, Vec<u64>, Option<u32>), Result<Stages, NoStages>>>,
 }
 
 /// Solves every mesh for one number of microbatches.
 pub fn candidates(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    insides: &[Insides],
-    layered: Arc<Layered>,
+    cx: &SearchContext<'_>,
+    composites: &[CompositeCosts],
+    layered: Arc<LayeredGraph>,
     num_microbatches: u32,
-) -> Candidates {
+) -> CandidatesAtMicrobatch {
+    let SearchContext { request, space, costs, .. } = *cx;
     let cluster = &request.cluster;
     let num_layers = layered.layers.len();
     let blocks_of = |group: usize| {
         let of_group = &cluster.groups[group];
         let wanted = move |block: &Block| {
             let devices = block.shape.num_devices();
-            let product = freedom.dp.map(|d| d as u64 * freedom.tp.unwrap_or(1) as u64);
-            let exact = freedom.dp.is_some() && freedom.tp.is_some();
-            let whole = freedom.all_devices && freedom.pp == Some(1) && devices != of_group.num_devices() as u64;
-            let alpas = !freedom.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
+            let product = space.dp.map(|d| d as u64 * space.tp.unwrap_or(1) as u64);
+            let exact = space.dp.is_some() && space.tp.is_some();
+            let whole = space.all_devices && space.pp == Some(1) && devices != of_group.num_devices() as u64;
+            let alpas = !space.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
             let worth = worth_trying(block.shape, of_group, num_layers);
             alpas && !whole && (!exact || product == Some(devices)) && worth
         };
         let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
         shapes.map(move |shape| Block { group, shape }).filter(wanted)
     };
-    let groups = (0..cluster.groups.len()).filter(|&group| freedom.allows(group));
+    let groups = (0..cluster.groups.len()).filter(|&group| space.allows(group));
     let blocks = countable(groups.flat_map(blocks_of).collect(), cluster);
     let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
         .enumerate()
-        .flat_map(|(i, block)| meshes(block.shape, freedom, pinned).into_iter().map(move |m| (i, m)))
+        .flat_map(|(i, block)| meshes(block.shape, space, pinned).into_iter().map(move |m| (i, m)))
         .collect();
     let runs = Runs::new(&layered.kinds);
-    let results: Vec<(Vec<Way>, Vec<(usize, Candidate)>)> = jobs
-        .par_iter()
-        .map(|(block, mesh)| {
-            let block = blocks[*block];
-            let cost = costs.of_group(block.group as u32);
-            let insides = &insides[block.group];
-            candidates_of_mesh(&layered, &runs, request, freedom, (cost, insides), block, mesh, num_microbatches)
-        })
-        .collect();
+    let on = OnBlock { cx, layered: &layered, runs: &runs, composites, num_microbatches };
+    let results: Vec<CandidatesOfMesh> =
+        jobs.par_iter().map(|(block, mesh)| candidates_of_mesh(&on, blocks[*block], mesh)).collect();
 
     // Candidates by sequence and block.
     let mut cells: Vec<Vec<Candidate>> = vec![Vec::new(); runs.count() * blocks.len()];
-    let mut ways: Vec<Way> = Vec::new();
-    for ((block, _), (new, found)) in jobs.iter().zip(results) {
-        for (sequence, candidate) in found {
-            let id = ways.len() as u32 + candidate.id;
+    let mut configs: Vec<StageConfig> = Vec::new();
+    for ((block, _), of_mesh) in jobs.iter().zip(results) {
+        for (sequence, candidate) in of_mesh.found {
+            let id = configs.len() as u32 + candidate.id;
             cells[sequence * blocks.len() + block].push(Candidate { id, ..candidate });
         }
-        ways.extend(new);
+        configs.extend(of_mesh.configs);
     }
-    let limits: Vec<u64> = blocks.iter().map(|block| freedom.memory_bytes[block.group]).collect();
+    let limits: Vec<u64> = blocks.iter().map(|block| space.memory_bytes[block.group]).collect();
     let cells = cells.into_par_iter().enumerate();
     // Keep all candidates for the whole model as one stage: few are predicted, and only the prediction says which is
     // fastest.
@@ -405,7 +369,7 @@ pub fn candidates(
             if i / blocks.len() == whole { best } else { of_use(best, limits[i % blocks.len()]) }
         })
         .collect();
-    if !freedom.all_devices && !blocks.is_empty() {
+    if !space.all_devices && !blocks.is_empty() {
         kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
     let layers = layered.layers.len();
@@ -424,7 +388,7 @@ pub fn candidates(
         }
     }
     let num_devices = cluster.groups.iter().map(|g| g.num_devices() as u64).collect();
-    Candidates { layered, num_microbatches, num_devices, blocks, table, ways, answers: Mutex::default() }
+    CandidatesAtMicrobatch { layered, num_microbatches, num_devices, blocks, table, configs, answers: Mutex::default() }
 }
 
 /// Extra seconds if the inputs of a stage on a block come from another group instead of its own.
@@ -435,7 +399,7 @@ fn crossing_s(request: &Request, costs: &dyn Costs, block: Block, bytes: u64) ->
     // The other side is unknown here; the link between the groups is mostly the bottleneck.
     let outside = path_between_groups((group, submesh), (group, submesh), between);
     let inside_s = inside_s(cost, group, block.shape, bytes);
-    ways_across(request) * (cost.transfer_s(bytes, &outside) - inside_s).max(0.0)
+    crossings(request) * (cost.transfer_s(bytes, &outside) - inside_s).max(0.0)
 }
 
 /// Seconds to send the inputs of a stage on a submesh from an equally large stage of its group. Of several stages side
@@ -452,50 +416,50 @@ fn inside_s(cost: &dyn CostModel, group: &Group, shape: SubmeshShape, bytes: u64
 
 /// Number of times that a stage's inputs cross its boundary: forward, and backward as cotangents if there are any. In a
 /// pipeline of one forward and one backward in turn, each microbatch waits for both.
-fn ways_across(request: &Request) -> f64 {
+fn crossings(request: &Request) -> f64 {
     if request.trains() { 2.0 } else { 1.0 }
 }
 
-impl Found<'_> {
+impl PipelineCandidate<'_> {
     /// The largest share of a device's memory that a stage takes under a schedule, by the estimates.
     pub fn share_of_memory(&self, schedule: Schedule, memory_bytes: &[u64]) -> f64 {
         let (num_stages, num_microbatches) = (self.stages.len(), self.candidates.num_microbatches);
         let order = Order::new(schedule, num_stages, num_microbatches);
         let share = |(i, stage): (usize, &ChosenStage)| {
             let block = self.candidates.blocks.iter().position(|b| *b == stage.block)?;
-            let candidate = self.candidates.run(stage.layers.clone(), block, &stage.way)?;
+            let candidate = self.candidates.run(stage.layers.clone(), block, &stage.config)?;
             Some(candidate.peak_bytes(order.in_flight(i)) as f64 / memory_bytes[stage.block.group].max(1) as f64)
         };
         self.stages.iter().enumerate().filter_map(share).fold(0.0, f64::max)
     }
 }
 
-impl Candidates {
+impl CandidatesAtMicrobatch {
     /// Finds the best stages. Each device uses at most the `memory_bytes` of its group. `num_stages` fixes the number
     /// of stages.
     pub fn best(
         &self,
-        request: &Request,
-        freedom: &Freedom,
+        cx: &SearchContext<'_>,
         memory_bytes: &[u64],
         num_stages: Option<u32>,
-    ) -> Result<Found<'_>, NoStages> {
+    ) -> Result<PipelineCandidate<'_>, NoStages> {
+        let SearchContext { request, space, .. } = *cx;
         let room = |(group, (of_group, &device_memory_bytes)): (usize, (&Group, &u64))| Room {
-            nodes: if freedom.allows(group) { of_group.nodes } else { 0 },
+            nodes: if space.allows(group) { of_group.nodes } else { 0 },
             devices_per_node: of_group.devices_per_node,
             device_memory_bytes,
         };
         let rooms: Vec<Room> = request.cluster.groups.iter().zip(memory_bytes).enumerate().map(room).collect();
-        let steps = freedom.steps_together();
+        let steps = space.steps_together();
         let mut best: Option<(Stages, Schedule)> = None;
         let mut failure = NoStages::NoCandidates { num_layers: self.layered.layers.len() };
-        for &schedule in &freedom.schedules {
+        for &schedule in &space.schedules {
             let query = Query {
                 rooms: rooms.clone(),
                 num_microbatches: self.num_microbatches.saturating_mul(steps),
                 schedule,
                 num_stages,
-                all_devices: freedom.all_devices,
+                all_devices: space.all_devices,
                 relative_tolerance: 1e-3,
             };
             let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -516,46 +480,51 @@ impl Candidates {
             .map(|(layers, block, id)| ChosenStage {
                 layers,
                 block: self.blocks[block],
-                way: self.ways[id as usize].clone(),
+                config: self.configs[id as usize].clone(),
             })
             .collect();
         let step_s = stages.step_s / f64::from(steps);
-        Ok(Found { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s })
+        Ok(PipelineCandidate { candidates: self, schedule, virtual_stages: 1, stages: chosen, step_s })
     }
 }
 
-impl Candidates {
+impl CandidatesAtMicrobatch {
     /// The whole model as one stage: for each mesh the best configuration that takes at most `most_s`. Fewest devices
     /// come first, then the fastest.
-    fn singles(&self, freedom: &Freedom, memory_bytes: &[u64], most_s: f64) -> Vec<Found<'_>> {
+    fn singles(&self, space: &SearchSpace, memory_bytes: &[u64], most_s: f64) -> Vec<PipelineCandidate<'_>> {
         let layers = self.layered.layers.len();
-        let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
-        let mut found: Vec<Found<'_>> = Vec::new();
+        let Some(&schedule) = space.schedules.first() else { return Vec::new() };
+        let mut found: Vec<PipelineCandidate<'_>> = Vec::new();
         for (i, &block) in self.blocks.iter().enumerate() {
             let limit = memory_bytes[block.group];
             let fit = self.table.candidates(0, layers, i).iter().filter(|c| c.peak_bytes(1) <= limit);
             for candidate in fit {
                 let step_s = self.num_microbatches as f64 * candidate.microbatch_s + candidate.step_s;
-                let way = &self.ways[candidate.id as usize];
-                let known = found.iter_mut().find(|f| f.stages[0].block == block && f.stages[0].way.mesh == way.mesh);
-                let stages = || vec![ChosenStage { layers: 0..layers, block, way: way.clone() }];
+                let config = &self.configs[candidate.id as usize];
+                let known =
+                    found.iter_mut().find(|f| f.stages[0].block == block && f.stages[0].config.mesh == config.mesh);
+                let stages = || vec![ChosenStage { layers: 0..layers, block, config: config.clone() }];
                 match known {
                     _ if step_s > most_s => {}
                     Some(known) if known.step_s <= step_s => {}
                     Some(known) => (known.stages, known.step_s) = (stages(), step_s),
-                    None => {
-                        found.push(Found { candidates: self, schedule, virtual_stages: 1, stages: stages(), step_s })
-                    }
+                    None => found.push(PipelineCandidate {
+                        candidates: self,
+                        schedule,
+                        virtual_stages: 1,
+                        stages: stages(),
+                        step_s,
+                    }),
                 }
             }
         }
-        let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
+        let devices = |f: &PipelineCandidate<'_>| f.stages[0].block.shape.num_devices();
         found.sort_by(|a, b| devices(a).cmp(&devices(b)).then(a.step_s.total_cmp(&b.step_s)));
         found
     }
 }
 
-impl Candidates {
+impl CandidatesAtMicrobatch {
     /// Kinds of layers, where layers that take about as long on a block as the most common kind count as that kind. The
     /// first block of a model often differs from the others only in the source of its input.
     fn alike(&self, block: usize) -> Vec<usize> {
@@ -577,13 +546,14 @@ impl Candidates {
     /// Pipelines of equal stages: for every submesh that tiles its group, layers dealt out evenly, and for each stage
     /// the fastest configuration that fits. The dynamic program prefers unequal stages for any gain in its estimates.
     /// Where estimates are about equal, the simple pipeline may be better.
-    fn uniform(&self, request: &Request, freedom: &Freedom, memory_bytes: &[u64]) -> Vec<Found<'_>> {
-        let Some(&schedule) = freedom.schedules.first() else { return Vec::new() };
+    fn uniform(&self, cx: &SearchContext<'_>, memory_bytes: &[u64]) -> Vec<PipelineCandidate<'_>> {
+        let SearchContext { request, space, .. } = *cx;
+        let Some(&schedule) = space.schedules.first() else { return Vec::new() };
         let mut found = Vec::new();
         for (i, &block) in self.blocks.iter().enumerate() {
             let devices = u64::from(request.cluster.groups[block.group].num_devices());
             let num_stages = devices / block.shape.num_devices();
-            let fixed = freedom.pp.is_some_and(|pp| u64::from(pp) != num_stages);
+            let fixed = space.pp.is_some_and(|pp| u64::from(pp) != num_stages);
             if fixed || num_stages < 2 || devices % block.shape.num_devices() != 0 {
                 continue;
             }
@@ -599,39 +569,33 @@ impl Candidates {
             };
             let longest = |of: fn(&Candidate) -> f64| chosen.iter().map(|c| of(c)).fold(0.0, f64::max);
             let sum_s: f64 = chosen.iter().map(|c| c.microbatch_s).sum();
-            let steps = f64::from(freedom.steps_together());
+            let steps = f64::from(space.steps_together());
             let turns = f64::from(self.num_microbatches) - 1.0 / steps;
             let step_s = sum_s / steps + turns * longest(|c| c.microbatch_s) + longest(|c| c.step_s);
-            let way = |c: &&Candidate| self.ways[c.id as usize].clone();
-            let stage = |(layers, c)| ChosenStage { layers, block, way: way(c) };
+            let config = |c: &&Candidate| self.configs[c.id as usize].clone();
+            let stage = |(layers, c)| ChosenStage { layers, block, config: config(c) };
             let stages = ranges.iter().cloned().zip(&chosen).map(stage).collect();
-            found.push(Found { candidates: self, schedule, stages, virtual_stages: 1, step_s });
+            found.push(PipelineCandidate { candidates: self, schedule, stages, virtual_stages: 1, step_s });
         }
         found
     }
 }
 
 /// The candidates for each number of microbatches that may have the best plan.
-pub struct Searched {
-    pub candidates: Vec<Candidates>,
+pub struct SearchResult {
+    pub candidates: Vec<CandidatesAtMicrobatch>,
 }
 
 /// Searches over the numbers of microbatches, starting from one that fills the deepest pipeline and going both ways. A
 /// direction ends after two numbers in a row that are no better, or one that is far worse. Three plans count: the best,
 /// the best without a pipeline if it is worth a look, and the best whose stages share devices. More microbatches shrink
-/// the bubble and the activations held, but leave less work per call; once that only costs, it stays so. `layered`
-/// returns the layered graph for each number.
-pub fn search(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
-    progress: &dyn Progress,
-) -> Searched {
-    let counts = &freedom.num_microbatches;
+/// the bubble and the activations held, but leave less work per call; once that only costs, it stays so.
+pub fn search(cx: &SearchContext<'_>) -> SearchResult {
+    let SearchContext { request, space, layered, progress, .. } = *cx;
+    let counts = &space.num_microbatches;
     let total = counts.len();
-    let insides: Vec<Insides> = request.cluster.groups.iter().map(|_| Insides::default()).collect();
-    let mut found: Vec<Candidates> = Vec::new();
+    let composites: Vec<CompositeCosts> = request.cluster.groups.iter().map(|_| CompositeCosts::default()).collect();
+    let mut found: Vec<CandidatesAtMicrobatch> = Vec::new();
     let mut least = [f64::INFINITY; 3];
     let mut done = 0;
     // Compares a number of microbatches with those before it; `None` if nothing fits.
@@ -639,15 +603,15 @@ pub fn search(
         let count = counts[i];
         progress.step(&format!("{count} microbatches"), done, total);
         done += 1;
-        let at_size = layered(count)?;
-        if i + 1 < total && least_bytes(&at_size, request) > freedom.memory_bytes.iter().copied().max().unwrap_or(0) {
+        let at_size = layered.at(count)?;
+        if i + 1 < total && least_bytes(&at_size, request) > space.memory_bytes.iter().copied().max().unwrap_or(0) {
             return None;
         }
-        let candidates = candidates(request, freedom, costs, &insides, at_size, count);
-        let step_s = |pp| candidates.best(request, freedom, &freedom.memory_bytes, pp).ok().map(|found| found.step_s);
-        let best = step_s(freedom.pp);
-        let single = if freedom.pp.is_none() { step_s(Some(1)) } else { None };
-        let shared = candidates.interleaved_s(freedom);
+        let candidates = candidates(cx, &composites, at_size, count);
+        let step_s = |pp| candidates.best(cx, &space.memory_bytes, pp).ok().map(|found| found.step_s);
+        let best = step_s(space.pp);
+        let single = if space.pp.is_none() { step_s(Some(1)) } else { None };
+        let shared = candidates.interleaved_s(space);
         found.push(candidates);
         let mut better = false;
         for (i, step_s) in [best, single, shared].into_iter().enumerate() {
@@ -662,10 +626,10 @@ pub fn search(
         })
     };
     let mut any = false;
-    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| space.allows(*group));
     let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
-    let layers = || layered(counts[total - 1]).map_or(u32::MAX, |at_size| at_size.layers.len() as u32);
-    let stages = freedom.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
+    let layers = || layered.at(counts[total - 1]).map_or(u32::MAX, |at_size| at_size.layers.len() as u32);
+    let stages = space.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
     let full = if nodes == 1 || stages == 1 { 1 } else { FULL.saturating_mul(stages) };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;
@@ -697,7 +661,7 @@ pub fn search(
     }
     progress.step("done", total, total);
     found.sort_by_key(|c| c.num_microbatches);
-    Searched { candidates: found }
+    SearchResult { candidates: found }
 }
 
 /// Comparison of a number of microbatches with the best of those before it.
@@ -716,29 +680,29 @@ const FULL: u32 = 4;
 
 /// Lower bound of the bytes per device for a microbatch of this size: its largest value and that value's cotangent,
 /// split over all devices.
-fn least_bytes(layered: &Layered, request: &Request) -> u64 {
+fn least_bytes(layered: &LayeredGraph, request: &Request) -> u64 {
     let graph = &layered.graph;
     let largest = graph.values().filter(|v| layered.layer_of[v.index()].is_some()).map(|v| graph.ty(v).bytes()).max();
     2 * largest.unwrap_or(0) / request.cluster.num_devices() as u64
 }
 
 /// Candidates slower than the best estimate by more than this factor are not worth predicting.
-const WORTH_JUDGING: f64 = 1.5;
+const WORTH_PREDICTING: f64 = 1.5;
 /// The same for the plan without a pipeline, which is predicted although it seems slower.
 const WORTH_A_LOOK: f64 = 4.0;
 /// Meshes for the whole model as one stage that are predicted as well.
 const MOST_MESHES: usize = 3;
 /// Candidates that are predicted, besides the simplest and the smallest.
-const MOST_JUDGED: usize = 5;
+const MOST_PREDICTED: usize = 5;
 /// Total nodes of all predicted candidates, if there are more than one.
-const NODES_JUDGED: usize = 40_000;
+const NODES_PREDICTED: usize = 40_000;
 
-impl Searched {
+impl SearchResult {
     /// Number of `wanted` plans to predict: at least one, and fewer for very large models, since prediction time grows
     /// with the model.
-    pub fn judged_at_most(&self, wanted: usize) -> usize {
+    pub fn predicted_at_most(&self, wanted: usize) -> usize {
         let num_nodes = self.candidates.first().map_or(1, |c| c.layered.graph.len());
-        wanted.min(NODES_JUDGED / num_nodes.max(1)).max(1)
+        wanted.min(NODES_PREDICTED / num_nodes.max(1)).max(1)
     }
 
     /// The candidates to predict, within the `memory_bytes` per device of each group for each number of microbatches.
@@ -747,18 +711,18 @@ impl Searched {
     /// (the exchange of tied gradients, the host's run-ahead), so its second choice may be the better one.
     pub fn ranked(
         &self,
-        request: &Request,
-        freedom: &Freedom,
+        cx: &SearchContext<'_>,
         memory_bytes: &BTreeMap<u32, Vec<u64>>,
-    ) -> Result<Vec<Found<'_>>, PlanFailure> {
+    ) -> Result<Vec<PipelineCandidate<'_>>, PlanFailure> {
+        let SearchContext { request, space, .. } = *cx;
         let unlimited = vec![u64::MAX; request.cluster.groups.len()];
-        let mut all: Vec<Found<'_>> = Vec::new();
+        let mut all: Vec<PipelineCandidate<'_>> = Vec::new();
         let mut nearest: Option<PlanFailure> = None;
         let best_of = self.candidates.par_iter().map(|candidates| {
             let memory_bytes = memory_bytes.get(&candidates.num_microbatches).unwrap_or(&unlimited);
-            let found = candidates.best(request, freedom, memory_bytes, freedom.pp)?;
-            let single = match found.stages.len() > 1 && freedom.pp.is_none() {
-                true => candidates.best(request, freedom, memory_bytes, Some(1)).ok(),
+            let found = candidates.best(cx, memory_bytes, space.pp)?;
+            let single = match found.stages.len() > 1 && space.pp.is_none() {
+                true => candidates.best(cx, memory_bytes, Some(1)).ok(),
                 false => None,
             };
             Ok((found, single))
@@ -784,54 +748,54 @@ impl Searched {
             return Err(nearest.unwrap_or(PlanFailure::NoCombination));
         };
         // A baseline's degrees are fixed, so little is left to predict. Prediction time grows with the model.
-        let most_judged = if freedom.all_devices { 2 } else { MOST_JUDGED };
-        let most_judged = self.judged_at_most(most_judged);
+        let most_predicted = if space.all_devices { 2 } else { MOST_PREDICTED };
+        let most_predicted = self.predicted_at_most(most_predicted);
         // One stage of a very large model takes as long to predict as many pipelines.
-        let worth = if self.judged_at_most(2) == 1 { WORTH_JUDGING } else { WORTH_A_LOOK };
+        let worth = if self.predicted_at_most(2) == 1 { WORTH_PREDICTING } else { WORTH_A_LOOK };
         let simplest = all.iter().position(|f| f.stages.len() == 1 && f.step_s <= worth * least);
         let mut rank = 0;
         all.retain(|f| {
             rank += 1;
-            rank <= most_judged && f.step_s <= WORTH_JUDGING * least || Some(rank - 1) == simplest
+            rank <= most_predicted && f.step_s <= WORTH_PREDICTING * least || Some(rank - 1) == simplest
         });
-        if (!freedom.all_devices || freedom.alpa) && freedom.dp.is_none() && freedom.tp.is_none() {
-            let mut uniform: Vec<Found<'_>> = Vec::new();
+        if (!space.all_devices || space.alpa) && space.dp.is_none() && space.tp.is_none() {
+            let mut uniform: Vec<PipelineCandidate<'_>> = Vec::new();
             for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
-                let best = c.uniform(request, freedom, memory_bytes).into_iter();
+                let best = c.uniform(cx, memory_bytes).into_iter();
                 // Estimates are off by amounts that differ most between microbatch sizes.
                 uniform.extend(best.min_by(|a, b| a.step_s.total_cmp(&b.step_s)));
             }
-            uniform.retain(|f| f.step_s <= WORTH_JUDGING * least && !all.iter().any(|known| known.is(f)));
+            uniform.retain(|f| f.step_s <= WORTH_PREDICTING * least && !all.iter().any(|known| known.is(f)));
             uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-            uniform.truncate(most_judged);
+            uniform.truncate(most_predicted);
             all.extend(uniform);
         }
-        if freedom.pp.is_none_or(|pp| pp == 1) {
-            let mut singles: Vec<Found<'_>> = Vec::new();
+        if space.pp.is_none_or(|pp| pp == 1) {
+            let mut singles: Vec<PipelineCandidate<'_>> = Vec::new();
             for c in &self.candidates {
                 let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
-                singles.extend(c.singles(freedom, memory_bytes, WORTH_JUDGING * least));
+                singles.extend(c.singles(space, memory_bytes, WORTH_PREDICTING * least));
             }
-            let unknown = |all: &[Found<'_>], s: &Found<'_>| {
-                let same = |f: &Found<'_>| {
+            let unknown = |all: &[PipelineCandidate<'_>], s: &PipelineCandidate<'_>| {
+                let same = |f: &PipelineCandidate<'_>| {
                     f.candidates.num_microbatches == s.candidates.num_microbatches
                         && f.stages.len() == 1
                         && f.stages[0].block == s.stages[0].block
-                        && f.stages[0].way.mesh == s.stages[0].way.mesh
+                        && f.stages[0].config.mesh == s.stages[0].config.mesh
                 };
                 !all.iter().any(same)
             };
-            let devices = |f: &Found<'_>| f.stages[0].block.shape.num_devices();
+            let devices = |f: &PipelineCandidate<'_>| f.stages[0].block.shape.num_devices();
             let fewest = singles.iter().map(devices).min();
-            let total = num_devices(request, freedom);
+            let total = num_devices(cx);
             let mut near = singles.clone();
             near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-            let smallest = singles.into_iter().find(|s| !freedom.all_devices && Some(devices(s)) == fewest);
+            let smallest = singles.into_iter().find(|s| !space.all_devices && Some(devices(s)) == fewest);
             let near = near
                 .into_iter()
-                .filter(|s| !freedom.all_devices || devices(s) == total)
-                .take(most_judged.min(MOST_MESHES));
+                .filter(|s| !space.all_devices || devices(s) == total)
+                .take(most_predicted.min(MOST_MESHES));
             for single in smallest.into_iter().chain(near) {
                 if unknown(&all, &single) {
                     all.push(single);
@@ -843,8 +807,8 @@ impl Searched {
 }
 
 /// Number of devices that stages may use.
-pub fn num_devices(request: &Request, freedom: &Freedom) -> u64 {
-    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| freedom.allows(*group));
+pub fn num_devices(cx: &SearchContext<'_>) -> u64 {
+    let groups = cx.request.cluster.groups.iter().enumerate().filter(|(group, _)| cx.space.allows(*group));
     groups.map(|(_, group)| u64::from(group.num_devices())).sum()
 }
 

@@ -4,7 +4,7 @@ use crate::cache::Digest;
 use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solve_layer};
 use crate::intra_op::space::Spaces;
 use crate::intra_op::statement::Model;
-use crate::model::{Layered, Unit};
+use crate::layers::graph::{LayeredGraph, Unit};
 use crate::request::Request;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -13,14 +13,14 @@ use std::rc::Rc;
 /// strategy runs it.
 pub type Known<T> = BTreeMap<(usize, bool), Option<Rc<T>>>;
 
-fn model<'a>(layered: &'a Layered, request: &'a Request) -> Model<'a> {
+fn model<'a>(layered: &'a LayeredGraph, request: &'a Request) -> Model<'a> {
     let offload = request.offload.unwrap_or_default();
     Model { offload, ..layered.model(request.trains().then_some(&request.optimizer)) }
 }
 
 /// Returns the costs of all layer kinds on one mesh.
 pub fn boundaries(
-    layered: &Layered,
+    layered: &LayeredGraph,
     request: &Request,
     spaces: &mut Spaces<'_>,
     variant: Variant,
@@ -50,7 +50,7 @@ pub fn boundaries(
 
 /// Returns the table of layer `l`. `known` holds those of the same mesh and variant.
 pub fn layer_table(
-    layered: &Layered,
+    layered: &LayeredGraph,
     request: &Request,
     spaces: &mut Spaces<'_>,
     variant: Variant,
@@ -64,7 +64,7 @@ pub fn layer_table(
 
 /// Returns the result for layer `l`. If the layer has parts, each is solved once and the results are joined.
 fn put_together<T>(
-    layered: &Layered,
+    layered: &LayeredGraph,
     l: usize,
     known: &mut Known<T>,
     solve: &mut impl FnMut(&Unit<'_>, bool) -> Option<Rc<T>>,

@@ -6,6 +6,7 @@
 //! the memory at every point of the step. [`altiplano_solver`] solves these problems.
 
 pub mod layer;
+pub mod recompute_fraction;
 pub mod space;
 pub mod stage;
 pub mod statement;

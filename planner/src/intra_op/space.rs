@@ -6,8 +6,8 @@
 //! operand does not have.
 
 use super::statement::{Table, TableKey};
-use crate::lower::{Inside, Prices};
-use crate::parallelism::expert_products;
+use crate::features::parallelism::expert_products;
+use crate::lower::{CompositeCost, Prices};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -54,7 +54,7 @@ pub struct Choice {
     pub forward_s: f64,
     pub issue_s: f64,
     /// Costs inside a composite, if the node is one.
-    pub inside: Option<Inside>,
+    pub inside: Option<CompositeCost>,
 }
 
 /// All strategies of nodes of one kind.

@@ -12,8 +12,8 @@
 
 use super::space::{Choice, LayoutId, Space, Spaces};
 use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
-use crate::again::Again;
-use crate::lower::Inside;
+use crate::intra_op::recompute_fraction::RecomputeFraction;
+use crate::lower::CompositeCost;
 use crate::lower::repeat::Repeats;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
@@ -109,7 +109,7 @@ pub fn state_stage(
     let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
     let nodes = model.nodes(&range);
     let layers: BTreeSet<u32> = nodes.iter().filter_map(|v| model.layer_of[v.index()]).collect();
-    let again = Again::of(&demand.recompute, layers.len());
+    let again = RecomputeFraction::of(&demand.recompute, layers.len());
     let mut problem =
         statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + t.again_s(again, layers.len()));
     let trains = model.optimizer.is_some();
@@ -373,7 +373,8 @@ impl Lives<'_, '_, '_> {
         self.hold(id, self.back(at)..self.back(at) + 1, largest.iter().map(|b| 2 * b).collect());
         let level = self.model.layer_of[v.index()].map_or(Recompute::None, |layer| self.demand.recomputes(layer));
         let products = fused || level >= Recompute::Selective;
-        let inside_bytes = |inside: Inside| inside.kept_bytes - if products { inside.growing_bytes } else { 0.0 };
+        let inside_bytes =
+            |inside: CompositeCost| inside.kept_bytes - if products { inside.growing_bytes } else { 0.0 };
         let kept = of(
             &|c, own| c.inside.map_or(0.0, |inside| inside_bytes(inside) - if cheap { 0.0 } else { own }),
             self.spaces,

@@ -7,9 +7,9 @@
 //! time in proportion to the nodes.
 
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
-use crate::again::Again;
+use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::lower::repeat::grows;
-use crate::timing::{copy_s, host_copy_s, update_s};
+use crate::predict::timing::{copy_s, host_copy_s, update_s};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -180,7 +180,7 @@ impl Terms {
     }
 
     /// Seconds of the forward pass of `layers` layers that the backward pass repeats.
-    pub fn again_s(&self, again: Again, layers: usize) -> f64 {
+    pub fn again_s(&self, again: RecomputeFraction, layers: usize) -> f64 {
         let (full, selective) = again.shares(layers);
         // A factor of zero would give NaN, since forbidden choices have infinite seconds.
         let share = |share: f64, seconds: f64| if share > 0.0 { share * seconds } else { 0.0 };
@@ -188,7 +188,7 @@ impl Terms {
     }
 
     /// Bytes of a microbatch that are held from its forward to its backward pass, for `layers` layers.
-    pub fn in_flight_bytes(&self, again: Again, layers: usize) -> f64 {
+    pub fn in_flight_bytes(&self, again: RecomputeFraction, layers: usize) -> f64 {
         let (full, selective) = again.shares(layers);
         full * self.entering_bytes + (1.0 - full) * self.kept_bytes - selective * self.growing_bytes
     }
@@ -197,7 +197,7 @@ impl Terms {
     /// layers. The time is that of the longest stream, or the sum of the streams on a runtime without overlap.
     /// The host issues the backward pass right after the forward pass. It is ahead of the device by at most the
     /// kernels that it issues in `queue_s`.
-    pub fn passes_s(&self, again: Again, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
+    pub fn passes_s(&self, again: RecomputeFraction, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
         let full = again.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
             true => device_s + sent_s,

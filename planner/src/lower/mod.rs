@@ -8,9 +8,9 @@
 //! Forward values that the backward pass needs are saved or recomputed. Results of elementwise ops are cheaper to
 //! recompute than to keep; full recomputation repeats everything inside a layer.
 
-mod alike;
 mod body;
 mod choose;
+mod dedup;
 pub mod repeat;
 mod schedule;
 mod servers;
@@ -44,7 +44,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The parts of lowering that depend on the model alone: the graph without composites, and its derivative.
-pub struct Derived {
+pub struct TrainingGraphs {
     expanded: Expanded,
     training: Differentiated,
     /// Values that depend on no leaf. The second list leaves out those that depend on the cotangent of the loss, which
@@ -58,9 +58,9 @@ pub struct Derived {
     owned: Vec<Vec<ValueId>>,
 }
 
-impl Derived {
-    pub fn of(plan: &Plan) -> Result<Derived, AutodiffError> {
-        Derived::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.execution.fused_loss)
+impl TrainingGraphs {
+    pub fn of(plan: &Plan) -> Result<TrainingGraphs, AutodiffError> {
+        TrainingGraphs::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.execution.fused_loss)
     }
 
     /// `trains`: true if there is a derivative at all. `fused_loss`: see [`Execution`].
@@ -69,7 +69,7 @@ impl Derived {
         stop_gradients: &[ValueId],
         trains: bool,
         fused_loss: bool,
-    ) -> Result<Derived, AutodiffError> {
+    ) -> Result<TrainingGraphs, AutodiffError> {
         let expanded = expand(graph);
         let stops: Vec<ValueId> = stop_gradients.iter().map(|v| expanded.values[v.index()]).collect();
         let training = match trains {
@@ -86,7 +86,7 @@ impl Derived {
             owned[training.owner[n.index()].index()].push(n);
         }
         let (users, recomputed) = (expanded.graph.users(), expanded.recomputed(graph));
-        Ok(Derived { constant, constant_if_scaled, users, recomputed, owned, training, expanded })
+        Ok(TrainingGraphs { constant, constant_if_scaled, users, recomputed, owned, training, expanded })
     }
 
     /// Values that are the same in every step of a plan.
@@ -98,7 +98,7 @@ impl Derived {
 /// A plan's cut through a model: the stage and layer of each node.
 struct Cut<'a> {
     plan: &'a Plan,
-    derived: &'a Derived,
+    training_graphs: &'a TrainingGraphs,
     /// `None` for leaves and constants.
     stage_of: Vec<Option<u32>>,
     layer_of: Vec<Option<u32>>,
@@ -107,16 +107,16 @@ struct Cut<'a> {
 }
 
 impl<'a> Cut<'a> {
-    fn new(plan: &'a Plan, derived: &'a Derived) -> Cut<'a> {
-        let graph = &derived.expanded.graph;
-        let starts: Vec<u32> = plan.layers.iter().map(|&start| derived.expanded.start(start)).collect();
+    fn new(plan: &'a Plan, training_graphs: &'a TrainingGraphs) -> Cut<'a> {
+        let graph = &training_graphs.expanded.graph;
+        let starts: Vec<u32> = plan.layers.iter().map(|&start| training_graphs.expanded.start(start)).collect();
         let mut stage_of_layer: Vec<Option<u32>> = vec![None; starts.len()];
         for (s, stage) in (0..).zip(&plan.stages) {
             stage.layers.clone().for_each(|l| stage_of_layer[l as usize] = Some(s));
         }
         let layer = |v: ValueId| {
             let after = starts.partition_point(|&first| first <= v.0);
-            let is_inside = !derived.constant[v.index()] && !graph.node(v).op.is_leaf() && after > 0;
+            let is_inside = !training_graphs.constant[v.index()] && !graph.node(v).op.is_leaf() && after > 0;
             is_inside.then(|| (after - 1) as u32)
         };
         let layer_of: Vec<Option<u32>> = graph.values().map(layer).collect();
@@ -127,7 +127,7 @@ impl<'a> Cut<'a> {
                 nodes[*stage as usize].push(v);
             }
         }
-        Cut { plan, derived, stage_of, layer_of, nodes }
+        Cut { plan, training_graphs, stage_of, layer_of, nodes }
     }
 
     /// Returns true if other microbatches may run on a stage between the forward and the backward pass of one.
@@ -136,24 +136,24 @@ impl<'a> Cut<'a> {
     }
 
     fn context(&'a self, index: usize, costs: &'a dyn Costs) -> StageContext<'a> {
-        let Cut { plan, derived, .. } = self;
+        let Cut { plan, training_graphs, .. } = self;
         let stage = &plan.stages[index];
         let nodes = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
         StageContext {
             plan,
-            graph: &derived.expanded.graph,
-            stage: derived.expanded.stage(stage, nodes),
+            graph: &training_graphs.expanded.graph,
+            stage: training_graphs.expanded.stage(stage, nodes),
             index: index as u32,
             // Stages that share devices form one program, whose axes have one name each.
             mesh: plan.lanes()[plan.lane_of(index)].mesh.clone(),
-            training: &derived.training,
-            constant: derived.constant(plan),
+            training: &training_graphs.training,
+            constant: training_graphs.constant(plan),
             nodes: &self.nodes[index],
             stage_of: &self.stage_of,
             layer_of: &self.layer_of,
-            users: &derived.users,
-            recomputed: &derived.recomputed,
-            owned: &derived.owned,
+            users: &training_graphs.users,
+            recomputed: &training_graphs.recomputed,
+            owned: &training_graphs.owned,
             updates: Updates {
                 here: plan.schedule.trains() && plan.servers.is_none(),
                 peer: index as u32,
@@ -216,12 +216,12 @@ pub struct Prices<'a> {
     /// Host seconds to issue one collective.
     collective_issue_s: f64,
     reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
-    insides: Option<&'a Insides>,
+    composites: Option<&'a CompositeCosts>,
 }
 
 /// Known costs of composites on devices of one kind, by op and local types of the operands.
 #[derive(Default)]
-pub struct Insides(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
+pub struct CompositeCosts(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
 
 /// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
 /// axes.
@@ -234,7 +234,7 @@ struct Splits {
 /// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
 /// result.
 struct Parts {
-    alone: Inside,
+    alone: CompositeCost,
     sent: Vec<(Collective, u64, u64)>,
 }
 
@@ -248,12 +248,12 @@ impl<'a> Prices<'a> {
             })
             .collect();
         let collective_issue_s = cost.kernel(&Kernel::moving(KernelKind::Collective, 0)).issue_s;
-        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default(), insides: None }
+        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default(), composites: None }
     }
 
     /// Uses known costs of composites, and adds new ones.
-    pub fn knowing(self, insides: &'a Insides) -> Self {
-        Prices { insides: Some(insides), ..self }
+    pub fn knowing(self, composites: &'a CompositeCosts) -> Self {
+        Prices { composites: Some(composites), ..self }
     }
 
     /// Key of everything that the prices depend on; `None` if the cost model has no identity.
@@ -390,8 +390,8 @@ impl<'a> Prices<'a> {
         rule: &ShardingRule,
         strategy: &Strategy,
         shardings: &OpShardings,
-    ) -> Inside {
-        let Some(Insides(insides)) = self.insides else {
+    ) -> CompositeCost {
+        let Some(CompositeCosts(composites)) = self.composites else {
             return self.with_sent(&self.inside_of(op, operands, rule, strategy, shardings));
         };
         let locals: Vec<TensorType> =
@@ -404,14 +404,14 @@ impl<'a> Prices<'a> {
         let split: Vec<bool> = axes.iter().map(|axes| !axes.is_empty()).collect();
         let key = (format!("{op:?}"), locals);
         let of_split = |known: &Splits| known.silent.get(&split).or_else(|| known.sending.get(&axes)).cloned();
-        let known = insides.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
+        let known = composites.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
         if let Some(parts) = known {
             return self.with_sent(&parts);
         }
         let parts = Arc::new(self.inside_of(op, operands, rule, strategy, shardings));
         let inside = self.with_sent(&parts);
-        let mut insides = insides.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = insides.entry(key).or_default();
+        let mut composites = composites.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = composites.entry(key).or_default();
         match parts.sent.is_empty() {
             true => known.silent.insert(split, parts),
             false => known.sending.insert(axes, parts),
@@ -420,7 +420,7 @@ impl<'a> Prices<'a> {
     }
 
     /// Cost of a composite including its communication over the links of this mesh.
-    fn with_sent(&self, Parts { alone, sent }: &Parts) -> Inside {
+    fn with_sent(&self, Parts { alone, sent }: &Parts) -> CompositeCost {
         let mut inside = *alone;
         let mut shifts_s = 0.0;
         for (collective, operand_bytes, result_bytes) in sent {
@@ -458,7 +458,7 @@ impl<'a> Prices<'a> {
     ) -> Parts {
         let graph = &self.local_graph(op, operands, rule, strategy, shardings);
         let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-        let (mut inside, mut sent) = (Inside::default(), Vec::new());
+        let (mut inside, mut sent) = (CompositeCost::default(), Vec::new());
         let mut in_kernel = vec![false; graph.len()];
         let only_scaled = only_scaled(graph);
         for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
@@ -512,7 +512,7 @@ impl<'a> Prices<'a> {
 
 /// Total cost of the nodes inside a composite. Bytes are per device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Inside {
+pub struct CompositeCost {
     pub forward_s: f64,
     /// Includes the cotangents of all operands.
     pub backward_s: f64,
@@ -530,7 +530,7 @@ pub struct Inside {
     pub largest_fused_bytes: f64,
 }
 
-impl Inside {
+impl CompositeCost {
     /// Bytes of the largest value in memory while the composite runs.
     pub fn largest(&self, fused_attention: bool) -> f64 {
         if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
@@ -618,36 +618,36 @@ impl StageContext<'_> {
 
 /// Lowers a verified plan.
 pub fn lower(plan: &Plan, costs: &dyn Costs) -> Result<Programs, AutodiffError> {
-    let derived = Derived::of(plan)?;
-    Ok(lowered(plan, &derived, costs))
+    let training_graphs = TrainingGraphs::of(plan)?;
+    Ok(lowered(plan, &training_graphs, costs))
 }
 
 /// Like [`lower()`], for a model whose derivative is known.
-pub fn lowered(plan: &Plan, derived: &Derived, costs: &dyn Costs) -> Programs {
-    let cut = Cut::new(plan, derived);
+pub fn lowered(plan: &Plan, training_graphs: &TrainingGraphs, costs: &dyn Costs) -> Programs {
+    let cut = Cut::new(plan, training_graphs);
     match &plan.servers {
         Some(over) => servers::programs(&cut, over, costs, false),
-        None => written(&cut, costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()),
+        None => lower_distinct(&cut, costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()),
     }
 }
 
 /// Deduplicated programs. A lane that equals an earlier one has only its schedule, which refers to the earlier one's
 /// bodies and buffers.
-pub struct Sketch<'a> {
+pub struct DedupedPrograms<'a> {
     pub programs: Cow<'a, Programs>,
     /// For each lane, the first lane that equals it.
-    pub like: Vec<usize>,
+    pub same_as: Vec<usize>,
 }
 
-impl<'a> Sketch<'a> {
-    /// A sketch in which every lane is written out.
+impl<'a> DedupedPrograms<'a> {
+    /// Programs with every lane written out.
     pub fn whole(programs: &'a Programs) -> Self {
-        Sketch { like: (0..programs.programs.len()).collect(), programs: Cow::Borrowed(programs) }
+        DedupedPrograms { same_as: (0..programs.programs.len()).collect(), programs: Cow::Borrowed(programs) }
     }
 
     /// The program with a lane's bodies and buffers.
-    pub fn written(&self, lane: usize) -> &Program {
-        &self.programs.programs[self.like[lane]]
+    pub fn program_of(&self, lane: usize) -> &Program {
+        &self.programs.programs[self.same_as[lane]]
     }
 
     /// The source and target stage of a transfer.
@@ -655,34 +655,34 @@ impl<'a> Sketch<'a> {
         let Transfer { source, target } = &self.programs.transfers[transfer.0 as usize];
         let stage = |(lane, buffer): (u32, BufferId)| {
             let lane = lane as usize;
-            self.written(lane).buffer(buffer).stage + (lane - self.like[lane]) as u32
+            self.program_of(lane).buffer(buffer).stage + (lane - self.same_as[lane]) as u32
         };
         (stage(*source), stage(*target))
     }
 }
 
-/// Lowers a plan. If `alike`, equal lanes are lowered once.
-pub fn sketch(plan: &Plan, derived: &Derived, costs: &dyn Costs, alike: bool) -> Sketch<'static> {
-    let cut = Cut::new(plan, derived);
+/// Lowers a plan. If `dedup`, equal lanes are lowered once.
+pub fn lower_deduped(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs, dedup: bool) -> DedupedPrograms<'static> {
+    let cut = Cut::new(plan, graphs);
     if let Some(over) = &plan.servers {
-        let programs = servers::programs(&cut, over, costs, alike);
+        let programs = servers::programs(&cut, over, costs, dedup);
         let workers = over.workers.len();
-        let like = (0..programs.programs.len()).map(|p| if alike && p < workers { 0 } else { p }).collect();
-        return Sketch { programs: Cow::Owned(programs), like };
+        let same_as = (0..programs.programs.len()).map(|p| if dedup && p < workers { 0 } else { p }).collect();
+        return DedupedPrograms { programs: Cow::Owned(programs), same_as };
     }
-    let alike = match alike {
-        true => alike::lanes(&cut),
+    let same = match dedup {
+        true => dedup::same_lanes(&cut),
         false => (0..plan.num_lanes()).map(|_| None).collect(),
     };
-    let programs = Cow::Owned(written(&cut, costs, &alike));
-    let first = |(lane, alike): (usize, Option<alike::Alike>)| alike.map_or(lane, |a| a.lane);
-    Sketch { programs, like: alike.into_iter().enumerate().map(first).collect() }
+    let programs = Cow::Owned(lower_distinct(&cut, costs, &same));
+    let first = |(lane, same): (usize, Option<dedup::SameLane>)| same.map_or(lane, |a| a.lane);
+    DedupedPrograms { programs, same_as: same.into_iter().enumerate().map(first).collect() }
 }
 
 /// Lowers each lane that does not equal an earlier one.
-fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> Programs {
+fn lower_distinct(cut: &Cut<'_>, costs: &dyn Costs, same: &[Option<dedup::SameLane>]) -> Programs {
     let plan = cut.plan;
-    let stages: Vec<usize> = (0..plan.stages.len()).filter(|&s| alike[plan.lane_of(s)].is_none()).collect();
+    let stages: Vec<usize> = (0..plan.stages.len()).filter(|&s| same[plan.lane_of(s)].is_none()).collect();
     let lowered = stages.par_iter().map(|&i| (i, stage::lower_stage(&cut.context(i, costs))));
     let mut lowered: BTreeMap<usize, stage::Lowered> = lowered.collect();
     let mut lanes: Vec<Vec<stage::Lowered>> = Vec::new();
@@ -697,9 +697,9 @@ fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> 
     }
     let boundary = |stage: usize| {
         let (lane, at) = (plan.lane_of(stage), stage / plan.num_lanes());
-        match &alike[lane] {
+        match &same[lane] {
             None => lanes[lane][at].boundary.clone(),
-            Some(alike) => lanes[alike.lane][at].boundary.moved(|v| alike.values[&v], (lane - alike.lane) as u32),
+            Some(same) => lanes[same.lane][at].boundary.moved(|v| same.values[&v], (lane - same.lane) as u32),
         }
     };
     let boundaries: Vec<stage::Boundary> = (0..plan.stages.len()).map(boundary).collect();
@@ -707,8 +707,8 @@ fn written(cut: &Cut<'_>, costs: &dyn Costs, alike: &[Option<alike::Alike>]) -> 
     let links = stage::connect(cut, &boundaries, &mut transfers);
     let program = |lane: usize| {
         let of_stages: Vec<stage::Boundary> = plan.stages_of(lane).map(|s| boundaries[s].clone()).collect();
-        let written = alike[lane].as_ref().map_or(lane, |a| a.lane);
-        schedule::program(cut, lane, &lanes[written], &of_stages, &links)
+        let distinct = same[lane].as_ref().map_or(lane, |a| a.lane);
+        schedule::program(cut, lane, &lanes[distinct], &of_stages, &links)
     };
     let mut programs: Vec<Program> = (0..plan.num_lanes()).map(program).collect();
     for (program, stages) in programs.iter_mut().zip(lanes) {

@@ -14,14 +14,14 @@ use std::collections::BTreeMap;
 
 /// The programs of workers, followed by those of servers. If `alike`, only the first worker is written out, since the
 /// others run the same.
-pub fn programs(cut: &Cut<'_>, over: &ParameterServers, costs: &dyn Costs, alike: bool) -> Programs {
+pub fn programs(cut: &Cut<'_>, over: &ParameterServers, costs: &dyn Costs, dedup: bool) -> Programs {
     let plan = cut.plan;
     let cx = cut.context(0, costs);
     let worker = stage::lower_stage(&cx);
     let servers: Vec<Server> = (0..over.servers.len() as u32).map(|s| lowered_server(cut, over, s, costs)).collect();
     let links = Links::new(&cx, over, &worker, &servers);
     let workers = 0..over.workers.len();
-    let mut programs: Vec<Program> = workers.map(|w| links.worker(cut, over, w, &worker, !alike || w == 0)).collect();
+    let mut programs: Vec<Program> = workers.map(|w| links.worker(cut, over, w, &worker, !dedup || w == 0)).collect();
     programs.extend(servers.into_iter().enumerate().map(|(s, server)| links.server(&cx, over, s, server)));
     Programs {
         programs,

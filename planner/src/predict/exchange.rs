@@ -2,8 +2,8 @@
 //! and each link carries one message at a time in each direction. So messages of all workers to one server queue
 //! (incast).
 
-use crate::lower::{Prices, Sketch};
-use crate::timing::{BodyWork, played_in_order};
+use crate::lower::{DedupedPrograms, Prices};
+use crate::predict::timing::{BodyWork, played_in_order};
 use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Host, play, tasks};
 use altiplano_cost_models::{CostModel, Costs, transfer_path};
@@ -32,7 +32,7 @@ pub struct Exchanged {
 pub fn exchanged(
     plan: &Plan,
     over: &ParameterServers,
-    sketch: &Sketch<'_>,
+    deduped: &DedupedPrograms<'_>,
     times: &StageTimes,
     costs: &dyn Costs,
 ) -> Exchanged {
@@ -40,20 +40,20 @@ pub fn exchanged(
     let num_servers = over.servers.len() as u32;
     let at_work = runtime.map(|r| r.at(plan.num_devices(), num_servers));
     let cost = at_work.as_ref().map_or(costs.of_group(0), |r| r.as_cost());
-    let bodies: Vec<Vec<f64>> = (0..sketch.like.len())
+    let bodies: Vec<Vec<f64>> = (0..deduped.same_as.len())
         .map(|p| match p < over.workers.len() {
             true => vec![times.forward_s, times.backward_s],
-            false => seconds_of_bodies(plan, group, sketch.written(p), cost),
+            false => seconds_of_bodies(plan, group, deduped.program_of(p), cost),
         })
         .collect();
-    let messages: Vec<Message> = sketch
+    let messages: Vec<Message> = deduped
         .programs
         .transfers
         .iter()
         .map(|t| {
             let (source, target) = (t.source.0 as usize, t.target.0 as usize);
-            let bytes = sketch.written(source).local_bytes(t.source.1);
-            let device = |p: usize| sketch.programs.programs[p].devices[0];
+            let bytes = deduped.program_of(source).local_bytes(t.source.1);
+            let device = |p: usize| deduped.programs.programs[p].devices[0];
             let node = |p: usize| device(p) / group.devices_per_node;
             let path = transfer_path(group, (1, 1), (1, 1), node(source) == node(target));
             let link_s = runtime.map_or_else(|| cost.transfer_s(bytes, &path), |r| r.message_s(bytes, &path));
@@ -65,7 +65,7 @@ pub fn exchanged(
             Message { target, ports, link_s, send_s, receive_s }
         })
         .collect();
-    let stage = Stage { programs: &sketch.programs.programs, bodies: &bodies, messages: &messages };
+    let stage = Stage { programs: &deduped.programs.programs, bodies: &bodies, messages: &messages };
     let alone = stage.play(1);
     // Enough steps to fill and drain the servers' queues.
     const STEPS: usize = 6;
@@ -77,7 +77,7 @@ pub fn exchanged(
     let link_s = |p: usize, sends: bool| {
         let mut taken_s: FxHashMap<Port, f64> = FxHashMap::default();
         let mut copied_s = 0.0;
-        for call in &sketch.programs.programs[p].schedule {
+        for call in &deduped.programs.programs[p].schedule {
             let (transfer, end) = match *call {
                 Call::Send { transfer, .. } if sends => (transfer, 0),
                 Call::Receive { transfer, .. } if !sends => (transfer, 1),
@@ -91,7 +91,7 @@ pub fn exchanged(
     };
     let computes_s = |p: usize| -> f64 {
         let of_call = |call: &Call| if let Call::Run { body, .. } = *call { bodies[p][body as usize] } else { 0.0 };
-        sketch.programs.programs[p].schedule.iter().map(of_call).sum()
+        deduped.programs.programs[p].schedule.iter().map(of_call).sum()
     };
     let servers = (over.workers.len()..bodies.len()).map(|p| (computes_s(p), link_s(p, true).max(link_s(p, false))));
     Exchanged { step_s, sent_s: link_s(0, true) + link_s(0, false), servers: servers.collect(), calls: alone.calls }

@@ -11,8 +11,8 @@ use altiplano_ir::simplify::simplify;
 use altiplano_planner::intra_op::layer::{LayerTable, Variant, solve_layer, state_layer};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::layers::cluster_finely;
+use altiplano_planner::layers::graph::LayeredGraph;
 use altiplano_planner::lower::Prices;
-use altiplano_planner::model::Layered;
 use altiplano_solver::Problem;
 use proptest::prelude::*;
 use std::rc::Rc;
@@ -52,7 +52,7 @@ proptest! {
     fn tables_are_exact(steps in prop::collection::vec((0u8..4, 0u8..8, 0u8..8), 1..4), two in any::<bool>(), zero in 0u8..4) {
         let graph = random_graph(&steps);
         let end = graph.len() as u32;
-        let layered = Layered::new(graph, vec![0, end], &[], true);
+        let layered = LayeredGraph::new(graph, vec![0, end], &[], true);
         let cluster = preset("local:2").expect("a known preset");
         let mesh = if two { Mesh::new(&[("data", 2), ("tensor", 1)]) } else { Mesh::new(&[("data", 1), ("tensor", 2)]) };
         let cost = Roofline::new(cluster.groups[0].device.clone());
@@ -76,7 +76,7 @@ proptest! {
 fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let graph = random_graph(&[(2, 0, 0), (0, 0, 1)]);
     let end = graph.len() as u32;
-    let layered = Layered::new(graph, vec![0, end], &[], true);
+    let layered = LayeredGraph::new(graph, vec![0, end], &[], true);
     let cluster = preset("local:2").expect("a known preset");
     let cost = Roofline::new(cluster.groups[0].device.clone());
     let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &Mesh::new(&[("data", 2), ("tensor", 1)]));
@@ -93,7 +93,7 @@ fn tables_of_blocks_make_those_of_layers() {
     let graph = simplify(&find_batch(&transformer(6), &[Some(0), Some(0)]).graph);
     let blocks = cluster_finely(&graph, usize::MAX);
     let starts = cluster_finely(&graph, 3);
-    let layered = Layered::new(graph, starts.clone(), &[], true).with_units(blocks);
+    let layered = LayeredGraph::new(graph, starts.clone(), &[], true).with_units(blocks);
     let cluster = preset("local:4").expect("a known preset");
     let cost = Roofline::new(cluster.groups[0].device.clone());
     let optimizer = Optimizer::adamw();

@@ -1,5 +1,6 @@
 //! The planner's choices, and checks that its plans compute the same as the model.
 
+mod deduped_programs;
 mod groups;
 mod layer_programs;
 mod pins;
@@ -7,6 +8,5 @@ mod plans_compute_the_same;
 mod random_graphs;
 mod rings;
 mod schemes;
-mod sketches;
 mod stage_programs;
 mod support;

@@ -11,7 +11,7 @@ use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::chunked_loss::LossChunks;
+use altiplano_planner::features::chunked_loss::LossChunks;
 use altiplano_planner::{Request, Silent, plan, programs};
 
 fn request(cluster: &str) -> Request {

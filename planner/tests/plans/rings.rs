@@ -13,7 +13,7 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::Phase;
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
-use altiplano_planner::rings::Ring;
+use altiplano_planner::features::rings::Ring;
 use altiplano_planner::{PlanFailure, Request, Silent, plan, programs};
 
 const TOKENS: u64 = 24;

@@ -16,8 +16,8 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
-use altiplano_planner::chunked_loss::LossChunks;
-use altiplano_planner::rings::Ring;
+use altiplano_planner::features::chunked_loss::LossChunks;
+use altiplano_planner::features::rings::Ring;
 use altiplano_planner::{Request, Silent, plan, programs};
 
 const DEVICES: u64 = 4;

@@ -16,9 +16,9 @@ use altiplano_ir::types::TensorType;
 use altiplano_planner::intra_op::layer::{Variant, solve_layer};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use altiplano_planner::lower::{Prices, Sketch};
-use altiplano_planner::memory::cpu_peaks;
-use altiplano_planner::model::Layered;
+use altiplano_planner::layers::graph::LayeredGraph;
+use altiplano_planner::lower::{DedupedPrograms, Prices};
+use altiplano_planner::predict::memory::cpu_peaks;
 use altiplano_planner::refine::{as_given, levels};
 use altiplano_planner::{Request, Silent, plan, predict, programs};
 use altiplano_solver::{Node, Options, SolveError};
@@ -72,9 +72,9 @@ fn with_program<T>(
     graph: &Graph,
     mesh: &Mesh,
     demand: &Demand,
-    check: impl FnOnce(&StageProgram, &Layered, &mut Spaces<'_>) -> T,
+    check: impl FnOnce(&StageProgram, &LayeredGraph, &mut Spaces<'_>) -> T,
 ) -> T {
-    let layered = Layered::new(graph.clone(), vec![0, graph.len() as u32], &[], true);
+    let layered = LayeredGraph::new(graph.clone(), vec![0, graph.len() as u32], &[], true);
     let cluster = preset("local:8").expect("a known preset");
     let cost = Roofline::new(cluster.groups[0].device.clone());
     let prices = Prices::new(&cost, &cluster.groups[0], (1, mesh.num_devices()), mesh);
@@ -237,8 +237,8 @@ fn memory_is_estimated() {
             let mut plan = plan(&request, &Silent).expect("a plan");
             let lowered = programs(&plan).expect("programs");
             let cost = Roofline::new(request.cluster.groups[0].device.clone());
-            predict::predict(&mut plan, &Sketch::whole(&lowered), &cost);
-            let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &[], true);
+            predict::predict(&mut plan, &DedupedPrograms::whole(&lowered), &cost);
+            let layered = LayeredGraph::new(plan.graph.clone(), plan.layers.clone(), &[], true);
             let readers = gradient_readers(&plan.graph, &[]).expect("a gradient");
             for ((i, stage), held) in plan.stages.iter().enumerate().zip(cpu_peaks(&lowered)) {
                 let prices = Prices::new(&cost, &request.cluster.groups[0], stage.submesh, &stage.mesh);

@@ -12,8 +12,8 @@ use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Call, Phase, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_planner::lower::Prices;
-use altiplano_planner::memory::{CallKind, Category, LaneMemory};
-use altiplano_planner::timing::{BodyWork, StageTiming};
+use altiplano_planner::predict::memory::{CallKind, Category, LaneMemory};
+use altiplano_planner::predict::timing::{BodyWork, StageTiming};
 use serde::Serialize;
 use std::collections::BTreeMap;
 

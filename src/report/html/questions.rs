@@ -6,7 +6,7 @@ use crate::Error;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage, Storage, ValueSharding};
-use altiplano_planner::why::{Why, why_in};
+use altiplano_planner::explain::layouts::{Why, why_in};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::cmp::Reverse;

@@ -6,10 +6,10 @@
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, gradient_readers, state_stage};
 use crate::intra_op::statement::{Model, Variable};
+use crate::layers::graph::LayeredGraph;
 use crate::lower::Prices;
-use crate::model::Layered;
-use crate::predicted;
-use crate::refine::{as_given, as_given_but, levels, written};
+use crate::predict::predict_with;
+use crate::refine::{as_given, as_given_but, levels, with_solution};
 use crate::request::PlanFailure;
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::graph::ValueId;
@@ -38,12 +38,12 @@ pub struct Layout {
     /// the bytes that the layout adds by the problem's estimate.
     pub over_bytes: u64,
     /// Prediction of the plan with this layout and all else as it is, if it was made.
-    pub judged: Option<Judged>,
+    pub predicted: Option<LayoutPrediction>,
 }
 
 /// Prediction of a plan with one layout changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Judged {
+pub struct LayoutPrediction {
     pub step_s: f64,
     /// Peak bytes of the stage's devices.
     pub peak_bytes: u64,
@@ -86,7 +86,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
 
 fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: bool) -> Result<Vec<Why>, PlanFailure> {
     let trains = plan.schedule.trains();
-    let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
+    let layered = LayeredGraph::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
     let readers = match trains {
         true => gradient_readers(&plan.graph, &plan.stop_gradients)?,
         false => Vec::new(),
@@ -143,7 +143,7 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
                 whole_s: other.whole - given.cost_s,
                 others: other.others,
                 over_bytes: other.over.map_or(0, |(_, bytes)| bytes),
-                judged: None,
+                predicted: None,
             };
             let new = (new, other.strategy);
             // Several strategies may give one layout. The cheapest represents them, unless one of them is the chosen
@@ -166,18 +166,18 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
                 let other = as_given_but(&program, &plan.graph, stage, &mut spaces, Some((at, *strategy)));
                 let Some(other) = other else { continue };
                 let mut changed = plan.clone();
-                changed.stages[index] = written(&layered, &mut spaces, stage, other);
+                changed.stages[index] = with_solution(&layered, &mut spaces, stage, other);
                 others.push((i, changed));
             }
-            let judged: Vec<(usize, Judged)> = others
+            let predicted: Vec<(usize, LayoutPrediction)> = others
                 .into_par_iter()
                 .filter_map(|(i, changed)| {
-                    let plan = predicted(changed, &layered, &costs, None).ok()?;
+                    let plan = predict_with(changed, &layered, &costs, None).ok()?;
                     let peak_bytes = plan.stages[index].predicted.peak_bytes;
-                    Some((i, Judged { step_s: plan.predicted.step_time_s, peak_bytes }))
+                    Some((i, LayoutPrediction { step_s: plan.predicted.step_time_s, peak_bytes }))
                 })
                 .collect();
-            judged.into_iter().for_each(|(i, judged)| layouts[i].0.judged = Some(judged));
+            predicted.into_iter().for_each(|(i, predicted)| layouts[i].0.predicted = Some(predicted));
         }
         let layouts: Vec<Layout> = layouts.into_iter().map(|(layout, _)| layout).collect();
         let point = program.most_bytes(&given.choice).1 as usize;

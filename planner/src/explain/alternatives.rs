@@ -4,14 +4,29 @@
 //! says where its time goes that the chosen plan saves, for the busiest stage, which decides the step time of a
 //! pipeline.
 
-use crate::account::{Account, Part, Work};
-use crate::{chosen_of, count, peak_bytes};
+use crate::count;
+use crate::explain::account::{Account, Part, Work};
+use crate::search::choice::{choose, fits, peak_bytes};
 use altiplano_ir::plan::{Alternative, Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeSet;
 
 /// Runners-up that a plan keeps.
 const KEPT: usize = 3;
+
+/// Attaches the alternatives to a plan: the baselines, the best of the `others`, and the plan itself.
+pub fn attach(mut plan: Plan, mut baselines: Vec<Alternative>, mut others: Vec<Plan>) -> Plan {
+    others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    baselines.extend(alternatives(&plan, others));
+    baselines.push(Alternative {
+        name: "chosen".into(),
+        predicted: Some(plan.predicted.clone()),
+        fits: fits(&plan),
+        detail: shape(&plan),
+    });
+    plan.alternatives = baselines;
+    plan
+}
 
 /// The fastest plans that lost to `chosen`, with the reason of each. All look different from it and from each other.
 pub fn alternatives(chosen: &Plan, others: Vec<Plan>) -> Vec<Alternative> {
@@ -99,19 +114,19 @@ pub fn difference(one: &Account, other: &Account) -> Vec<(Work, f64, f64)> {
 }
 
 /// The reason why a plan that fits was not chosen.
-pub fn reason(chosen: &Plan, lost: &Plan) -> String {
-    let (ours, theirs) = (chosen.predicted.step_time_s, lost.predicted.step_time_s);
+pub fn reason(chosen: &Plan, other: &Plan) -> String {
+    let (ours, theirs) = (chosen.predicted.step_time_s, other.predicted.step_time_s);
     if theirs <= ours {
         // The other plan was no slower: devices or memory decided.
-        let both = vec![lost.clone(), chosen.clone()];
-        return match chosen_of(both) {
-            leaner if leaner.num_devices() < lost.num_devices() => {
-                format!("as fast, on {} devices", lost.num_devices())
+        let both = vec![other.clone(), chosen.clone()];
+        return match choose(both) {
+            leaner if leaner.num_devices() < other.num_devices() => {
+                format!("as fast, on {} devices", other.num_devices())
             }
-            _ => format!("as fast, with {:.1} GB on a device", peak_bytes(lost) as f64 / 1e9),
+            _ => format!("as fast, with {:.1} GB on a device", peak_bytes(other) as f64 / 1e9),
         };
     }
-    let (a, b) = (busiest(chosen), busiest(lost));
+    let (a, b) = (busiest(chosen), busiest(other));
     let of = |parts: [f64; 3], part: Part| match part {
         Part::Computing => parts[0],
         Part::Communicating => parts[1],
@@ -212,8 +227,8 @@ pub(crate) mod tests {
         chosen.stages.push(chosen.stages[0].clone());
         chosen.virtual_stages = 2;
         chosen.predicted.step_time_s = 1.2;
-        let lost = with_stage(2, 1.01, 0.25, 0.0);
-        assert_eq!(reason(&chosen, &lost), "5.0 % slower: communicating takes 4.2 % of a step more");
+        let other = with_stage(2, 1.01, 0.25, 0.0);
+        assert_eq!(reason(&chosen, &other), "5.0 % slower: communicating takes 4.2 % of a step more");
     }
 
     #[test]

@@ -4,8 +4,9 @@
 //! A search offloads the same data for all stages. If it does so because nothing fits otherwise, stages whose devices
 //! have room for all or part of the data take it back, since offloading only costs time.
 
+use crate::predict::predict_plan;
 use crate::request::{PlanFailure, Request};
-use crate::{fits, judged_again};
+use crate::search::choice::fits;
 use altiplano_cost_models::Costs;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
@@ -55,7 +56,7 @@ pub fn only_where_needed(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFail
     if back.stages == plan.stages {
         return Ok(plan);
     }
-    let back = judged_again(back, costs)?;
+    let back = predict_plan(back, costs)?;
     Ok(if fits(&back) { back } else { plan })
 }
 

@@ -8,6 +8,9 @@
 //! clustering program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so
 //! another number of layers would give no new stages.
 
+pub mod cache;
+pub mod graph;
+
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_transforms::repetition::{Repetition, longest, numbered};
 use std::ops::Range;

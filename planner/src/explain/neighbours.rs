@@ -1,16 +1,22 @@
 //! The neighbours of a plan: one of its stages has a layer more or less, another mesh, or another level of
 //! recomputation. The changed stage is solved as in the search, and the whole is predicted like any plan.
 
-use crate::again::Again;
 use crate::assemble::{Parts, assemble};
-use crate::inter_op::search::{ChosenStage, Way};
+use crate::features::target;
+use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
 use crate::intra_op::layer::Variant;
+use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::AxisRoles;
-use crate::model::Layered;
-use crate::request::{PlanFailure, Request};
-use crate::{fits, freedom, peak_bytes, predicted, refine, target};
-use altiplano_cost_models::{Costs, Rooflines};
+use crate::layers::cache::LayeredAtBatch;
+use crate::layers::graph::LayeredGraph;
+use crate::predict::predict_with;
+use crate::refine::refine;
+use crate::request::{PlanFailure, Request, Silent};
+use crate::search::choice::{fits, peak_bytes};
+use crate::search::context::SearchContext;
+use crate::search::space::SearchSpace;
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::recompute::Recompute;
@@ -31,15 +37,16 @@ pub struct Neighbour {
 pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailure> {
     // Use the sizes that the plan has.
     let (graph, stop_gradients) = (plan.graph.clone(), plan.stop_gradients.clone());
-    let request = &target::aimed(&Request { graph, stop_gradients, ..Request::of_plan(plan) })?;
-    let freedom = freedom(request)?;
-    let trains = plan.schedule.trains();
-    let layered = Layered::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
+    let request = &target::restrict(&Request { graph, stop_gradients, ..Request::of_plan(plan) })?;
+    let space = SearchSpace::from_request(request)?;
+    let layered = LayeredGraph::of_plan(plan);
     let costs = Rooflines::of(&plan.cluster);
+    let at_batch = LayeredAtBatch::new(request);
+    let cx = SearchContext { request, space: &space, costs: &costs, layered: &at_batch, progress: &Silent };
     let as_is: Vec<ChosenStage> = plan.stages.iter().map(|stage| chosen(plan, stage)).collect();
-    let judged = |stages: &[ChosenStage], lean: bool| {
+    let predict = |stages: &[ChosenStage], lean: bool| {
         let mut stages = stages.to_vec();
-        stages.iter_mut().for_each(|s| s.way.variant.lean = lean);
+        stages.iter_mut().for_each(|s| s.config.variant.lean = lean);
         let parts = Parts {
             layered: &layered,
             num_microbatches: plan.num_microbatches,
@@ -47,25 +54,25 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
             virtual_stages: plan.virtual_stages,
             stages: &stages,
         };
-        let mut new = assemble(request, &parts, &costs as &dyn Costs)?;
+        let mut new = assemble(request, &parts, &costs)?;
         // A stage that does not change keeps its shardings.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
-            let same = (&a.layers, &a.way.mesh, a.way.again) == (&b.layers, &b.way.mesh, b.way.again);
+            let same = (&a.layers, &a.config.mesh, a.config.fraction) == (&b.layers, &b.config.mesh, b.config.fraction);
             new.offload = old.offload;
             if same {
                 *new = Stage { devices: new.devices.clone(), ..old.clone() };
             }
         }
         new.padding.clone_from(&plan.padding);
-        let new = predicted(new, &layered, &costs, None)?;
-        if fits(&new) { refine::refined(request, &freedom, &layered, new, &costs) } else { Ok(new) }
+        let new = predict_with(new, &layered, &costs, None)?;
+        if fits(&new) { refine(&cx, &layered, new) } else { Ok(new) }
     };
     // Lean layouts are tried if the others do not fit, as in the search.
     let neighbour = |(change, stages): (String, Vec<ChosenStage>)| {
-        let first = judged(&stages, false);
+        let first = predict(&stages, false);
         let plan = match &first {
             Ok(plan) if fits(plan) => first,
-            _ => match (judged(&stages, true), first) {
+            _ => match (predict(&stages, true), first) {
                 (Ok(lean), Ok(first)) if !fits(&lean) && peak_bytes(&lean) > peak_bytes(&first) => Ok(first),
                 (Err(_), first) => first,
                 (lean, _) => lean,
@@ -84,11 +91,11 @@ fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
     ChosenStage {
         layers: stage.layers.start as usize..stage.layers.end as usize,
         block: Block { group: stage.group as usize, shape },
-        way: Way {
+        config: StageConfig {
             mesh: stage.mesh.clone(),
             roles: AxisRoles::default(),
             variant,
-            again: Again::of(&stage.recompute, stage.layers.len()),
+            fraction: RecomputeFraction::of(&stage.recompute, stage.layers.len()),
         },
     }
 }
@@ -135,15 +142,15 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
             sizes[i].1 = axis.size * by;
             sizes[j].1 = other.size / by;
             let mesh = Mesh::new(&sizes);
-            change(mesh.to_string(), &|s| lane.iter().for_each(|&l| s[l].way.mesh = mesh.clone()));
+            change(mesh.to_string(), &|s| lane.iter().for_each(|&l| s[l].config.mesh = mesh.clone()));
         }
     }
     if plan.schedule.trains() {
-        let now = as_is[stage].way.again;
+        let now = as_is[stage].config.fraction;
         for level in Recompute::ALL {
             // If attention recomputes its products anyway, selective recomputation may be no choice.
             let possible = level != Recompute::Selective || plan.execution.has_selective();
-            if possible && Again::alike(level) != now {
+            if possible && RecomputeFraction::uniform(level) != now {
                 let text = match level {
                     Recompute::None => "recomputing nothing".to_string(),
                     level => {
@@ -154,7 +161,7 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
                         format!("recomputing {}", if level == Recompute::Full { "all" } else { selective })
                     }
                 };
-                change(text, &|s| s[stage].way.again = Again::alike(level));
+                change(text, &|s| s[stage].config.fraction = RecomputeFraction::uniform(level));
             }
         }
     }

@@ -5,14 +5,16 @@
 //! that split the positions of samples form a mesh axis of their own, beside replicas and tensor parallelism. Only
 //! uniform plans have such an axis.
 
+use crate::features::parallelism::expert_products;
+use crate::features::target;
 use crate::layers::cluster_finely;
-use crate::model::Layered;
-use crate::parallelism::expert_products;
+use crate::layers::graph::LayeredGraph;
 use crate::request::{PlanFailure, Progress, Request};
-use crate::{chosen_of, global_batch, target};
+use crate::search::choice::choose;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::plan::Plan;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 /// The dimension of an attention's result that counts positions.
@@ -22,9 +24,9 @@ const POSITIONS: usize = 1;
 ///
 /// # Errors
 /// If the model has no experts, or their number is not divisible as asked.
-pub fn with_pins(request: &Request) -> Result<Option<Request>, PlanFailure> {
+pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
     if request.ep.is_none() && request.cp.is_none() {
-        return Ok(None);
+        return Ok(Cow::Borrowed(request));
     }
     let mut graph = request.graph.clone();
     if let Some(ep) = request.ep {
@@ -55,7 +57,7 @@ pub fn with_pins(request: &Request) -> Result<Option<Request>, PlanFailure> {
         }
         None => {}
     }
-    Ok(Some(Request { graph, ..request.clone() }))
+    Ok(Cow::Owned(Request { graph, ..request.clone() }))
 }
 
 /// Pins the split of a dimension into `parts`, and leaves all other dimensions open.
@@ -77,7 +79,7 @@ pub fn pin_positions(graph: &mut Graph, parts: u32) {
     if parts <= 1 {
         return;
     }
-    let layered = Layered::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
+    let layered = LayeredGraph::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
     let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
     for value in passed {
         let node = graph.node(value);
@@ -105,8 +107,8 @@ pub fn by_micro_batch(
         return invalid("must be at least 1");
     }
     let devices = request.cluster.num_devices();
-    let global = global_batch(request);
-    let degree = target::aimed(request)?.dp;
+    let global = request.global_batch_size();
+    let degree = target::restrict(request)?.dp;
     let of_replicas = |dp: &u32| {
         let together = size.checked_mul(u64::from(*dp));
         degree.is_none_or(|given| given == *dp)
@@ -131,6 +133,6 @@ pub fn by_micro_batch(
     }
     match plans.is_empty() {
         true => Err(failures.into_iter().reduce(PlanFailure::nearer).unwrap_or(PlanFailure::NoCombination)),
-        false => Ok(chosen_of(plans)),
+        false => Ok(choose(plans)),
     }
 }

@@ -1,4 +1,4 @@
-//! Equal lanes of a pipeline are lowered and timed once. A prediction from such a sketch equals the one from all
+//! Equal lanes of a pipeline are lowered and timed once. A prediction from such a deduped equals the one from all
 //! programs.
 
 use crate::support::networks::{convolutional, mixture_of_experts, skipping};
@@ -9,7 +9,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::lower::{Derived, Sketch, sketch};
+use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped};
 use altiplano_planner::predict::predict;
 use altiplano_planner::{Request, Silent, plan, programs};
 
@@ -34,11 +34,11 @@ fn check_one(plan: &Plan) -> usize {
     let costs = Rooflines::of(&plan.cluster);
     let whole = programs(plan).expect("a plan that was judged is lowered");
     let mut by_all = plan.clone();
-    predict(&mut by_all, &Sketch::whole(&whole), &costs);
-    let derived = Derived::of(plan).expect("differentiable");
-    let sketch = sketch(plan, &derived, &costs, true);
+    predict(&mut by_all, &DedupedPrograms::whole(&whole), &costs);
+    let derived = TrainingGraphs::of(plan).expect("differentiable");
+    let deduped = lower_deduped(plan, &derived, &costs, true);
     let mut by_sketch = plan.clone();
-    predict(&mut by_sketch, &sketch, &costs);
+    predict(&mut by_sketch, &deduped, &costs);
     let near = |a: f64, b: f64| (a - b).abs() <= 1e-12 * a.abs().max(b.abs());
     for (a, b) in by_all.stages.iter().zip(&by_sketch.stages) {
         let seconds = |s: &altiplano_ir::plan::Stage| {
@@ -55,16 +55,16 @@ fn check_one(plan: &Plan) -> usize {
     }
     assert!(near(by_all.predicted.step_time_s, by_sketch.predicted.step_time_s));
     // The same is sent between the same stages.
-    let sent = |sketch: &Sketch<'_>| {
-        let all = (0..sketch.programs.transfers.len() as u32).map(altiplano_ir::program::TransferId);
-        let mut all: Vec<(u32, u32)> = all.map(|t| sketch.stages_of(t)).collect();
+    let sent = |deduped: &DedupedPrograms<'_>| {
+        let all = (0..deduped.programs.transfers.len() as u32).map(altiplano_ir::program::TransferId);
+        let mut all: Vec<(u32, u32)> = all.map(|t| deduped.stages_of(t)).collect();
         all.sort_unstable();
         all
     };
-    assert_eq!(sent(&sketch), sent(&Sketch::whole(&whole)));
-    let schedule = |s: &Sketch<'_>| s.programs.programs.iter().map(|p| p.schedule.len()).collect::<Vec<_>>();
-    assert_eq!(schedule(&sketch), schedule(&Sketch::whole(&whole)));
-    sketch.like.iter().enumerate().filter(|(lane, like)| lane == *like).count()
+    assert_eq!(sent(&deduped), sent(&DedupedPrograms::whole(&whole)));
+    let schedule = |s: &DedupedPrograms<'_>| s.programs.programs.iter().map(|p| p.schedule.len()).collect::<Vec<_>>();
+    assert_eq!(schedule(&deduped), schedule(&DedupedPrograms::whole(&whole)));
+    deduped.same_as.iter().enumerate().filter(|(lane, like)| lane == *like).count()
 }
 
 /// All stages of a transformer between the first and the last run the same.

@@ -4,20 +4,20 @@ use crate::cache::{Digest, Key};
 use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
 use crate::intra_op::statement::Model;
-use crate::lower::Derived;
+use crate::lower::TrainingGraphs;
 use crate::lower::repeat::{Repeats, second_products};
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Execution, Offload, graph_hash};
+use altiplano_ir::plan::{Execution, Offload, Plan, graph_hash};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// A forward graph cut into layers.
-pub struct Layered {
+pub struct LayeredGraph {
     pub graph: Graph,
     /// See [`altiplano_ir::plan::Plan::layers`].
     pub starts: Vec<u32>,
@@ -38,7 +38,7 @@ pub struct Layered {
     trains: bool,
     saved: OnceLock<Arc<Vec<bool>>>,
     /// For software without and with fused losses.
-    derived: [OnceLock<Result<Derived, AutodiffError>>; 2],
+    training_graphs: [OnceLock<Result<TrainingGraphs, AutodiffError>>; 2],
     hash: OnceLock<String>,
     /// Keys of each kind of layer, and of each kind of smaller part.
     contents: OnceLock<[Vec<Option<Key>>; 2]>,
@@ -71,9 +71,14 @@ pub struct Layer {
     pub entering: Vec<ValueId>,
 }
 
-impl Layered {
+impl LayeredGraph {
+    /// The graph of a plan, cut as the plan is.
+    pub fn of_plan(plan: &Plan) -> LayeredGraph {
+        LayeredGraph::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains())
+    }
+
     /// `trains`: true if values have gradients at all.
-    pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> Layered {
+    pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> LayeredGraph {
         let layer_of = layers_of(&graph, &starts);
         let mut needs_gradient = vec![false; graph.len()];
         for v in graph.values() {
@@ -85,7 +90,7 @@ impl Layered {
         let layers = layers_between(&graph, &layer_of, &starts);
         let blocks = block_counts(&graph);
         let second_products = second_products(&graph, &layer_of);
-        let mut layered = Layered {
+        let mut layered = LayeredGraph {
             graph,
             starts,
             layer_of,
@@ -100,7 +105,7 @@ impl Layered {
             stops: stops.to_vec(),
             trains,
             saved: OnceLock::new(),
-            derived: Default::default(),
+            training_graphs: Default::default(),
             hash: OnceLock::new(),
             contents: OnceLock::new(),
         };
@@ -109,7 +114,7 @@ impl Layered {
     }
 
     /// Adds the starts of smaller parts of the layers.
-    pub fn with_units(mut self, starts: Vec<u32>) -> Layered {
+    pub fn with_units(mut self, starts: Vec<u32>) -> LayeredGraph {
         if starts.len() <= self.starts.len() || self.starts.iter().any(|s| starts.binary_search(s).is_err()) {
             return self;
         }
@@ -197,10 +202,11 @@ impl Layered {
     }
 
     /// The model data that lowering needs. It is made once for all plans with or without fused losses ([`Execution`]).
-    pub fn derived(&self, Execution { fused_loss, .. }: Execution) -> Result<&Derived, AutodiffError> {
-        let derived = &self.derived[usize::from(fused_loss)];
-        let derived = derived.get_or_init(|| Derived::new(&self.graph, &self.stops, self.trains, fused_loss));
-        derived.as_ref().map_err(Clone::clone)
+    pub fn training_graphs(&self, Execution { fused_loss, .. }: Execution) -> Result<&TrainingGraphs, AutodiffError> {
+        let training_graphs = &self.training_graphs[usize::from(fused_loss)];
+        let training_graphs =
+            training_graphs.get_or_init(|| TrainingGraphs::new(&self.graph, &self.stops, self.trains, fused_loss));
+        training_graphs.as_ref().map_err(Clone::clone)
     }
 
     /// [`graph_hash`] of the graph.
@@ -227,7 +233,7 @@ impl Layered {
     /// Values kept from the forward pass to the backward, if nothing expensive is recomputed.
     fn saved(&self) -> &[bool] {
         self.saved.get_or_init(|| {
-            let Layered { graph, layer_of, users, stops, trains, .. } = self;
+            let LayeredGraph { graph, layer_of, users, stops, trains, .. } = self;
             // A model without a derivative has no plan to train it.
             let readers = if *trains { gradient_readers(graph, stops).unwrap_or_default() } else { Vec::new() };
             Arc::new(saved(graph, layer_of, users, &readers))
@@ -235,8 +241,8 @@ impl Layered {
     }
 
     /// Uses the saved values of the same model at another size.
-    pub(crate) fn with_saved(self, saved: &Arc<Vec<bool>>) -> Layered {
-        Layered { saved: OnceLock::from(saved.clone()), ..self }
+    pub(crate) fn with_saved(self, saved: &Arc<Vec<bool>>) -> LayeredGraph {
+        LayeredGraph { saved: OnceLock::from(saved.clone()), ..self }
     }
 
     /// Text of everything that the program of a layer that ends before node `end` depends on.

@@ -3,17 +3,20 @@
 //! The search gives up by its estimates of memory. A reported failure should instead rest on the prediction of a plan:
 //! the one that needs least memory.
 
-use crate::cuts::Sizes;
-use crate::freedom::{allowed, freedom};
-use crate::inter_op::search::{Freedom, search};
-use crate::model::Layered;
+use super::choice::{fits, peak_bytes};
+use super::context::SearchContext;
+use super::predictor::predict_candidate;
+use super::space::SearchSpace;
+use crate::explain::alternatives;
+use crate::features::{servers, target};
+use crate::inter_op::search::search;
+use crate::layers::cache::LayeredAtBatch;
+use crate::plan_with;
 use crate::request::{Muted, PlanFailure, Progress, Request, Silent};
-use crate::{fits, judged, lost, peak_bytes, plan_with, servers, target};
 use altiplano_cost_models::Costs;
 use altiplano_ir::plan::{Plan, Target};
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// Multiple of a device's memory that amounts to no limit.
 const ROOMY: u64 = 16;
@@ -40,14 +43,14 @@ pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Prog
         other.cluster = request.cluster.clone();
         leanest = other;
     }
-    if fits(&leanest) && allowed(request, &leanest) {
+    if fits(&leanest) && request.allows(&leanest) {
         return Ok(leanest);
     }
     match &failure {
         PlanFailure::Memory { closest: Some(known), .. } if peak_bytes(known) <= peak_bytes(&leanest) => Err(failure),
         _ if fits(&leanest) => Err(failure),
         _ => {
-            let detail = lost::shape(&leanest);
+            let detail = alternatives::shape(&leanest);
             Err(PlanFailure::of_closest(leanest, detail))
         }
     }
@@ -58,25 +61,25 @@ pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFa
     if let Some(over) = request.servers {
         return servers::closest(request, over, costs);
     }
-    let request = &target::aimed(request)?;
-    let freedom = freedom(request)?;
-    let sizes = Sizes::new(request);
-    let layered = |count: u32| sizes.at(count);
-    leanest(request, &freedom, costs, &layered)
+    let request = &target::restrict(request)?;
+    let space = SearchSpace::from_request(request)?;
+    let layered = LayeredAtBatch::new(request);
+    leanest(&SearchContext { request, space: &space, costs, layered: &layered, progress: &Silent })
 }
 
 /// The leanest plan of a search space: the most microbatches, with full recomputation unless the space fixes it.
-pub fn leanest(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
-) -> Result<Plan, PlanFailure> {
-    let most = freedom.num_microbatches.iter().copied().max().unwrap_or(1);
-    let recompute = Some(freedom.recompute.unwrap_or(Recompute::Full));
-    let memory_bytes = vec![u64::MAX; freedom.memory_bytes.len()];
-    let lean = Freedom { num_microbatches: vec![most], recompute, lean: true, memory_bytes, ..freedom.clone() };
-    let searched = search(request, &lean, costs, layered, &Silent);
-    let ranked = searched.ranked(request, &lean, &BTreeMap::new())?;
-    judged(request, &ranked[0], costs)
+pub fn leanest(cx: &SearchContext<'_>) -> Result<Plan, PlanFailure> {
+    let space = cx.space;
+    let most = space.num_microbatches.iter().copied().max().unwrap_or(1);
+    let lean = SearchSpace {
+        num_microbatches: vec![most],
+        recompute: Some(space.recompute.unwrap_or(Recompute::Full)),
+        lean: true,
+        memory_bytes: vec![u64::MAX; space.memory_bytes.len()],
+        ..space.clone()
+    };
+    let cx = SearchContext { space: &lean, progress: &Silent, ..*cx };
+    let found = search(&cx);
+    let ranked = found.ranked(&cx, &BTreeMap::new())?;
+    predict_candidate(&cx, &ranked[0])
 }

@@ -4,11 +4,18 @@
 //! have. The best few plans for each are predicted. The frontier is the rest after every plan is dropped that another
 //! one beats.
 
-use crate::inter_op::search::{Freedom, search};
+use super::choice::{fits, peak_bytes};
+use super::context::SearchContext;
+use super::outcome::{Outcome, search_graph};
+use super::predictor::predict_candidate;
+use super::space::SearchSpace;
+use crate::features::target;
+use crate::inter_op::search::search;
 use crate::inter_op::variants;
-use crate::model::Layered;
-use crate::request::{PlanFailure, Progress, Request};
-use crate::{Choice, Muted, Sizes, choose, fits, freedom, judged, peak_bytes, refine, target};
+use crate::layers::cache::LayeredAtBatch;
+use crate::layers::graph::LayeredGraph;
+use crate::refine::refine;
+use crate::request::{Muted, PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
@@ -40,8 +47,8 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         let problem = "has no frontier: what devices there are is said by how many of them are servers";
         return Err(PlanFailure::Servers { option: "frontier", problem });
     }
-    let request = &target::aimed(request)?;
-    let sizes = Sizes::new(request);
+    let request = &target::restrict(request)?;
+    let layered = LayeredAtBatch::new(request);
     let parts = parts(request);
     let total = parts.len();
     let mut all: Vec<Point> = Vec::new();
@@ -52,18 +59,20 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             break;
         }
         // Degrees that the user fixed are for the whole cluster.
-        let freedom = match freedom(part) {
-            Ok(freedom) => Freedom { only_group: *only_group, ..freedom },
+        let space = match SearchSpace::from_request(part) {
+            Ok(space) => SearchSpace { only_group: *only_group, ..space },
             Err(error) if i + 1 == total => return Err(error),
             Err(_) => continue,
         };
-        match points(part, &freedom, costs, &sizes, progress) {
+        let quietly = Muted(progress);
+        let cx = SearchContext { request: part, space: &space, costs, layered: &layered, progress: &quietly };
+        match points(&cx) {
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
         }
         // On the whole cluster, include the plan that is chosen if only seconds count, and its alternatives.
         if i + 1 == total && !progress.stopped() {
-            let Choice { plan, others, .. } = choose(part, &freedom, costs, &|count| sizes.at(count), &Muted(progress));
+            let Outcome { plan, others, .. } = search_graph(&cx);
             all.extend(plan.into_iter().chain(others).filter(fits).map(point));
         }
     }
@@ -103,28 +112,21 @@ fn parts(request: &Request) -> Vec<(Request, Option<usize>)> {
 }
 
 /// Good plans on one part of the cluster, within every share of memory.
-fn points(
-    request: &Request,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    sizes: &Sizes<'_>,
-    progress: &dyn Progress,
-) -> Result<Vec<Point>, PlanFailure> {
-    let layered = |count: u32| sizes.at(count);
-    let quietly = Muted(progress);
+fn points(cx: &SearchContext<'_>) -> Result<Vec<Point>, PlanFailure> {
     let mut found: Vec<Plan> = Vec::new();
     let mut failure = None;
     for lean in [false, true] {
-        let freedom = Freedom { lean, ..freedom.clone() };
-        let searched = search(request, &freedom, costs, &layered, &quietly);
+        let space = SearchSpace { lean, ..cx.space.clone() };
+        let cx = &cx.within(&space);
+        let searched = search(cx);
         let within: Vec<Result<Vec<Plan>, PlanFailure>> = SHARES
             .par_iter()
             .map(|share| {
-                let limit: Vec<u64> = freedom.memory_bytes.iter().map(|&bytes| (bytes as f64 * share) as u64).collect();
+                let limit: Vec<u64> = space.memory_bytes.iter().map(|&bytes| (bytes as f64 * share) as u64).collect();
                 let limits: BTreeMap<u32, Vec<u64>> =
                     searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
-                let ranked = variants::asked_for(&searched, request, &freedom, &limits)?;
-                ranked.iter().take(JUDGED).map(|found| judged(request, found, costs)).collect()
+                let ranked = variants::asked_for(cx, &searched, &limits)?;
+                ranked.iter().take(MOST_OF_A_SHARE).map(|candidate| predict_candidate(cx, candidate)).collect()
             })
             .collect();
         for result in within {
@@ -133,7 +135,7 @@ fn points(
                 Err(error) => failure = Some(error),
             }
         }
-        if progress.stopped() {
+        if cx.progress.stopped() {
             break;
         }
     }
@@ -144,21 +146,19 @@ fn points(
     }
     let kept = not_beaten(found.into_iter().map(point).collect());
     // The remaining plans are worth solving again as a whole, within the memory that they need.
-    let again = |p: Point| {
-        let memory_bytes = freedom.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
-        let within = Freedom { memory_bytes, ..freedom.clone() };
-        let Plan { graph, layers, stop_gradients, schedule, .. } = &p.plan;
-        let layered = Layered::new(graph.clone(), layers.clone(), stop_gradients, schedule.trains());
-        match refine::refined(request, &within, &layered, p.plan.clone(), costs) {
+    let refined = |p: Point| {
+        let memory_bytes = cx.space.memory_bytes.iter().map(|&bytes| bytes.min(p.peak_bytes)).collect();
+        let within = SearchSpace { memory_bytes, ..cx.space.clone() };
+        match refine(&cx.within(&within), &LayeredGraph::of_plan(&p.plan), p.plan.clone()) {
             Ok(plan) if peak_bytes(&plan) <= p.peak_bytes => point(plan),
             _ => p,
         }
     };
-    Ok(kept.into_par_iter().map(again).collect())
+    Ok(kept.into_par_iter().map(refined).collect())
 }
 
 /// Plans that are predicted for each share of memory.
-const JUDGED: usize = 3;
+const MOST_OF_A_SHARE: usize = 3;
 
 fn point(plan: Plan) -> Point {
     let devices = plan.num_devices();
@@ -205,7 +205,7 @@ mod tests {
     #[test]
     fn what_is_beaten_in_everything_goes() {
         let at = |seconds: f64, devices: u32, gigabytes: u64, price: f64| {
-            let mut plan = crate::lost::tests::empty();
+            let mut plan = crate::explain::alternatives::tests::empty();
             plan.predicted.step_time_s = seconds;
             Point { plan, devices, peak_bytes: gigabytes << 30, price: Some(price) }
         };

@@ -2,10 +2,12 @@
 //! whole model. The only choices are a worker's number of microbatches and its level of recomputation. All such plans
 //! are predicted, and the fastest that fits is taken.
 
-use crate::cuts::at_microbatches;
-use crate::fixed::{Degrees, finely_layered, fixed_of};
+use crate::explain::alternatives;
+use crate::layers::cache::at_microbatches;
+use crate::predict::predict_from;
 use crate::request::{OverServers, PlanFailure, Progress, Request};
-use crate::{fits, global_batch, judged_as, lost, peak_bytes};
+use crate::search::choice::{fits, peak_bytes};
+use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Target, Update};
@@ -15,7 +17,7 @@ use rayon::prelude::*;
 
 /// Finds the fastest plan over servers that fits. Its alternatives are plain data parallelism and the other mode of as
 /// many servers.
-pub fn planned(
+pub fn plan(
     request: &Request,
     over: OverServers,
     costs: &dyn Costs,
@@ -32,7 +34,7 @@ pub fn planned(
         Ok(plan) => Alternative {
             name: name.to_string(),
             fits: fits(&plan),
-            detail: lost::shape(&plan),
+            detail: alternatives::shape(&plan),
             predicted: Some(plan.predicted),
         },
         Err(failure) => {
@@ -42,22 +44,22 @@ pub fn planned(
     let devices = request.cluster.num_devices();
     let replicas = multiples(request, 1);
     let plain =
-        replicas.into_iter().filter(|&count| global_batch(request) / u64::from(count) % u64::from(devices) == 0);
+        replicas.into_iter().filter(|&count| request.global_batch_size() / u64::from(count) % u64::from(devices) == 0);
     let other = OverServers { asynchronous: !over.asynchronous, ..over };
     // Asynchronous servers cannot know the norm of all gradients.
-    let judge = |over: OverServers| match over.asynchronous && request.clip_norm.is_some() {
+    let predict = |over: OverServers| match over.asynchronous && request.clip_norm.is_some() {
         true => Err(PlanFailure::Servers { option: "clip-norm", problem: CLIPPED }),
         false => fastest(request, &counts, 1, Some(over), costs),
     };
     let others = [
         line("data parallel", fastest(request, &plain.collect::<Vec<_>>(), devices, None, costs)),
-        line(if other.asynchronous { "asynchronous" } else { "synchronous" }, judge(other)),
+        line(if other.asynchronous { "asynchronous" } else { "synchronous" }, predict(other)),
     ];
     let chosen = Alternative {
         name: "chosen".to_string(),
         predicted: Some(plan.predicted.clone()),
         fits: true,
-        detail: lost::shape(&plan),
+        detail: alternatives::shape(&plan),
     };
     plan.alternatives = others.into_iter().chain([chosen]).collect();
     Ok(plan)
@@ -130,7 +132,7 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
 
 /// Numbers of microbatches that divide the samples and deal out evenly to `workers`, at least a factor of 1.5 apart.
 fn multiples(request: &Request, workers: u32) -> Vec<u32> {
-    let global = global_batch(request);
+    let global = request.global_batch_size();
     let mut counts: Vec<u32> = Vec::new();
     for each in 1..=(global / u64::from(workers)).min(1024) as u32 {
         let count = each * workers;
@@ -143,7 +145,7 @@ fn multiples(request: &Request, workers: u32) -> Vec<u32> {
 
 /// Numbers of microbatches to predict.
 fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
-    let global = global_batch(request);
+    let global = request.global_batch_size();
     let invalid = |option, value: u64, problem| Err(PlanFailure::Option { option, value, problem });
     if request.loss == LossKind::Other && !request.allow_microbatch_semantics && workers > 1 {
         return invalid(
@@ -195,7 +197,7 @@ fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
 }
 
 /// Predicts plans of one stage, over servers or with `dp` replicas alone, fastest first.
-fn judged(
+fn predict_all(
     request: &Request,
     counts: &[u32],
     dp: u32,
@@ -203,9 +205,9 @@ fn judged(
     costs: &dyn Costs,
 ) -> Result<Vec<Plan>, PlanFailure> {
     let levels = request.recompute.map_or(Recompute::ALL.to_vec(), |level| vec![level]);
-    let ways: Vec<(u32, Recompute)> =
+    let choices: Vec<(u32, Recompute)> =
         counts.iter().flat_map(|&count| levels.iter().map(move |&level| (count, level))).collect();
-    let judge = |&(num_microbatches, recompute): &(u32, Recompute)| {
+    let predict = |&(num_microbatches, recompute): &(u32, Recompute)| {
         let graph = at_microbatches(request, num_microbatches).ok_or(PlanFailure::NoCombination)?;
         let request = Request { graph, ..request.clone() };
         let layered = finely_layered(&request);
@@ -217,10 +219,10 @@ fn judged(
             let storages = plan.stages.iter_mut().flat_map(|stage| stage.parameters.values_mut());
             storages.for_each(|storage| storage.gradient = storage.gradient.reduced());
         }
-        let derived = layered.derived(plan.execution)?;
-        Ok(judged_as(plan, derived, costs))
+        let graphs = layered.training_graphs(plan.execution)?;
+        Ok(predict_from(plan, graphs, costs))
     };
-    let mut plans: Vec<Plan> = ways.par_iter().map(judge).collect::<Result<_, PlanFailure>>()?;
+    let mut plans: Vec<Plan> = choices.par_iter().map(predict).collect::<Result<_, PlanFailure>>()?;
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     Ok(plans)
 }
@@ -236,19 +238,19 @@ fn fastest(
     over: Option<OverServers>,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
-    let mut plans = judged(request, counts, dp, over, costs)?;
+    let mut plans = predict_all(request, counts, dp, over, costs)?;
     if let Some(at) = plans.iter().position(fits) {
         return Ok(plans.swap_remove(at));
     }
     let leanest = leanest(plans)?;
-    let detail = lost::shape(&leanest);
+    let detail = alternatives::shape(&leanest);
     Err(PlanFailure::of_closest(leanest, detail))
 }
 
 /// Returns the plan over servers that needs least memory.
 pub fn closest(request: &Request, over: OverServers, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let counts = counts_of(request, workers_of(request, over)?)?;
-    leanest(judged(request, &counts, 1, Some(over), costs)?)
+    leanest(predict_all(request, &counts, 1, Some(over), costs)?)
 }
 
 fn leanest(plans: Vec<Plan>) -> Result<Plan, PlanFailure> {

@@ -2,14 +2,14 @@
 //! the shardings of each layer are solved. Frameworks are configured this way, and measured tables state such
 //! configurations.
 
-use crate::again::Again;
 use crate::assemble::{Parts, assemble};
-use crate::inter_op::search::{ChosenStage, Way};
+use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
 use crate::intra_op::layer::Variant;
+use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::AxisRoles;
 use crate::layers::cluster_finely;
-use crate::model::Layered;
+use crate::layers::graph::LayeredGraph;
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
@@ -42,15 +42,15 @@ pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<
 }
 
 /// The model of a request, cut at every useful place.
-pub fn finely_layered(request: &Request) -> Layered {
+pub fn finely_layered(request: &Request) -> LayeredGraph {
     let starts = cluster_finely(&request.graph, usize::MAX);
-    Layered::new(request.graph.clone(), starts, &request.stop_gradients, request.trains())
+    LayeredGraph::new(request.graph.clone(), starts, &request.stop_gradients, request.trains())
 }
 
 /// Like [`fixed`], for a model whose layers are known.
 pub fn fixed_of(
     request: &Request,
-    layered: &Layered,
+    layered: &LayeredGraph,
     degrees: &Degrees,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
@@ -71,7 +71,7 @@ pub fn fixed_of(
         false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
     };
     let block = Block { group: 0, shape };
-    let way = Way {
+    let config = StageConfig {
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
             first_is_data: true,
@@ -85,10 +85,10 @@ pub fn fixed_of(
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },
-        again: Again::alike(degrees.recompute),
+        fraction: RecomputeFraction::uniform(degrees.recompute),
     };
     let stages: Vec<ChosenStage> =
-        runs.into_iter().map(|layers| ChosenStage { layers, block, way: way.clone() }).collect();
+        runs.into_iter().map(|layers| ChosenStage { layers, block, config: config.clone() }).collect();
     let parts = Parts {
         layered,
         num_microbatches: degrees.num_microbatches,

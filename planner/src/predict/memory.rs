@@ -7,7 +7,7 @@
 //! it leaves. The schedule says how many microbatches hold theirs at the same time. Microbatches are alike, so a step
 //! of 512 of them costs no more than additions.
 
-use crate::timing::BodyWork;
+use crate::predict::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Memory;

@@ -7,7 +7,7 @@ use altiplano_ir::recompute::{Recomputation, Recompute};
 /// The first layers of a stage, a fraction `full.0 / full.1` of all, are recomputed fully. The others are recomputed as
 /// `others` says.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Again {
+pub struct RecomputeFraction {
     full: (u32, u32),
     others: Recompute,
 }
@@ -15,36 +15,36 @@ pub struct Again {
 /// The search tries fractions in quarters of a stage's layers.
 const PARTS: u32 = 4;
 
-impl Again {
+impl RecomputeFraction {
     /// The same level for all layers.
-    pub const fn alike(level: Recompute) -> Again {
+    pub const fn uniform(level: Recompute) -> RecomputeFraction {
         match level {
-            Recompute::Full => Again { full: (1, 1), others: Recompute::Full },
-            others => Again { full: (0, 1), others },
+            Recompute::Full => RecomputeFraction { full: (1, 1), others: Recompute::Full },
+            others => RecomputeFraction { full: (0, 1), others },
         }
     }
 
     /// The fraction that the recomputation of a stage with this many layers has.
-    pub fn of(recomputation: &Recomputation, layers: usize) -> Again {
+    pub fn of(recomputation: &Recomputation, layers: usize) -> RecomputeFraction {
         let full = (0..layers).filter(|&i| recomputation.of(i) == Recompute::Full).count();
         let others = (0..layers).map(|i| recomputation.of(i)).filter(|&level| level != Recompute::Full).max();
         match others {
-            Some(others) => Again { full: (full as u32, layers.max(1) as u32), others },
-            None => Again::alike(recomputation.most()),
+            Some(others) => RecomputeFraction { full: (full as u32, layers.max(1) as u32), others },
+            None => RecomputeFraction::uniform(recomputation.most()),
         }
     }
 
     /// The choices of the search: all levels, and mixtures if `mixed`. Products that a runtime never keeps are not
     /// recomputed to save memory.
-    pub fn choices(given: Option<Recompute>, execution: &Execution, mixed: bool) -> Vec<Again> {
+    pub fn choices(given: Option<Recompute>, execution: &Execution, mixed: bool) -> Vec<RecomputeFraction> {
         if let Some(level) = given {
-            return vec![Again::alike(level)];
+            return vec![RecomputeFraction::uniform(level)];
         }
         let others = if execution.fused_attention { Recompute::None } else { Recompute::Selective };
-        let mut choices = vec![Again::alike(Recompute::None)];
-        choices.extend(execution.has_selective().then_some(Again::alike(Recompute::Selective)));
-        choices.extend((1..PARTS).filter(|_| mixed).map(|part| Again { full: (part, PARTS), others }));
-        choices.push(Again::alike(Recompute::Full));
+        let mut choices = vec![RecomputeFraction::uniform(Recompute::None)];
+        choices.extend(execution.has_selective().then_some(RecomputeFraction::uniform(Recompute::Selective)));
+        choices.extend((1..PARTS).filter(|_| mixed).map(|part| RecomputeFraction { full: (part, PARTS), others }));
+        choices.push(RecomputeFraction::uniform(Recompute::Full));
         choices
     }
 
@@ -63,7 +63,7 @@ impl Again {
     /// them and more than the next smaller fraction.
     pub fn is_distinct(self, layers: usize) -> bool {
         let (part, of) = self.full;
-        let smaller = || Again { full: (part.saturating_sub(1), of), ..self }.full_layers(layers);
+        let smaller = || RecomputeFraction { full: (part.saturating_sub(1), of), ..self }.full_layers(layers);
         of == 1 || (smaller() + 1..layers).contains(&self.full_layers(layers))
     }
 

@@ -5,17 +5,19 @@
 //! hundreds of such configurations, few enough to lower and predict all that may fit. The result is the best that such
 //! software can do, and a bound that a wider search must not be slower than.
 
-use crate::asked::pin_positions;
-use crate::cuts::at_microbatches;
-use crate::fixed::{Degrees, finely_layered, fixed_of};
-use crate::model::Layered;
+use super::choice::{fits, peak_bytes};
+use crate::explain::alternatives;
+use crate::features::pins::pin_positions;
+use crate::features::target::one_group;
+use crate::layers::cache::at_microbatches;
+use crate::layers::graph::LayeredGraph;
+use crate::predict::predict_with;
 use crate::request::{PlanFailure, Progress, Request};
-use crate::target::one_group;
-use crate::{fits, global_batch, lost, peak_bytes, predicted};
+use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Plan, Schedule, Stage};
+use altiplano_ir::plan::{Plan, Schedule, Stage, Target};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -55,23 +57,23 @@ pub struct Swept {
 /// degrees.
 pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     one_group(request, "--baseline", request.target.name())?;
-    Sizes::new(request).configured(degrees, costs)
+    Configurations::new(request).configured(degrees, costs)
 }
 
 /// A model at the microbatch sizes that configurations ask for.
-struct Sizes<'a> {
+struct Configurations<'a> {
     request: &'a Request,
     known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
 }
 
 struct AtSize {
     request: Request,
-    layered: Layered,
+    layered: LayeredGraph,
 }
 
-impl<'a> Sizes<'a> {
+impl<'a> Configurations<'a> {
     fn new(request: &'a Request) -> Self {
-        Sizes { request, known: Mutex::default() }
+        Configurations { request, known: Mutex::default() }
     }
 
     fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
@@ -86,7 +88,7 @@ impl<'a> Sizes<'a> {
             Some(AtSize { layered: finely_layered(&request), request })
         };
         let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
-        predicted(fixed_of(request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
+        predict_with(fixed_of(request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
     }
 }
 
@@ -108,7 +110,7 @@ pub fn sweep(
         alike.entry((degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages)).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
-    let sizes = Sizes::new(request);
+    let configurations = Configurations::new(request);
     let tried: Vec<(Vec<Swept>, Option<Plan>)> = alike
         .into_par_iter()
         .map(|((dp, tp, pp), mut list)| {
@@ -124,7 +126,7 @@ pub fn sweep(
                 if progress.stopped() {
                     break;
                 }
-                let Ok(plan) = sizes.configured(&degrees, costs) else { continue };
+                let Ok(plan) = configurations.configured(&degrees, costs) else { continue };
                 if fits(&plan) {
                     fitting.push(Swept { degrees, plan });
                     continue;
@@ -147,9 +149,21 @@ pub fn sweep(
     }
     let least = least.into_iter().flatten().min_by_key(peak_bytes);
     Err(least.map_or(PlanFailure::NoCombination, |plan| {
-        let detail = format!("{}, the leanest of {total} combinations of dp, tp and pp", lost::shape(&plan));
+        let detail = format!("{}, the leanest of {total} combinations of dp, tp and pp", alternatives::shape(&plan));
         PlanFailure::of_closest(plan, detail)
     }))
+}
+
+/// The best configuration of a sweep over all that the target runs, with the next ones as alternatives.
+pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let mut space = Space::default();
+    if request.target != Target::Megatron {
+        space.zero.push(3);
+    }
+    let mut plans: Vec<Plan> = sweep(request, &space, costs, progress)?.into_iter().map(|s| s.plan).collect();
+    let mut best = plans.remove(0);
+    best.alternatives = alternatives::alternatives(&best, plans);
+    Ok(best)
 }
 
 /// Most configurations that [`climb`] predicts.
@@ -183,7 +197,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
     let Some(mut at) = nearest.copied() else { return Vec::new() };
-    let sizes = Sizes::new(request);
+    let configurations = Configurations::new(request);
     let mut tried: Vec<Degrees> = Vec::new();
     let mut fitting = Vec::new();
     // By how much it exceeds memory, then by seconds.
@@ -193,10 +207,10 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         next.retain(|d| !tried.contains(d));
         next.truncate(most.saturating_sub(tried.len()));
         tried.extend(&next);
-        let judged = next.par_iter().map(|d| sizes.configured(d, costs).ok().map(|plan| (*d, plan)));
-        let judged: Vec<(Degrees, Plan)> = judged.collect::<Vec<_>>().into_iter().flatten().collect();
+        let predicted = next.par_iter().map(|d| configurations.configured(d, costs).ok().map(|plan| (*d, plan)));
+        let predicted: Vec<(Degrees, Plan)> = predicted.collect::<Vec<_>>().into_iter().flatten().collect();
         let mut better = false;
-        for (degrees, plan) in judged {
+        for (degrees, plan) in predicted {
             let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
             let over = plan.stages.iter().map(over).fold(1.0, f64::max);
             let here = (over, plan.predicted.step_time_s);
@@ -302,7 +316,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let group = &request.cluster.groups[0];
     let cp = request.cp.unwrap_or(1).max(1);
     let devices = request.cluster.num_devices() / cp;
-    let global = global_batch(request);
+    let global = request.global_batch_size();
     let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
     let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
     let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);

@@ -3,17 +3,17 @@
 //! A small model spends its time on launches and transfers. A pipeline over eight devices may be predicted to be 14 %
 //! faster than one of them. That is within the prediction error between kinds of plans, and seven devices could do
 //! something else. So the plan uses one device unless all together are faster by more than that. The faster plan stays
-//! among the alternatives, and [`Request::fastest`] takes it.
+//! among the alternatives, and [`fastest`](crate::Request::fastest) takes it.
 
-use crate::inter_op::search::Freedom;
-use crate::lost;
-use crate::model::Layered;
-use crate::request::{Muted, Progress, Request, SearchKind};
-use crate::{Calibration, fits, plans_that_fit};
-use altiplano_cost_models::Costs;
+use crate::explain::alternatives;
+use crate::request::{Muted, SearchKind};
+use crate::search::choice::fits;
+use crate::search::context::SearchContext;
+use crate::search::fitting::plans_that_fit;
+use crate::search::predictor::Calibration;
+use crate::search::space::SearchSpace;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::plan::{Alternative, Plan, Target};
-use std::sync::Arc;
 
 /// Speedup that several devices must have over one. Predictions of plans on different numbers of devices differ from
 /// measured steps by up to about as much (benches/results/fidelity.md).
@@ -23,19 +23,13 @@ pub const ENOUGH: f64 = 1.2;
 pub const FASTER: &str = "faster";
 
 /// Returns the plan on one device, if it should replace `plan`.
-pub fn one_device(
-    request: &Request,
-    plan: &Plan,
-    freedom: &Freedom,
-    costs: &dyn Costs,
-    layered: &(dyn Fn(u32) -> Option<Arc<Layered>> + Sync),
-    progress: &dyn Progress,
-) -> Option<Plan> {
+pub fn instead_of(cx: &SearchContext<'_>, plan: &Plan) -> Option<Plan> {
+    let SearchContext { request, space, progress, .. } = *cx;
     let [group] = request.cluster.groups.as_slice() else { return None };
     let given = [request.dp, request.tp, request.pp, request.virtual_stages, request.cp, request.ep];
     let asked = given.iter().any(Option::is_some) || request.zero.is_some() || !request.graph.pins.is_empty();
     let ours = request.target == Target::Altiplano && request.search == SearchKind::Whole;
-    let is_open = !request.fastest && !asked && ours && !freedom.streams && request.servers.is_none();
+    let is_open = !request.fastest && !asked && ours && !space.streams && request.servers.is_none();
     if !is_open || group.device.kind != DeviceKind::Gpu || plan.num_devices() <= 1 || progress.stopped() {
         return None;
     }
@@ -43,7 +37,7 @@ pub fn one_device(
     if plan.predicted.lower_bound_s * f64::from(request.cluster.num_devices()) > most_s {
         return None;
     }
-    let alone = Freedom {
+    let alone = SearchSpace {
         dp: Some(1),
         tp: Some(1),
         pp: Some(1),
@@ -51,9 +45,11 @@ pub fn one_device(
         zero: Some(0),
         zero_bubble: false,
         all_devices: false,
-        ..freedom.clone()
+        ..space.clone()
     };
-    let plans = plans_that_fit(request, &alone, costs, layered, &Muted(progress), Calibration::default()).ok()?;
+    let quietly = Muted(progress);
+    let alone = SearchContext { space: &alone, progress: &quietly, ..*cx };
+    let plans = plans_that_fit(&alone, Calibration::default()).ok()?;
     let of_one = plans.into_iter().find(|plan| plan.num_devices() == 1 && fits(plan))?;
     (of_one.predicted.step_time_s <= most_s).then_some(of_one)
 }
@@ -65,6 +61,6 @@ pub fn line(plan: &Plan, of_one: &Plan) -> Alternative {
         name: FASTER.into(),
         predicted: Some(plan.predicted.clone()),
         fits: true,
-        detail: format!("{}; {gain:.0} % faster on {} devices", lost::shape(plan), plan.num_devices()),
+        detail: format!("{}; {gain:.0} % faster on {} devices", alternatives::shape(plan), plan.num_devices()),
     }
 }

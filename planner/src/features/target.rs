@@ -157,21 +157,21 @@ pub fn one_group(request: &Request, option: &'static str, value: &'static str) -
 /// [`PlanFailure::Target`] if the request fixes a degree that the target does not have.
 /// [`PlanFailure::OneGroup`] if the target or the search requires identical devices and the cluster has several
 /// groups.
-pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
+pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
     if request.target != Target::Altiplano {
         one_group(request, "--target", request.target.name())?;
     }
     if request.search == SearchKind::Alpa {
         one_group(request, "--search", "alpa")?;
     }
-    let mut aimed = request.clone();
+    let mut restricted = request.clone();
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {
         Target::Altiplano | Target::Megatron => [None, None, None],
         Target::Fsdp => [Some(devices / request.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
         Target::Xla => [None, None, Some(1)],
     };
-    let degrees = [("dp", &mut aimed.dp, dp), ("tp", &mut aimed.tp, tp), ("pp", &mut aimed.pp, pp)];
+    let degrees = [("dp", &mut restricted.dp, dp), ("tp", &mut restricted.tp, tp), ("pp", &mut restricted.pp, pp)];
     for (option, degree, only) in degrees {
         match (*degree, only) {
             (Some(given), Some(allowed)) if given != allowed => {
@@ -182,12 +182,12 @@ pub fn aimed(request: &Request) -> Result<Request, PlanFailure> {
         }
     }
     if request.target != Target::Altiplano {
-        aimed.execution = execution(request.target, &request.cluster, &request.graph, request.zero);
+        restricted.execution = execution(request.target, &request.cluster, &request.graph, request.zero);
     }
     if let Some(fused_attention) = request.fused_attention {
-        aimed.execution.fused_attention = fused_attention;
+        restricted.execution.fused_attention = fused_attention;
     }
-    Ok(aimed)
+    Ok(restricted)
 }
 
 #[cfg(test)]

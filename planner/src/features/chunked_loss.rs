@@ -15,6 +15,7 @@ use altiplano_ir::op::{Convert, DotGeneral, Function, Op};
 use altiplano_ir::plan::{Plan, Stage, Target};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
+use std::borrow::Cow;
 
 /// Number of chunks in which the logits of a loss are made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -153,8 +154,8 @@ fn in_chunks(request: &Request, heads: &[Head], chunks: impl Fn(&Head) -> u64) -
 }
 
 /// The request with as many chunks as it asks for; an error if no loss can be cut so.
-pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
-    let LossChunks::Count(chunks) = request.loss_chunks else { return Ok(None) };
+pub fn with_chunks(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
+    let LossChunks::Count(chunks) = request.loss_chunks else { return Ok(Cow::Borrowed(request)) };
     let refused = |problem| Err(PlanFailure::Option { option: "loss-chunks", value: chunks, problem });
     if !(2..=MOST_CHUNKS).contains(&chunks) {
         return refused("must be between 2 and 256, or 'auto' or 'none'");
@@ -164,7 +165,7 @@ pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
     }
     let heads = heads(&request.graph, &request.stop_gradients);
     match in_chunks(request, &heads, |_| chunks) {
-        Some(cut) => Ok(Some(Request { loss_chunks: LossChunks::None, ..cut })),
+        Some(cut) => Ok(Cow::Owned(Request { loss_chunks: LossChunks::None, ..cut })),
         None => refused("chunks are what no cross-entropy over a linear layer of the model can be cut into"),
     }
 }

@@ -8,9 +8,10 @@
 //!
 //! [`array::ring_attention`]: altiplano_ir::array::ring_attention
 
-use crate::model::Layered;
+use crate::layers::graph::LayeredGraph;
+use crate::predict::predict_with;
 use crate::request::{PlanFailure, Request, SearchKind};
-use crate::{UNDECIDED, predicted};
+use crate::search::choice::UNDECIDED;
 use altiplano_cost_models::Costs;
 use altiplano_ir::array::MOST_BLOCKS;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -18,6 +19,7 @@ use altiplano_ir::op::{Function, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage, Target, graph_hash};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::rule::AxisUse;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// Number of blocks into which an attention's keys and values are cut.
@@ -72,15 +74,15 @@ fn attentions(graph: &Graph, whole: bool) -> impl Iterator<Item = ValueId> + '_ 
 }
 
 /// The request with as many blocks as it asks for; an error if no attention can be cut so.
-pub fn asked_for(request: &Request) -> Result<Option<Request>, PlanFailure> {
-    let Ring::Blocks(blocks) = request.ring else { return Ok(None) };
+pub fn with_blocks(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
+    let Ring::Blocks(blocks) = request.ring else { return Ok(Cow::Borrowed(request)) };
     let refused = |problem| Err(PlanFailure::Option { option: "ring", value: blocks, problem });
     if !(2..=MOST_BLOCKS).contains(&blocks) {
         return refused("must be between 2 and 64, or 'auto' or 'none'");
     }
     let all = attentions(&request.graph, true).map(|v| (v, blocks)).collect();
     match in_blocks(&request.graph, &all) {
-        Some(graph) => Ok(Some(Request { graph, ring: Ring::None, ..request.clone() })),
+        Some(graph) => Ok(Cow::Owned(Request { graph, ring: Ring::None, ..request.clone() })),
         None => refused("blocks are what no attention of the model can be cut into"),
     }
 }
@@ -148,8 +150,8 @@ fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<
 /// cannot be predicted, returns true as well.
 fn gains(plan: &Plan, blocks: &BTreeMap<ValueId, u64>, costs: &dyn Costs) -> bool {
     let Some(graph) = in_blocks(&plan.graph, blocks) else { return false };
-    let layered = Layered::new(graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains());
-    let ringed = ringed(plan, graph, blocks).and_then(|ringed| predicted(ringed, &layered, costs, None).ok());
+    let layered = LayeredGraph::new(graph.clone(), plan.layers.clone(), &plan.stop_gradients, plan.schedule.trains());
+    let ringed = ringed(plan, graph, blocks).and_then(|ringed| predict_with(ringed, &layered, costs, None).ok());
     let Some(ringed) = ringed else { return true };
     let fullest = |plan: &Plan| {
         let part = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;

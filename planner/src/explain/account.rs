@@ -2,11 +2,11 @@
 //! axes, transfers to other stages, the update, the host, and waiting. These are the parts that [`crate::predict`] adds
 //! up, in more detail; for one lane of a pipeline they add up to the step.
 
-use crate::lower::Sketch;
+use crate::lower::DedupedPrograms;
+use crate::predict::timing::{BodyWork, StageTiming};
 use crate::predict::{played, timings_of, work_of};
 use crate::programs;
 use crate::request::PlanFailure;
-use crate::timing::{BodyWork, StageTiming};
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::kernels::KernelKind;
 use altiplano_cost_models::pipeline::{Order, StageTimes};
@@ -162,7 +162,7 @@ impl Account {
 /// The account of each stage of a plan, in order.
 pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFailure> {
     let programs = programs(plan)?;
-    let whole = Sketch::whole(&programs);
+    let whole = DedupedPrograms::whole(&programs);
     let work = work_of(plan, &whole, costs);
     let timings = timings_of(plan, &whole, &work, costs);
     Ok(accounts_of(plan, &work, &timings))

@@ -2,36 +2,84 @@
 //! memory.
 //!
 //! Times come from the bodies that devices really run, simulated on a device's streams and placed on the pipeline's
-//! schedule. Bytes come from [`crate::memory`].
+//! schedule. Bytes come from [`crate::predict::memory`].
 
 mod exchange;
+pub mod flop;
+pub mod memory;
+pub mod timing;
 
 pub use exchange::Exchanged;
 
-use crate::flop::step_work;
-use crate::lower::{Prices, Sketch};
-use crate::memory::{LaneMemory, steps};
-use crate::timing::{BodyWork, StageTiming, stage_timing, work};
+use crate::cache::{self, Cache};
+use crate::layers::graph::LayeredGraph;
+use crate::lower::{DedupedPrograms, Prices, TrainingGraphs, lower_deduped};
+use crate::predict::flop::step_work;
+use crate::predict::memory::{LaneMemory, steps};
+use crate::predict::timing::{BodyWork, StageTiming, stage_timing, work};
+use crate::request::PlanFailure;
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
-use altiplano_cost_models::{Costs, Runtime, TransferPath, path_between_groups, transfer_path};
+use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Predicts a plan with the given costs.
+pub fn predict_plan(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    let graphs = TrainingGraphs::of(&plan)?;
+    Ok(predict_from(plan, &graphs, costs))
+}
+
+/// Like [`predict_plan`], for a model that is already cut into layers. Uses a cached prediction if there is one.
+pub fn predict_with(
+    mut plan: Plan,
+    layered: &LayeredGraph,
+    costs: &dyn Costs,
+    cache: Option<&Cache>,
+) -> Result<Plan, PlanFailure> {
+    // Cached predictions do not include servers.
+    let cache = cache.filter(|_| plan.servers.is_none());
+    let kept = cache.and_then(|cache| Some((cache, cache::of_plan(&plan, costs)?)));
+    if let Some((whole, stages)) = kept.and_then(|(cache, key)| cache.get::<(Predicted, Vec<StagePredicted>)>(key)) {
+        plan.predicted = whole;
+        plan.stages.iter_mut().zip(stages).for_each(|(stage, predicted)| stage.predicted = predicted);
+        return Ok(plan);
+    }
+    let graphs = layered.training_graphs(plan.execution)?;
+    let plan = predict_from(plan, graphs, costs);
+    if let Some((cache, key)) = kept {
+        let stages: Vec<&StagePredicted> = plan.stages.iter().map(|stage| &stage.predicted).collect();
+        cache.keep(key, &(&plan.predicted, stages));
+    }
+    Ok(plan)
+}
+
+/// Fills in a plan's predictions, for a model whose training graphs are known.
+pub fn predict_from(mut plan: Plan, graphs: &TrainingGraphs, costs: &dyn Costs) -> Plan {
+    // The programs must follow from the plan alone, not from the costs by which it was chosen.
+    let prices = Rooflines::of(&plan.cluster);
+    // Workers on one machine slow each other down, so predicting them takes the programs of all.
+    let alone = costs.runtime().is_none();
+    let deduped = lower_deduped(&plan, graphs, &prices, alone);
+    predict(&mut plan, &deduped, costs);
+    debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
+    plan
+}
+
 /// Returns the work of a plan's programs, by stage; it is empty for stages that duplicate another.
-pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
+pub fn work_of(plan: &Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
     let devices = plan.num_devices();
     let at = costs.runtime().map(|r| r.at(devices, devices));
     let of_stage = |i: usize| {
-        if like(plan, sketch, i) != i {
+        if same_as(plan, deduped, i) != i {
             return Vec::new();
         }
         let stage = &plan.stages[i];
         let cost = at.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
-        let mut bodies = work(sketch.written(plan.lane_of(i)), i as u32, &plan.execution, cost);
+        let mut bodies = work(deduped.program_of(plan.lane_of(i)), i as u32, &plan.execution, cost);
         if let Some(runtime) = &at {
             let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
             bodies.iter_mut().for_each(|body| body.sent_between_nodes(runtime.as_ref(), &prices));
@@ -42,10 +90,10 @@ pub fn work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<B
 }
 
 /// Like [`work_of`], with the work of duplicate stages filled in.
-pub fn whole_work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
-    let mut work = work_of(plan, sketch, costs);
+pub fn whole_work_of(plan: &Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) -> Vec<Vec<BodyWork>> {
+    let mut work = work_of(plan, deduped, costs);
     for i in 0..work.len() {
-        let first = like(plan, sketch, i);
+        let first = same_as(plan, deduped, i);
         if first != i {
             work[i] = work[first].iter().map(|body| body.of_stage(i as u32)).collect();
         }
@@ -53,33 +101,33 @@ pub fn whole_work_of(plan: &Plan, sketch: &Sketch<'_>, costs: &dyn Costs) -> Vec
     work
 }
 
-/// The stage that represents stage `i` in a deduplicated sketch.
-fn like(plan: &Plan, sketch: &Sketch<'_>, i: usize) -> usize {
+/// The stage that represents stage `i` in a deduplicated deduped.
+fn same_as(plan: &Plan, deduped: &DedupedPrograms<'_>, i: usize) -> usize {
     let lane = plan.lane_of(i);
-    i - lane + sketch.like[lane]
+    i - lane + deduped.same_as[lane]
 }
 
 /// Times every stage of a plan from its programs.
 pub fn stage_timings(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<(StageTimes, StageTiming)> {
-    let sketch = Sketch::whole(programs);
-    timings_of(plan, &sketch, &work_of(plan, &sketch, costs), costs)
+    let deduped = DedupedPrograms::whole(programs);
+    timings_of(plan, &deduped, &work_of(plan, &deduped, costs), costs)
 }
 
 /// Like [`stage_timings`], for work that is already known.
 pub fn timings_of(
     plan: &Plan,
-    sketch: &Sketch<'_>,
+    deduped: &DedupedPrograms<'_>,
     work: &[Vec<BodyWork>],
     costs: &dyn Costs,
 ) -> Vec<(StageTimes, StageTiming)> {
     if plan.servers.is_some() {
-        return exchange_of(plan, sketch, work, costs).map_or_else(Vec::new, |(timing, _)| vec![timing]);
+        return exchange_of(plan, deduped, work, costs).map_or_else(Vec::new, |(timing, _)| vec![timing]);
     }
     if let Some(runtime) = costs.runtime() {
-        return shared_timings(plan, sketch, work, runtime);
+        return shared_timings(plan, deduped, work, runtime);
     }
     let timing = |i: usize| {
-        if like(plan, sketch, i) != i {
+        if same_as(plan, deduped, i) != i {
             return StageTiming::default();
         }
         let stage = &plan.stages[i];
@@ -88,9 +136,9 @@ pub fn timings_of(
     };
     let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
     let with_sends = |i: usize| {
-        let timing = timings[like(plan, sketch, i)].clone();
+        let timing = timings[same_as(plan, deduped, i)].clone();
         let cost = costs.of_group(plan.stages[i].group);
-        let sends = sends(plan, sketch, i, |bytes, path| cost.transfer_s(bytes, path));
+        let sends = sends(plan, deduped, i, |bytes, path| cost.transfer_s(bytes, path));
         let times = StageTimes {
             forward_s: timing.forward.seconds,
             backward_s: timing.backward.seconds,
@@ -108,7 +156,7 @@ pub fn timings_of(
 /// Returns `None` if the plan has no servers.
 pub fn exchange_of(
     plan: &Plan,
-    sketch: &Sketch<'_>,
+    deduped: &DedupedPrograms<'_>,
     work: &[Vec<BodyWork>],
     costs: &dyn Costs,
 ) -> Option<((StageTimes, StageTiming), Exchanged)> {
@@ -118,13 +166,13 @@ pub fn exchange_of(
     let cost = at_work.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
     let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut timing = stage_timing(&work[0], &prices, &plan.execution, None);
-    let prepared_s = at_work.as_ref().map_or(0.0, |r| r.preparation_s(sketch.written(0), 0, true));
+    let prepared_s = at_work.as_ref().map_or(0.0, |r| r.preparation_s(deduped.program_of(0), 0, true));
     let mut times = StageTimes {
         forward_s: timing.forward.seconds + prepared_s,
         backward_s: timing.backward.seconds,
         ..StageTimes::default()
     };
-    let exchanged = exchange::exchanged(plan, over, sketch, &times, costs);
+    let exchanged = exchange::exchanged(plan, over, deduped, &times, costs);
     let computed_s = f64::from(plan.microbatches_of_worker()) * (times.forward_s + times.backward_s);
     times.step_s = (exchanged.step_s - computed_s).max(0.0);
     timing.waits_s = (times.step_s - exchanged.sent_s).max(0.0);
@@ -147,11 +195,11 @@ const MAX_LOADS: usize = 8;
 /// receiver each spend time on copying a message, and the message takes time in between.
 fn shared_timings(
     plan: &Plan,
-    sketch: &Sketch<'_>,
+    deduped: &DedupedPrograms<'_>,
     work: &[Vec<BodyWork>],
     runtime: &dyn Runtime,
 ) -> Vec<(StageTimes, StageTiming)> {
-    let (devices, programs) = (plan.num_devices(), &sketch.programs);
+    let (devices, programs) = (plan.num_devices(), &deduped.programs);
     let mut sums: BTreeSet<u32> = BTreeSet::from([0]);
     for stage in plan.lanes() {
         sums = sums.iter().flat_map(|&n| [n, n + stage.devices.len() as u32]).collect();
@@ -165,7 +213,7 @@ fn shared_timings(
     let times = work.par_iter().enumerate().map(|(i, bodies)| {
         let stage = &plan.stages[i];
         let program = &programs.programs[plan.lane_of(i)];
-        let sent_s = sends(plan, sketch, i, |bytes, path| runtime.message_s(bytes, path));
+        let sent_s = sends(plan, deduped, i, |bytes, path| runtime.message_s(bytes, path));
         let at = |busy: u32| {
             let cost = runtime.at(devices, busy);
             let prices = Prices::new(cost.as_cost(), plan.group_of(stage), stage.submesh, &stage.mesh);
@@ -257,19 +305,24 @@ fn played_as(
 }
 
 /// Seconds that a stage's sends take: forward and backward with each microbatch, and once a step.
-fn sends(plan: &Plan, sketch: &Sketch<'_>, i: usize, transfer_s: impl Fn(u64, &TransferPath) -> f64) -> [f64; 3] {
+fn sends(
+    plan: &Plan,
+    deduped: &DedupedPrograms<'_>,
+    i: usize,
+    transfer_s: impl Fn(u64, &TransferPath) -> f64,
+) -> [f64; 3] {
     let lane = plan.lane_of(i);
-    let (stage, program) = (&plan.stages[i], sketch.written(lane));
+    let (stage, program) = (&plan.stages[i], deduped.program_of(lane));
     let mut sends = [0.0; 3];
-    for call in &sketch.programs.programs[lane].schedule {
+    for call in &deduped.programs.programs[lane].schedule {
         let Call::Send { transfer, microbatch, .. } = call else { continue };
-        let (from, to) = sketch.stages_of(*transfer);
+        let (from, to) = deduped.stages_of(*transfer);
         // A transfer between stages on the same devices is a local copy, which is negligible beside one over a link.
         let stays = plan.lane_of(from as usize) == plan.lane_of(to as usize);
         if from != i as u32 || stays || microbatch.is_some_and(|m| m != 0) {
             continue;
         }
-        let t = &sketch.programs.transfers[transfer.0 as usize];
+        let t = &deduped.programs.transfers[transfer.0 as usize];
         let target = &plan.stages[to as usize];
         let seconds = transfer_s(program.buffer(t.source.1).ty.bytes(), &path(plan, stage, target));
         let slot = match microbatch {
@@ -299,27 +352,27 @@ fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
 }
 
 /// Memory of every lane over a step, on the devices that the plan is for.
-pub fn lane_memories(plan: &Plan, sketch: &Sketch<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
+pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
     // Workers and servers run on devices of one group.
     let kind = |lane: usize| plan.group_of(plan.stages.get(lane).unwrap_or(&plan.stages[0])).device.kind;
-    let programs = &sketch.programs.programs;
-    let steps_of = |lane: usize| match sketch.like[lane] == lane {
+    let programs = &deduped.programs.programs;
+    let steps_of = |lane: usize| match deduped.same_as[lane] == lane {
         true => steps(&programs[lane], kind(lane), work),
         false => Vec::new(),
     };
     let steps: Vec<_> = (0..programs.len()).into_par_iter().map(steps_of).collect();
     let memory = |lane: usize| {
-        let (written, steps) = (sketch.written(lane), &steps[sketch.like[lane]]);
-        LaneMemory::of(written, &programs[lane], &sketch.programs.transfers, steps, kind(lane))
+        let (written, steps) = (deduped.program_of(lane), &steps[deduped.same_as[lane]]);
+        LaneMemory::of(written, &programs[lane], &deduped.programs.transfers, steps, kind(lane))
     };
     (0..programs.len()).into_par_iter().map(memory).collect()
 }
 
 /// Fills in all predictions of a plan from its programs.
-pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
-    let work = work_of(plan, sketch, costs);
-    let timings = timings_of(plan, sketch, &work, costs);
-    let memories = lane_memories(plan, sketch, &work);
+pub fn predict(plan: &mut Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) {
+    let work = work_of(plan, deduped, costs);
+    let timings = timings_of(plan, deduped, &work, costs);
+    let memories = lane_memories(plan, deduped, &work);
     let order = Order::of(plan);
     let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
     let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;
@@ -358,7 +411,7 @@ pub fn predict(plan: &mut Plan, sketch: &Sketch<'_>, costs: &dyn Costs) {
             };
         }
     }
-    if let Some((_, exchanged)) = exchange_of(plan, sketch, &work, costs)
+    if let Some((_, exchanged)) = exchange_of(plan, deduped, &work, costs)
         && let Some(over) = &mut plan.servers
     {
         let of_servers = exchanged.servers.into_iter().zip(&memories[over.workers.len()..]);

@@ -8,7 +8,7 @@
 //! The prediction of deduplicated lanes equals that of all programs together, to the bit
 //! (`planner/tests/plans/sketches.rs`).
 
-use super::{Cut, Derived};
+use super::{Cut, TrainingGraphs};
 use altiplano_ir::expand::Expanded;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Op;
@@ -17,20 +17,20 @@ use altiplano_ir::sharding::Sharding;
 use rustc_hash::FxHashMap;
 
 /// An earlier lane that equals a lane.
-pub struct Alike {
+pub struct SameLane {
     pub lane: usize,
     /// Maps each value that lowering looks at in the earlier lane to its counterpart.
     pub values: FxHashMap<ValueId, ValueId>,
 }
 
 /// For each lane, the first earlier lane that equals it, if there is one.
-pub fn lanes(cut: &Cut<'_>) -> Vec<Option<Alike>> {
+pub fn same_lanes(cut: &Cut<'_>) -> Vec<Option<SameLane>> {
     let stages = Stages::new(cut);
-    let mut found: Vec<Option<Alike>> = Vec::new();
+    let mut found: Vec<Option<SameLane>> = Vec::new();
     for lane in 0..cut.plan.num_lanes() {
-        let mut written = (0..lane).filter(|&l| found[l].is_none());
-        let alike = written.find_map(|first| stages.paired(first, lane));
-        found.push(alike);
+        let mut distinct = (0..lane).filter(|&l| found[l].is_none());
+        let same = distinct.find_map(|first| stages.paired(first, lane));
+        found.push(same);
     }
     found
 }
@@ -46,7 +46,7 @@ struct Stages<'a> {
 
 impl<'a> Stages<'a> {
     fn new(cut: &'a Cut<'a>) -> Self {
-        let Expanded { graph, values, .. } = &cut.derived.expanded;
+        let Expanded { graph, values, .. } = &cut.training_graphs.expanded;
         let by_name: FxHashMap<&str, ValueId> = graph.parameters().map(|(p, name)| (name, p)).collect();
         let mut holders: FxHashMap<ValueId, Vec<u32>> = FxHashMap::default();
         for (s, stage) in (0..).zip(&cut.plan.stages) {
@@ -58,25 +58,25 @@ impl<'a> Stages<'a> {
         Stages { cut, holders, receives: cut.plan.stages.iter().map(received).collect() }
     }
 
-    fn paired(&self, first: usize, second: usize) -> Option<Alike> {
+    fn paired(&self, first: usize, second: usize) -> Option<SameLane> {
         let plan = self.cut.plan;
         let stages: Vec<(usize, usize)> = plan.stages_of(first).zip(plan.stages_of(second)).collect();
         // A total may be made of other stages' values.
-        let graph = &self.cut.derived.expanded.graph;
+        let graph = &self.cut.training_graphs.expanded.graph;
         if stages.iter().flat_map(|&(a, _)| &self.cut.nodes[a]).any(|&v| graph.is_total(v)) {
             return None;
         }
         if plan.lanes()[first].mesh != plan.lanes()[second].mesh
-            || !stages.iter().all(|&(a, b)| self.planned_alike(a, b) && self.offloaded_alike(a, b))
+            || !stages.iter().all(|&(a, b)| self.same_planned(a, b) && self.same_offloaded(a, b))
         {
             return None;
         }
         let mut pairing = Pairing { of: self, to: FxHashMap::default(), back: FxHashMap::default() };
-        stages.iter().all(|&(a, b)| pairing.stages(a, b)).then_some(Alike { lane: first, values: pairing.to })
+        stages.iter().all(|&(a, b)| pairing.stages(a, b)).then_some(SameLane { lane: first, values: pairing.to })
     }
 
     /// Returns true if two stages have the same strategies on devices of one kind.
-    fn planned_alike(&self, a: usize, b: usize) -> bool {
+    fn same_planned(&self, a: usize, b: usize) -> bool {
         let plan = self.cut.plan;
         let (a, b) = (&plan.stages[a], &plan.stages[b]);
         let ways = |s: &Stage| (s.group, s.submesh, s.layers.len(), s.parameters.len(), s.receives.len());
@@ -89,7 +89,7 @@ impl<'a> Stages<'a> {
     }
 
     /// Returns true if two stages offload the same activations. With one microbatch in flight, some stay on the device.
-    fn offloaded_alike(&self, a: usize, b: usize) -> bool {
+    fn same_offloaded(&self, a: usize, b: usize) -> bool {
         !self.cut.plan.stages[a].offload.activations || self.cut.apart(a) == self.cut.apart(b)
     }
 }
@@ -105,19 +105,19 @@ impl<'a> Pairing<'a> {
     /// Pairs the values that lowering two stages looks at. All stages of one lane are equally far from their
     /// counterparts in the other.
     fn stages(&mut self, a: usize, b: usize) -> bool {
-        let Cut { plan, derived, nodes, .. } = self.of.cut;
-        let Derived { training, owned, .. } = derived;
+        let Cut { plan, training_graphs, nodes, .. } = self.of.cut;
+        let TrainingGraphs { training, owned, .. } = training_graphs;
         let forward = || nodes[a].iter().copied().zip(nodes[b].iter().copied());
         if nodes[a].len() != nodes[b].len() {
             return false;
         }
-        let forward_alike = forward().all(|(x, y)| {
+        let same_forward = forward().all(|(x, y)| {
             (x == training.loss) == (y == training.loss)
-                && self.leave_alike(x, y)
+                && self.same_leave(x, y)
                 && self.bind(x, y)
-                && self.nodes_alike(x, y, (a, b))
+                && self.same_nodes(x, y, (a, b))
         });
-        let backward_alike = forward_alike
+        let same_backward = same_forward
             && forward().rev().all(|(x, y)| {
                 let cotangents = match (training.cotangents[x.index()], training.cotangents[y.index()]) {
                     (Some(c), Some(d)) => self.bind(c, d),
@@ -127,9 +127,9 @@ impl<'a> Pairing<'a> {
                 let mut pairs = own.iter().copied().zip(others.iter().copied());
                 cotangents
                     && own.len() == others.len()
-                    && pairs.all(|(n, m)| self.bind(n, m) && self.nodes_alike(n, m, (a, b)))
+                    && pairs.all(|(n, m)| self.bind(n, m) && self.same_nodes(n, m, (a, b)))
             });
-        if !backward_alike || !forward().all(|(x, y)| self.contributions_alike(x, y, (a, b))) {
+        if !same_backward || !forward().all(|(x, y)| self.same_contributions(x, y, (a, b))) {
             return false;
         }
         // The stage uses all that it receives and holds, so these values are paired. Their cotangents must match as
@@ -142,7 +142,7 @@ impl<'a> Pairing<'a> {
         held.len() == plan.stages[a].parameters.len()
             && self.of.receives[a].keys().chain(&held).all(|v| {
                 let other = self.to.get(v).copied();
-                other.is_some_and(|other| self.contributions_alike(*v, other, (a, b)))
+                other.is_some_and(|other| self.same_contributions(*v, other, (a, b)))
             })
     }
 
@@ -160,24 +160,24 @@ impl<'a> Pairing<'a> {
     }
 
     /// Returns true if two nodes run the same op on paired operands.
-    fn nodes_alike(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
-        let Cut { plan, derived, .. } = self.of.cut;
-        let (Derived { training, .. }, constant) = (derived, derived.constant(plan));
+    fn same_nodes(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
+        let Cut { plan, training_graphs, .. } = self.of.cut;
+        let (TrainingGraphs { training, .. }, constant) = (training_graphs, training_graphs.constant(plan));
         let (p, q) = (training.graph.node(x), training.graph.node(y));
         p.op == q.op
             && p.ty == q.ty
             && constant[x.index()] == constant[y.index()]
             && p.operands.len() == q.operands.len()
-            && p.operands.iter().zip(&q.operands).all(|(&v, &w)| self.operands_alike(v, w, stages))
+            && p.operands.iter().zip(&q.operands).all(|(&v, &w)| self.same_operands(v, w, stages))
     }
 
-    fn operands_alike(&mut self, v: ValueId, w: ValueId, (a, b): (usize, usize)) -> bool {
+    fn same_operands(&mut self, v: ValueId, w: ValueId, (a, b): (usize, usize)) -> bool {
         let known = self.to.contains_key(&v);
         if !self.bind(v, w) {
             return false;
         }
-        let Cut { plan, derived, .. } = self.of.cut;
-        let (Derived { training, .. }, constant) = (derived, derived.constant(plan));
+        let Cut { plan, training_graphs, .. } = self.of.cut;
+        let (TrainingGraphs { training, .. }, constant) = (training_graphs, training_graphs.constant(plan));
         let (p, q) = (training.graph.node(v), training.graph.node(w));
         let received = (self.of.receives[a].get(&v), self.of.receives[b].get(&w));
         match (&p.op, &q.op) {
@@ -191,27 +191,28 @@ impl<'a> Pairing<'a> {
             }
             (Op::Input(_), _) => p.op == q.op,
             _ if known => true,
-            _ if constant[v.index()] => self.nodes_alike(v, w, (a, b)),
+            _ if constant[v.index()] => self.same_nodes(v, w, (a, b)),
             // Values made in this stage are paired before they are used.
             _ => received.0.is_some(),
         }
     }
 
     /// Returns true if both values leave their layers, and their stages, or neither does.
-    fn leave_alike(&self, x: ValueId, y: ValueId) -> bool {
-        let Cut { derived, stage_of, layer_of, .. } = self.of.cut;
-        let leaves =
-            |v: ValueId, of: &[Option<u32>]| derived.users[v.index()].iter().any(|u| of[u.index()] != of[v.index()]);
-        let is_output = |v: ValueId| derived.expanded.graph.outputs.contains(&v);
+    fn same_leave(&self, x: ValueId, y: ValueId) -> bool {
+        let Cut { training_graphs, stage_of, layer_of, .. } = self.of.cut;
+        let leaves = |v: ValueId, of: &[Option<u32>]| {
+            training_graphs.users[v.index()].iter().any(|u| of[u.index()] != of[v.index()])
+        };
+        let is_output = |v: ValueId| training_graphs.expanded.graph.outputs.contains(&v);
         leaves(x, stage_of) == leaves(y, stage_of)
             && leaves(x, layer_of) == leaves(y, layer_of)
             && is_output(x) == is_output(y)
     }
 
     /// Returns true if the cotangents of two values sum the same contributions, local and remote.
-    fn contributions_alike(&mut self, x: ValueId, y: ValueId, (a, b): (usize, usize)) -> bool {
-        let Cut { derived, stage_of, .. } = self.of.cut;
-        let all = &derived.training.contributions;
+    fn same_contributions(&mut self, x: ValueId, y: ValueId, (a, b): (usize, usize)) -> bool {
+        let Cut { training_graphs, stage_of, .. } = self.of.cut;
+        let all = &training_graphs.training.contributions;
         let (mine, others) = (&all[x.index()], &all[y.index()]);
         let further = (b - a) as u32;
         mine.len() == others.len()
@@ -220,7 +221,7 @@ impl<'a> Pairing<'a> {
                 let here = from == Some(a as u32);
                 from.map(|s| s + further) == other_from
                     && (!here
-                        || self.to.get(&user) == Some(&other_user) && self.operands_alike(value, other_value, (a, b)))
+                        || self.to.get(&user) == Some(&other_user) && self.same_operands(value, other_value, (a, b)))
             })
     }
 }

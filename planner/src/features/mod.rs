@@ -1,0 +1,11 @@
+//! Choices of a plan beyond sharding and stages: forms of the model, and where and by what a plan runs.
+
+pub mod chunked_loss;
+pub mod offload;
+pub mod one_device;
+pub mod padding;
+pub mod parallelism;
+pub mod pins;
+pub mod rings;
+pub mod servers;
+pub mod target;

@@ -1,0 +1,98 @@
+//! The search for a plan, from a request to the best plan with its alternatives.
+//!
+//! [`plan`] brings the request into the form that its target runs. [`variants`] searches the model and other graphs of
+//! it; each is searched by [`outcome::search_graph`]: candidates come from [`crate::inter_op`], predictions from
+//! [`predictor`], and the stages of the best few plans are solved again as a whole ([`crate::refine`]).
+
+pub mod baselines;
+pub mod choice;
+pub mod closest;
+pub mod context;
+pub mod fitting;
+pub mod fixed_degrees;
+pub mod outcome;
+pub mod pareto;
+pub mod predictor;
+pub mod space;
+pub mod sweep;
+mod variants;
+
+use crate::explain::alternatives;
+use crate::features::padding::{padded, with_padding};
+use crate::features::{chunked_loss, one_device, pins, rings, servers, target};
+use crate::layers::cache::{LayeredAtBatch, LayeredCache};
+use crate::request::{PlanFailure, Progress, Request};
+use altiplano_cost_models::Costs;
+use altiplano_ir::padding::Padding;
+use altiplano_ir::plan::{Plan, Target};
+use baselines::LARGE_MODEL;
+use context::SearchContext;
+use outcome::Outcome;
+use space::SearchSpace;
+use std::sync::Arc;
+
+/// Plans a request. `cache` holds cuts of its model into layers.
+pub fn plan(
+    request: &Request,
+    cache: &Arc<LayeredCache>,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Plan, PlanFailure> {
+    if let Some(size) = request.micro_batch {
+        return pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress));
+    }
+    let request = &pins::with_pins(request)?;
+    let request = &rings::with_blocks(request)?;
+    let request = &chunked_loss::with_chunks(request)?;
+    if let Some(over) = request.servers {
+        return servers::plan(request, over, costs, progress);
+    }
+    let request = &target::restrict(request)?;
+    let mut padded = padded(request);
+    // Slight padding is almost free, speeds up tensor cores, and avoids a second search of large models.
+    let better = request.graph.len() > LARGE_MODEL || request.has_gpus();
+    if better && padded.first().is_some_and(|(_, padding)| padding.is_slight()) {
+        let (larger, padding) = padded.remove(0);
+        let larger = Request { baselines: request.baselines, ..larger };
+        match plan_padded(&larger, &padded, &Arc::default(), costs, progress) {
+            Ok(plan) if plan.padding.is_none() => return Ok(with_padding(plan, &padding)),
+            Err(PlanFailure::Memory { .. }) => {}
+            result => return result,
+        }
+    }
+    plan_padded(request, &padded, cache, costs, progress)
+}
+
+/// Plans a request in the form that its target runs, and `padded` forms of the same model.
+fn plan_padded(
+    request: &Request,
+    padded: &[(Request, Padding)],
+    cache: &Arc<LayeredCache>,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Plan, PlanFailure> {
+    let space = SearchSpace::from_request(request)?;
+    if request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1) {
+        // Megatron pads vocabularies, which slight padding covers, and never adds heads.
+        return sweep::best(request, costs, progress);
+    }
+    let layered = LayeredAtBatch::among(request, cache);
+    if request.trains() {
+        layered.readers()?;
+    }
+    let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
+    let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
+    let mut plan = plan?;
+    let mut faster = None;
+    if let Some(of_one) = one_device::instead_of(&cx, &plan) {
+        faster = Some(one_device::line(&plan, &of_one));
+        plan = of_one;
+    }
+    if progress.stopped() || !request.baselines {
+        plan.alternatives.extend(faster);
+        return Ok(plan);
+    }
+    others.retain(|other| faster.is_none() || other.num_devices() == plan.num_devices());
+    baselines.extend(faster);
+    Ok(alternatives::attach(plan, baselines, others))
+}

@@ -1,0 +1,208 @@
+//! Search spaces: the choices that a request leaves open.
+
+use crate::inter_op::submesh::shapes;
+use crate::request::{PlanFailure, Request, SearchKind};
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::cluster::Group;
+use altiplano_ir::plan::{Goal, Schedule};
+use altiplano_ir::recompute::Recompute;
+
+/// The choices that a search has. A baseline fixes choices that another search leaves open.
+#[derive(Clone, Debug)]
+pub struct SearchSpace {
+    pub dp: Option<u32>,
+    pub tp: Option<u32>,
+    pub pp: Option<u32>,
+    pub zero: Option<u8>,
+    pub recompute: Option<Recompute>,
+    pub schedules: Vec<Schedule>,
+    /// Stages per device.
+    pub virtual_stages: Option<u32>,
+    /// Also predict pipelines found for `1f1b` under `zb-h1`.
+    pub zero_bubble: bool,
+    /// Numbers of microbatches to try.
+    pub num_microbatches: Vec<u32>,
+    /// Every device must be used, even if fewer are faster.
+    pub all_devices: bool,
+    /// Memory of a device that stages may use, by group.
+    pub memory_bytes: Vec<u64>,
+    /// The only group whose devices stages may use.
+    pub only_group: Option<usize>,
+    /// Prefer layouts that keep less memory, even if they take longer.
+    pub lean: bool,
+    /// [`crate::SearchKind::Alpa`].
+    pub alpa: bool,
+    /// Batches follow each other without waiting, so throughput counts, not latency.
+    pub streams: bool,
+}
+
+/// Alpa turns gradient reductions into reduce-scatters where it can, and updates the remaining shard on each device
+/// (section 4.2, "post-ILP optimization").
+const ALPA_ZERO: u8 = 2;
+
+impl SearchSpace {
+    /// The space that a request leaves open.
+    ///
+    /// # Errors
+    /// If options contradict each other, the model or the cluster.
+    pub fn from_request(request: &Request) -> Result<SearchSpace, PlanFailure> {
+        check_options(request)?;
+        let [dp, tp, pp] = degrees(request)?;
+        let num_microbatches = microbatch_counts(request)?;
+        let alpa = request.search == SearchKind::Alpa;
+        Ok(SearchSpace {
+            dp,
+            tp,
+            pp,
+            zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
+            recompute: match request.trains() {
+                true => request.recompute.or(alpa.then_some(Recompute::Full)),
+                false => Some(Recompute::None),
+            },
+            schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
+            virtual_stages: request.virtual_stages,
+            zero_bubble: request.schedule.is_none(),
+            num_microbatches,
+            memory_bytes: request.cluster.groups.iter().map(|g| request.cluster.usable_bytes(g)).collect(),
+            only_group: None,
+            lean: false,
+            all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
+            alpa,
+            streams: request.goal == Goal::Throughput,
+        })
+    }
+
+    /// Number of steps that are priced together, as if they ran without a wait between them.
+    pub fn steps_together(&self) -> u32 {
+        // With this many steps, filling and draining the pipeline becomes negligible.
+        if self.streams { 1 << 12 } else { 1 }
+    }
+
+    /// True if stages may lie in a group.
+    pub fn allows(&self, group: usize) -> bool {
+        self.only_group.is_none_or(|only| only == group)
+    }
+}
+
+fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str) -> Result<T, PlanFailure> {
+    Err(PlanFailure::Option { option, value: value.into(), problem })
+}
+
+fn check_options(request: &Request) -> Result<(), PlanFailure> {
+    let devices = request.cluster.num_devices();
+    for (option, value) in [("dp", request.dp), ("tp", request.tp), ("pp", request.pp)] {
+        if value == Some(0) {
+            return invalid(option, 0u64, "must be at least 1");
+        }
+    }
+    let shared = request.virtual_stages.unwrap_or(1);
+    if shared == 0 {
+        return invalid("virtual-stages", 0u64, "must be at least 1");
+    }
+    if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
+        return invalid("virtual-stages", shared, "goes with the schedule 1f1b only");
+    }
+    if shared > 1 && (devices == 1 || request.pp == Some(1)) {
+        return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
+    }
+    match request.zero {
+        Some(zero) if zero > 3 => invalid("zero", zero, "must be 0, 1, 2 or 3"),
+        _ => Ok(()),
+    }
+}
+
+/// The degrees of data, tensor and pipeline parallelism that the request fixes. Two fixed degrees fix the third.
+fn degrees(request: &Request) -> Result<[Option<u32>; 3], PlanFailure> {
+    let devices = request.cluster.num_devices();
+    let cp = request.cp.unwrap_or(1);
+    let (mut dp, mut tp, mut pp) = (request.dp, request.tp, request.pp);
+    let refused = |product: u64| {
+        let (dp, tp, pp) = (dp.unwrap_or(1), tp.unwrap_or(1), pp.unwrap_or(1));
+        Err(PlanFailure::Degrees { dp, tp, pp, cp, product, devices })
+    };
+    let given: u64 = [dp, tp, pp, Some(cp)].into_iter().flatten().map(u64::from).product();
+    if dp.is_some() && tp.is_some() && pp.is_some() && given != u64::from(devices) {
+        return refused(given);
+    }
+    let several = request.cluster.groups.len() > 1;
+    if given > u64::from(devices) || !several && u64::from(devices) % given != 0 {
+        return refused(given);
+    }
+    if several {
+        // With several groups, stages may differ in size, but each lies in one group.
+        let of_stage = u64::from(dp.unwrap_or(1)) * u64::from(tp.unwrap_or(1));
+        let holds = |g: &Group| shapes(g.nodes, g.devices_per_node).iter().any(|s| s.num_devices() % of_stage == 0);
+        if !request.cluster.groups.iter().any(holds) {
+            let groups = request.cluster.groups.iter().map(Group::num_devices).collect();
+            return Err(PlanFailure::StageOverGroups { of_stage, groups });
+        }
+        return Ok([dp, tp, pp]);
+    }
+    let rest = (u64::from(devices) / given) as u32;
+    match (dp, tp, pp) {
+        (None, Some(_), Some(_)) => dp = Some(rest),
+        (Some(_), None, Some(_)) => tp = Some(rest),
+        (Some(_), Some(_), None) => pp = Some(rest),
+        _ => {}
+    }
+    Ok([dp, tp, pp])
+}
+
+/// The numbers of microbatches to try.
+fn microbatch_counts(request: &Request) -> Result<Vec<u32>, PlanFailure> {
+    let global = request.global_batch_size();
+    if global == 0 {
+        return invalid("global-batch", 0u64, "must be at least 1");
+    }
+    if request.num_microbatches == Some(0) {
+        return invalid("num-microbatches", 0u64, "must be at least 1");
+    }
+    if request.microbatch == Some(0) {
+        return invalid("microbatch", 0u64, "must be at least 1");
+    }
+    let scales = request.graph.batch != 0;
+    let counts: Vec<u32> = match (request.microbatch, request.num_microbatches) {
+        (Some(size), _) if !scales && size != 1 => {
+            return invalid("microbatch", size, "cannot be set: the graph keeps to the size it was traced at");
+        }
+        (_, Some(count)) if !scales && count as u64 != global && request.global_batch.is_some() => {
+            return invalid(
+                "num-microbatches",
+                count,
+                "is not --global-batch: the graph keeps to the size it was traced at",
+            );
+        }
+        (_, Some(count)) if !scales => vec![count],
+        (Some(size), Some(count)) if size.checked_mul(count as u64) != Some(global) => {
+            return invalid("microbatch", size, "times --num-microbatches is not --global-batch");
+        }
+        (_, Some(count)) if global % count as u64 != 0 => {
+            return invalid("num-microbatches", count, "does not divide the global batch");
+        }
+        (_, Some(count)) => vec![count],
+        (Some(size), None) if global % size != 0 => {
+            return invalid("microbatch", size, "does not divide the global batch");
+        }
+        (Some(size), None) => vec![u32::try_from(global / size).unwrap_or(u32::MAX)],
+        (None, None) if !scales => vec![u32::try_from(global).unwrap_or(u32::MAX)],
+        (None, None) if request.loss == LossKind::Other && !request.allow_microbatch_semantics => vec![1],
+        (None, None) => {
+            // Divisors at least a factor of 1.5 apart.
+            let mut counts: Vec<u32> = Vec::new();
+            for count in (1..=global.min(4096) as u32).filter(|c| global % *c as u64 == 0) {
+                if counts.last().is_none_or(|&l| count as f64 >= 1.5 * l as f64) {
+                    counts.push(count);
+                }
+            }
+            counts
+        }
+    };
+    if request.loss == LossKind::Other && !request.allow_microbatch_semantics && counts != [1] && scales {
+        return invalid(
+            "num-microbatches",
+            counts[0],
+            "would change the loss, which is not a mean over samples; --allow-microbatch-semantics permits it",
+        );
+    }
+    Ok(counts)
+}
