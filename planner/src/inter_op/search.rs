@@ -491,7 +491,7 @@ impl CandidatesAtMicrobatch {
 impl CandidatesAtMicrobatch {
     /// The whole model as one stage: for each mesh the best configuration that takes at most `most_s`. Fewest devices
     /// come first, then the fastest.
-    fn singles(&self, space: &SearchSpace, memory_bytes: &[u64], most_s: f64) -> Vec<PipelineCandidate<'_>> {
+    pub(super) fn singles(&self, space: &SearchSpace, memory_bytes: &[u64], most_s: f64) -> Vec<PipelineCandidate<'_>> {
         let layers = self.layered.layers.len();
         let Some(&schedule) = space.schedules.first() else { return Vec::new() };
         let mut found: Vec<PipelineCandidate<'_>> = Vec::new();
@@ -546,7 +546,7 @@ impl CandidatesAtMicrobatch {
     /// Pipelines of equal stages: for every submesh that tiles its group, layers dealt out evenly, and for each stage
     /// the fastest configuration that fits. The dynamic program prefers unequal stages for any gain in its estimates.
     /// Where estimates are about equal, the simple pipeline may be better.
-    fn uniform(&self, cx: &SearchContext<'_>, memory_bytes: &[u64]) -> Vec<PipelineCandidate<'_>> {
+    pub(super) fn uniform(&self, cx: &SearchContext<'_>, memory_bytes: &[u64]) -> Vec<PipelineCandidate<'_>> {
         let SearchContext { request, space, .. } = *cx;
         let Some(&schedule) = space.schedules.first() else { return Vec::new() };
         let mut found = Vec::new();
@@ -686,125 +686,8 @@ fn least_bytes(layered: &LayeredGraph, request: &Request) -> u64 {
     2 * largest.unwrap_or(0) / request.cluster.num_devices() as u64
 }
 
-/// Candidates slower than the best estimate by more than this factor are not worth predicting.
-const WORTH_PREDICTING: f64 = 1.5;
-/// The same for the plan without a pipeline, which is predicted although it seems slower.
-const WORTH_A_LOOK: f64 = 4.0;
-/// Meshes for the whole model as one stage that are predicted as well.
-const MOST_MESHES: usize = 3;
-/// Candidates that are predicted, besides the simplest and the smallest.
-const MOST_PREDICTED: usize = 5;
-/// Total nodes of all predicted candidates, if there are more than one.
-const NODES_PREDICTED: usize = 40_000;
-
-impl SearchResult {
-    /// Number of `wanted` plans to predict: at least one, and fewer for very large models, since prediction time grows
-    /// with the model.
-    pub fn predicted_at_most(&self, wanted: usize) -> usize {
-        let num_nodes = self.candidates.first().map_or(1, |c| c.layered.graph.len());
-        wanted.min(NODES_PREDICTED / num_nodes.max(1)).max(1)
-    }
-
-    /// The candidates to predict, within the `memory_bytes` per device of each group for each number of microbatches.
-    /// These are the few best whose estimates are near the best, best first; the best without a pipeline; the one on
-    /// fewest devices; and the best meshes for one stage. The search does not model everything that the prediction does
-    /// (the exchange of tied gradients, the host's run-ahead), so its second choice may be the better one.
-    pub fn ranked(
-        &self,
-        cx: &SearchContext<'_>,
-        memory_bytes: &BTreeMap<u32, Vec<u64>>,
-    ) -> Result<Vec<PipelineCandidate<'_>>, PlanFailure> {
-        let SearchContext { request, space, .. } = *cx;
-        let unlimited = vec![u64::MAX; request.cluster.groups.len()];
-        let mut all: Vec<PipelineCandidate<'_>> = Vec::new();
-        let mut nearest: Option<PlanFailure> = None;
-        let best_of = self.candidates.par_iter().map(|candidates| {
-            let memory_bytes = memory_bytes.get(&candidates.num_microbatches).unwrap_or(&unlimited);
-            let found = candidates.best(cx, memory_bytes, space.pp)?;
-            let single = match found.stages.len() > 1 && space.pp.is_none() {
-                true => candidates.best(cx, memory_bytes, Some(1)).ok(),
-                false => None,
-            };
-            Ok((found, single))
-        });
-        let best: Vec<Result<_, NoStages>> = best_of.collect();
-        for result in best {
-            match result {
-                Ok((found, single)) => {
-                    all.extend(single);
-                    all.push(found);
-                }
-                Err(error) => {
-                    let failure = explain(error, request);
-                    nearest = Some(match nearest {
-                        Some(known) => known.nearer(failure),
-                        None => failure,
-                    });
-                }
-            }
-        }
-        all.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-        let Some(least) = all.first().map(|f| f.step_s) else {
-            return Err(nearest.unwrap_or(PlanFailure::NoCombination));
-        };
-        // A baseline's degrees are fixed, so little is left to predict. Prediction time grows with the model.
-        let most_predicted = if space.all_devices { 2 } else { MOST_PREDICTED };
-        let most_predicted = self.predicted_at_most(most_predicted);
-        // One stage of a very large model takes as long to predict as many pipelines.
-        let worth = if self.predicted_at_most(2) == 1 { WORTH_PREDICTING } else { WORTH_A_LOOK };
-        let simplest = all.iter().position(|f| f.stages.len() == 1 && f.step_s <= worth * least);
-        let mut rank = 0;
-        all.retain(|f| {
-            rank += 1;
-            rank <= most_predicted && f.step_s <= WORTH_PREDICTING * least || Some(rank - 1) == simplest
-        });
-        if (!space.all_devices || space.alpa) && space.dp.is_none() && space.tp.is_none() {
-            let mut uniform: Vec<PipelineCandidate<'_>> = Vec::new();
-            for c in &self.candidates {
-                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
-                let best = c.uniform(cx, memory_bytes).into_iter();
-                // Estimates are off by amounts that differ most between microbatch sizes.
-                uniform.extend(best.min_by(|a, b| a.step_s.total_cmp(&b.step_s)));
-            }
-            uniform.retain(|f| f.step_s <= WORTH_PREDICTING * least && !all.iter().any(|known| known.is(f)));
-            uniform.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-            uniform.truncate(most_predicted);
-            all.extend(uniform);
-        }
-        if space.pp.is_none_or(|pp| pp == 1) {
-            let mut singles: Vec<PipelineCandidate<'_>> = Vec::new();
-            for c in &self.candidates {
-                let memory_bytes = memory_bytes.get(&c.num_microbatches).unwrap_or(&unlimited);
-                singles.extend(c.singles(space, memory_bytes, WORTH_PREDICTING * least));
-            }
-            let unknown = |all: &[PipelineCandidate<'_>], s: &PipelineCandidate<'_>| {
-                let same = |f: &PipelineCandidate<'_>| {
-                    f.candidates.num_microbatches == s.candidates.num_microbatches
-                        && f.stages.len() == 1
-                        && f.stages[0].block == s.stages[0].block
-                        && f.stages[0].config.mesh == s.stages[0].config.mesh
-                };
-                !all.iter().any(same)
-            };
-            let devices = |f: &PipelineCandidate<'_>| f.stages[0].block.shape.num_devices();
-            let fewest = singles.iter().map(devices).min();
-            let total = num_devices(cx);
-            let mut near = singles.clone();
-            near.sort_by(|a, b| a.step_s.total_cmp(&b.step_s));
-            let smallest = singles.into_iter().find(|s| !space.all_devices && Some(devices(s)) == fewest);
-            let near = near
-                .into_iter()
-                .filter(|s| !space.all_devices || devices(s) == total)
-                .take(most_predicted.min(MOST_MESHES));
-            for single in smallest.into_iter().chain(near) {
-                if unknown(&all, &single) {
-                    all.push(single);
-                }
-            }
-        }
-        Ok(all)
-    }
-}
+/// A plan without a pipeline is predicted unless it is slower than the best estimate by more than this factor.
+pub(super) const WORTH_A_LOOK: f64 = 4.0;
 
 /// Number of devices that stages may use.
 pub fn num_devices(cx: &SearchContext<'_>) -> u64 {
@@ -812,7 +695,7 @@ pub fn num_devices(cx: &SearchContext<'_>) -> u64 {
     groups.map(|(_, group)| u64::from(group.num_devices())).sum()
 }
 
-fn explain(error: NoStages, request: &Request) -> PlanFailure {
+pub(super) fn explain(error: NoStages, request: &Request) -> PlanFailure {
     match error {
         NoStages::Memory { required_bytes, limit_bytes, layers, block, stage, num_stages, in_flight } => {
             PlanFailure::Memory {

@@ -8,6 +8,7 @@
 
 mod activations;
 mod offload;
+mod passes;
 mod server;
 mod totals;
 mod update;
@@ -15,19 +16,15 @@ mod update;
 use super::body::BodyBuilder;
 use super::choose::Available;
 use super::repeat::{Repeats, second_products};
-use super::split::split;
 use super::{Cut, StageContext, by_layout};
-use activations::Passes;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Op, Roll};
-use altiplano_ir::plan::Schedule;
-use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase, Transfer, TransferId};
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Transfer, TransferId};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
 pub use server::{Server, lower_server, weights_alone};
 use std::collections::{BTreeMap, BTreeSet};
-use update::{Gradients, Shares, Variance};
 
 /// A stage's bodies and the buffers that it exchanges with other stages.
 pub struct Lowered {
@@ -159,7 +156,7 @@ struct StageLowering<'a> {
 pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
     let mut lowering = StageLowering::new(cx, computed_again(cx));
     let forward = lowering.forward();
-    lowering.backward(forward)
+    lowering.complete(forward)
 }
 
 impl<'a> StageLowering<'a> {
@@ -417,220 +414,6 @@ impl<'a> StageLowering<'a> {
             accumulators.insert(p, self.buffer(format!("gradient of {name}"), kind, ty, storage.gradient.clone()));
         }
         accumulators
-    }
-
-    /// Adds this microbatch's gradient of `p` to its accumulator, if there is one.
-    fn accumulate(
-        &mut self,
-        b: &mut BodyBuilder<'a>,
-        p: ValueId,
-        buffer: BufferId,
-        writes: &mut Vec<(BufferId, ValueId)>,
-        variance: &mut Option<Variance>,
-    ) {
-        let Buffer { ty, sharding, .. } = self.buffers[buffer.0 as usize].clone();
-        if let Some(gradient) = self.cotangent(b, p, &sharding, &[]) {
-            if let Some(variance) = variance {
-                variance.add(b, p, gradient, &sharding);
-            }
-            let old = b.read(buffer, &sharding, &ty);
-            let gradient = b.graph.convert(gradient, ty.dtype);
-            writes.push((buffer, b.graph.add(old, gradient)));
-        }
-    }
-
-    fn backward(mut self, forward: BodyBuilder<'a>) -> Lowered {
-        let cx = self.cx;
-        let training = cx.training;
-        let graph = &training.graph;
-        let here = |v: ValueId| cx.stage_of[v.index()] == Some(cx.index);
-        let num_nodes = cx.nodes.iter().map(|v| cx.owned[v.index()].len()).sum();
-        let mut b = BodyBuilder::new(cx, format!("stage{} backward", cx.index), num_nodes);
-        let parts = parts_of(cx);
-        let mut receives_backward = BTreeMap::new();
-        let mut writes = Vec::new();
-        let accumulators = self.accumulators();
-        let mut variance = self.variance_accumulator();
-        let mut first_used: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
-        for &p in accumulators.keys() {
-            if let Some(&user) = cx.users[p.index()].iter().find(|u| here(**u)) {
-                first_used.entry(user).or_default().push(p);
-            }
-        }
-        let seed = training.seed().filter(|_| cx.plan.loss_scale.is_some());
-        if let Some(seed) = seed.filter(|_| here(training.loss)) {
-            let scaled = self.scaled_seed(&mut b);
-            b.define(seed, Sharding::replicated(&[]), scaled);
-        }
-        for v in cx.nodes.iter().rev().copied() {
-            'contributions: {
-                let Some(cotangent) = training.cotangents[v.index()] else { break 'contributions };
-                let to = self.left_partial(&b, v).unwrap_or_else(|| cx.resting(v));
-                let mut received = Vec::new();
-                for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
-                    let name = format!("cotangent of {v} from stage{stage}");
-                    let buffer = self.buffer(name, BufferKind::Value, graph.ty(v).clone(), to.clone());
-                    receives_backward.insert((v, stage), buffer);
-                    received.push(buffer);
-                }
-                let Some(total) = self.cotangent(&mut b, v, &to, &received) else { break 'contributions };
-                b.define(cotangent, to, total);
-                for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n) && seed != Some(**n)) {
-                    let operands = &graph.node(n).operands;
-                    let available: Vec<Available> = operands.iter().map(|&o| self.available(&b, &forward, o)).collect();
-                    let wanted = parts.get(&n).map(|&of| cx.resting(of));
-                    let strategy = cx.choose(n, &available, wanted);
-                    let rule = graph.rule(n);
-                    let shardings = rule.shardings(&strategy, &cx.mesh);
-                    for (&o, to) in operands.iter().zip(&shardings.operands) {
-                        self.fetch(&mut b, &forward, o, to);
-                    }
-                    b.emit(n, &rule, &strategy, &shardings);
-                }
-            }
-            // A gradient joins its accumulator as soon as its last contribution is available. The parameter's first
-            // user may itself have no cotangent.
-            for &p in first_used.get(&v).into_iter().flatten() {
-                self.accumulate(&mut b, p, accumulators[&p], &mut writes, &mut variance);
-            }
-        }
-        if let Some(variance) = &variance
-            && let Some(sum) = variance.sum
-        {
-            let Buffer { ty, sharding, .. } = self.buffers[variance.buffer.0 as usize].clone();
-            let old = b.read(variance.buffer, &sharding, &ty);
-            writes.push((variance.buffer, b.graph.add(old, sum)));
-        }
-
-        // Cotangents of received values return in the layout in which the values came.
-        let mut sends_backward = BTreeMap::new();
-        for &v in cx.stage.receives.keys() {
-            let to = cx.stage.receives[&v].clone();
-            if let Some(total) = self.cotangent(&mut b, v, &to, &[]) {
-                let ty = graph.ty(v).clone();
-                let buffer = self.buffer(format!("cotangent of {v}"), BufferKind::Value, ty, to);
-                sends_backward.insert(v, buffer);
-                writes.push((buffer, total));
-            }
-        }
-        let (backward_graph, backward_reads, backward_writes) = b.finish(writes);
-
-        // The forward body writes the values that the backward body reads, those that other stages need, and the loss.
-        let mut forward = forward;
-        let mut writes = Vec::new();
-        let read_back: BTreeSet<BufferId> = backward_reads.iter().map(|(_, b)| *b).collect();
-        for ((v, sharding), &buffer) in &self.saved {
-            if read_back.contains(&buffer) {
-                writes.push((buffer, forward.want(*v, sharding)));
-            }
-        }
-        let mut sends_forward = BTreeMap::new();
-        for v in cx.nodes.iter().copied() {
-            let later = cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index));
-            if later {
-                let to = cx.resting(v);
-                let buffer = match self.saved.get(&(v, to.clone())).filter(|b| read_back.contains(b)) {
-                    Some(&buffer) => buffer,
-                    None => {
-                        let ty = cx.graph.ty(v).clone();
-                        let buffer = self.buffer(format!("{v} to later stages"), BufferKind::Value, ty, to.clone());
-                        writes.push((buffer, forward.want(v, &to)));
-                        buffer
-                    }
-                };
-                sends_forward.insert(v, buffer);
-            }
-        }
-        if !cx.plan.schedule.trains() {
-            for (index, &v) in (0u32..).zip(&cx.graph.outputs) {
-                if cx.stage_of[v.index()] == Some(cx.index) {
-                    let (ty, to) = (graph.ty(v).clone(), cx.resting(v));
-                    let kind = BufferKind::Output { index };
-                    let buffer = self.buffer(format!("result {index}"), kind, ty, to.clone());
-                    writes.push((buffer, forward.want(v, &to)));
-                }
-            }
-        } else if cx.stage_of[training.loss.index()] == Some(cx.index) {
-            let ty = graph.ty(training.loss).clone();
-            let whole = Sharding::replicated(&ty.shape);
-            let buffer = self.buffer("loss".into(), BufferKind::Loss, ty, whole.clone());
-            writes.push((buffer, forward.want(training.loss, &whole)));
-        }
-        let (forward_graph, forward_reads, forward_writes) = forward.finish(writes);
-
-        // The forward body frees buffers that only it reads. The backward body frees all others that live per
-        // microbatch.
-        let per_microbatch = |buffers: &[Buffer], id: BufferId| {
-            matches!(buffers[id.0 as usize].kind, BufferKind::Value | BufferKind::Input { .. })
-        };
-        let mut forward_frees: Vec<BufferId> =
-            forward_reads.iter().map(|(_, b)| *b).filter(|b| !read_back.contains(b)).collect();
-        forward_frees.retain(|b| per_microbatch(&self.buffers, *b));
-        let mut backward_frees: Vec<BufferId> = read_back.into_iter().collect();
-        backward_frees.retain(|b| per_microbatch(&self.buffers, *b));
-        // Two values may have the same cotangent. Then the one received for the first is read, and the other is not.
-        let received = self.received.values().chain(receives_backward.values());
-        let unread = received.filter(|b| !forward_frees.contains(b) && !backward_frees.contains(b));
-        let unread: Vec<BufferId> = unread.copied().collect();
-        // A value received for a total is not read, and there may be no backward pass.
-        match cx.plan.schedule.trains() {
-            true => backward_frees.extend(unread),
-            false => forward_frees.extend(unread),
-        }
-        let forward = Body {
-            name: format!("stage{} forward", cx.index),
-            stage: cx.index,
-            phase: Phase::Forward,
-            graph: forward_graph,
-            reads: forward_reads,
-            writes: forward_writes,
-            frees: forward_frees,
-        };
-        let backward = Body {
-            name: format!("stage{} backward", cx.index),
-            stage: cx.index,
-            phase: Phase::Backward,
-            graph: backward_graph,
-            reads: backward_reads,
-            writes: backward_writes,
-            frees: backward_frees,
-        };
-        let (mut forward, mut backward, mut weights) = (forward, backward, None);
-        if cx.plan.schedule == Schedule::ZbH1 {
-            let sent = sends_backward.values().copied().collect();
-            let (first, second) = split(backward, &sent, &mut self.buffers);
-            (backward, weights) = (first, Some(second));
-        }
-        if cx.stage.offload.activations {
-            let passes = Passes {
-                forward: &mut forward,
-                later: [&mut backward].into_iter().chain(&mut weights).collect(),
-                sent: sends_forward.values().copied().collect(),
-                apart: cx.apart,
-            };
-            activations::offload(passes, &mut self.buffers, &cx.mesh);
-        }
-        let totals = self.totals_body();
-        let (reduce, sends_tied, receives_tied) = self.reduce(&accumulators);
-        let mut gradients = Gradients::accumulated(&accumulators, &sends_tied, &receives_tied, cx.index);
-        let shares = self.norm(&mut gradients, variance.as_ref());
-        let update = self.update(&accumulators, &gradients, shares.as_ref(), None);
-        let receives_forward = self.received.clone();
-        let (norm, sends_shares, receives_shares) = match shares {
-            Some(Shares { body, own, others, .. }) => (Some(body), own, others),
-            None => Default::default(),
-        };
-        let boundary = Boundary {
-            sends_forward,
-            receives_forward,
-            sends_backward,
-            receives_backward,
-            sends_tied,
-            receives_tied,
-            sends_shares,
-            receives_shares,
-        };
-        Lowered { buffers: self.buffers, forward, backward, weights, reduce, norm, update, totals, boundary }
     }
 }
 

@@ -341,20 +341,26 @@ impl LaneMemory {
             peak_at,
         };
         memory.host_peak_bytes = host_peak_bytes(program, memory.played.iter().map(|&at| &schedule[at]), device);
+        memory.find_peak(overlap.steps, stash_bytes as i64);
+        memory
+    }
+
+    /// Plays the calls of the step, and finds the bytes held before each of them and the peak. `overlaps`: steps do.
+    fn find_peak(&mut self, overlaps: bool, stash_bytes: i64) {
         // Tensors that no call of a step frees are gone when all calls of the step are over.
-        let left_bytes: i64 = memory.calls.iter().map(|&kind| memory.kinds[kind as usize].left_bytes).sum();
+        let left_bytes: i64 = self.calls.iter().map(|&kind| self.kinds[kind as usize].left_bytes).sum();
         // While the last step drains, `before` keeps the values of overlapping steps.
-        let drained = if overlap.steps { memory.played.len() + num_prompt - memory.calls.len() } else { usize::MAX };
-        let (mut peak, mut held) = (None, lasting_bytes as i64);
-        for (index, &position) in memory.played.iter().enumerate() {
-            if memory.ended_before(index) > memory.ended_before(index.max(1) - 1) {
+        let drained = if overlaps { self.played.len() + self.num_prompt - self.calls.len() } else { usize::MAX };
+        let (mut peak, mut held) = (None, self.lasting_bytes as i64);
+        for (index, &position) in self.played.iter().enumerate() {
+            if self.ended_before(index) > self.ended_before(index.max(1) - 1) {
                 held -= left_bytes;
             }
-            let kind = &memory.kinds[memory.calls[position] as usize];
-            let stash_bytes = if memory.stashed[index] { stash_bytes as i64 } else { 0 };
+            let kind = &self.kinds[self.calls[position] as usize];
+            let stash_bytes = if self.stashed[index] { stash_bytes } else { 0 };
             let most = held + stash_bytes + kind.most_bytes;
             if index < drained {
-                memory.before[position] = held + stash_bytes;
+                self.before[position] = held + stash_bytes;
             }
             if peak.is_none_or(|(bytes, _)| most > bytes) {
                 peak = Some((most, (index, kind.most_at)));
@@ -362,10 +368,9 @@ impl LaneMemory {
             held += kind.left_bytes;
         }
         if let Some((bytes, at)) = peak {
-            memory.peak_bytes = bytes.max(0) as u64;
-            memory.peak_at = at;
+            self.peak_bytes = bytes.max(0) as u64;
+            self.peak_at = at;
         }
-        memory
     }
 
     /// Number of steps that have ended before a simulated call. After its prompt calls, each step runs as many calls as
@@ -672,30 +677,7 @@ impl Walk<'_> {
         let mut values: Vec<Option<usize>> = vec![None; steps.num_values];
         // The buffers that the body's values end up in.
         let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
-        for leaf in &steps.leaves {
-            let key = self.key(leaf.buffer, of_microbatch);
-            let found = self.buffers.get(&key).copied().or_else(|| {
-                // The host provides inputs when they are first read.
-                let is_input = matches!(self.program.buffer(leaf.buffer).kind, BufferKind::Input { .. });
-                is_input.then(|| {
-                    let origin = Origin::Buffer(leaf.buffer);
-                    let tensor = self.tensor(origin, Category::Inputs, leaf.bytes, Some(0));
-                    self.keep((leaf.buffer, of_microbatch), tensor, 0);
-                    tensor
-                })
-            });
-            if let Some(tensor) = found {
-                self.holders[tensor] += 1;
-                values[leaf.value.index()] = Some(tensor);
-            }
-        }
-        let mut before: BTreeMap<BufferId, usize> = BTreeMap::new();
-        for leaf in steps.leaves.iter().filter(|l| l.owned) {
-            if let Some(tensor) = self.buffers.remove(&self.key(leaf.buffer, of_microbatch)) {
-                self.holders[tensor] -= 1;
-                before.insert(leaf.buffer, tensor);
-            }
-        }
+        let before = self.read_leaves(steps, of_microbatch, &mut values);
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
             for (i, output) in step.outputs.iter().enumerate() {
@@ -710,13 +692,11 @@ impl Walk<'_> {
                             let shared = self.holders[old] > 1;
                             self.release(old, point + u32::from(shared));
                         }
+                        let value = || Origin::Value { body, value: self.named(body, step.node, output.value) };
                         let (origin, category) = match written.get(&output.value) {
                             Some(&b) if self.is_fixed(b) => (Origin::Buffer(b), Category::Temporaries),
                             Some(&b) => (Origin::Buffer(b), self.category(b)),
-                            None => (
-                                Origin::Value { body, value: self.named(body, step.node, output.value) },
-                                Category::Temporaries,
-                            ),
+                            None => (value(), Category::Temporaries),
                         };
                         let tensor = self.tensor(origin, category, output.bytes, Some(point));
                         self.holders[tensor] = 1;
@@ -757,6 +737,40 @@ impl Walk<'_> {
             self.release(tensor, end);
         }
         end - 1
+    }
+
+    /// Reads the leaves of a body into `values`. Returns the tensors of the buffers that the body takes over.
+    fn read_leaves(
+        &mut self,
+        steps: &Steps<()>,
+        of_microbatch: bool,
+        values: &mut [Option<usize>],
+    ) -> BTreeMap<BufferId, usize> {
+        for leaf in &steps.leaves {
+            let key = self.key(leaf.buffer, of_microbatch);
+            let found = self.buffers.get(&key).copied().or_else(|| {
+                // The host provides inputs when they are first read.
+                let is_input = matches!(self.program.buffer(leaf.buffer).kind, BufferKind::Input { .. });
+                is_input.then(|| {
+                    let origin = Origin::Buffer(leaf.buffer);
+                    let tensor = self.tensor(origin, Category::Inputs, leaf.bytes, Some(0));
+                    self.keep((leaf.buffer, of_microbatch), tensor, 0);
+                    tensor
+                })
+            });
+            if let Some(tensor) = found {
+                self.holders[tensor] += 1;
+                values[leaf.value.index()] = Some(tensor);
+            }
+        }
+        let mut before: BTreeMap<BufferId, usize> = BTreeMap::new();
+        for leaf in steps.leaves.iter().filter(|l| l.owned) {
+            if let Some(tensor) = self.buffers.remove(&self.key(leaf.buffer, of_microbatch)) {
+                self.holders[tensor] -= 1;
+                before.insert(leaf.buffer, tensor);
+            }
+        }
+        before
     }
 
     /// A lasting buffer that is made anew in other storage is still one tensor. If the old storage ends before the new

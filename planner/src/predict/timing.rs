@@ -338,30 +338,62 @@ pub fn played_in_order(kernels: &[Kernel], prices: &[Price]) -> Played {
     played
 }
 
+/// Times the bodies of a stage whose device runs one kernel after another.
+fn timing_in_order(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution) -> StageTiming {
+    let mut timing = StageTiming::default();
+    let mut totals = Played::default();
+    for body in bodies {
+        let played = played_in_order(&body.kernels, &body.prices(prices, execution));
+        match body.phase {
+            Phase::Totals => totals = played,
+            Phase::Forward => timing.forward = played,
+            Phase::Backward => timing.backward = played,
+            Phase::Weights => timing.weights = played,
+            Phase::Reduce | Phase::Norm | Phase::Update => {
+                let start_s = timing.finish_s;
+                timing.finish_spans.extend(played.spans.iter().map(|(from, to)| (start_s + from, start_s + to)));
+                timing.finish_s += played.seconds;
+                timing.finish_compute_s += played.compute_s;
+                timing.finish_communication_s += played.communication_s;
+            }
+        }
+    }
+    begin_with(&mut timing.forward, &totals);
+    timing
+}
+
+/// Moves the kernels of a body that runs once a step to their streams, ready when all passes have ended at `passes_s`
+/// where they need that. Adds up their seconds in `timing`, and returns those of gathers.
+fn finish_tasks(body: &BodyWork, tasks: &mut [Task], passes_s: f64, late: bool, timing: &mut StageTiming) -> f64 {
+    let mut gathers_s = 0.0;
+    for (task, sent) in tasks.iter_mut().zip(&body.sent) {
+        if matches!(task.stream, Stream::Load | Stream::Store) {
+            // Data for the update has no room on the device before that.
+            task.ready_s = task.ready_s.max(passes_s);
+            timing.finish_communication_s += task.seconds;
+            continue;
+        }
+        if task.stream != Stream::Communication {
+            timing.finish_compute_s += task.seconds;
+            if late {
+                task.ready_s = task.ready_s.max(passes_s);
+            }
+            continue;
+        }
+        task.stream = Stream::Gradients;
+        timing.finish_communication_s += task.seconds;
+        if matches!(sent, Some((Collective::AllGather { .. }, _, _))) {
+            gathers_s += task.seconds;
+        }
+    }
+    gathers_s
+}
+
 /// Times a stage's bodies. With `late`, gradients are those of the previous step, and their reduction overlaps with
 /// that many microbatches.
 pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execution, late: Option<u32>) -> StageTiming {
     if prices.cost.runtime().is_some() {
-        let mut timing = StageTiming::default();
-        let mut totals = Played::default();
-        for body in bodies {
-            let played = played_in_order(&body.kernels, &body.prices(prices, execution));
-            match body.phase {
-                Phase::Totals => totals = played,
-                Phase::Forward => timing.forward = played,
-                Phase::Backward => timing.backward = played,
-                Phase::Weights => timing.weights = played,
-                Phase::Reduce | Phase::Norm | Phase::Update => {
-                    let start_s = timing.finish_s;
-                    timing.finish_spans.extend(played.spans.iter().map(|(from, to)| (start_s + from, start_s + to)));
-                    timing.finish_s += played.seconds;
-                    timing.finish_compute_s += played.compute_s;
-                    timing.finish_communication_s += played.communication_s;
-                }
-            }
-        }
-        begin_with(&mut timing.forward, &totals);
-        return timing;
+        return timing_in_order(bodies, prices, execution);
     }
     let mut timing = StageTiming::default();
     let host = |ahead_s: f64| Host { ahead_s, queued: prices.cost.queued_kernels() };
@@ -403,26 +435,7 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
                         * (timing.forward.seconds + timing.backward.seconds + timing.weights.seconds);
                 }
                 let mut tasks = tasks;
-                for (task, sent) in tasks.iter_mut().zip(&body.sent) {
-                    if matches!(task.stream, Stream::Load | Stream::Store) {
-                        // Data for the update has no room on the device before that.
-                        task.ready_s = task.ready_s.max(before_s);
-                        timing.finish_communication_s += task.seconds;
-                        continue;
-                    }
-                    if task.stream != Stream::Communication {
-                        timing.finish_compute_s += task.seconds;
-                        if late.is_some() {
-                            task.ready_s = task.ready_s.max(before_s);
-                        }
-                        continue;
-                    }
-                    task.stream = Stream::Gradients;
-                    timing.finish_communication_s += task.seconds;
-                    if matches!(sent, Some((Collective::AllGather { .. }, _, _))) {
-                        gathers_s += task.seconds;
-                    }
-                }
+                gathers_s += finish_tasks(body, &mut tasks, before_s, late.is_some(), &mut timing);
                 // Without overlap, nothing starts before the last backward pass ends.
                 let barrier = (!execution.overlap && late.is_none()).then_some(before_s);
                 append(&mut list, &mut written, body, tasks, barrier);
