@@ -1,7 +1,7 @@
 #!/bin/bash
 # The plans that Alpa published for GPT on p3.16xlarge (Zheng et al. 2022, artifact: configurations of section 8.1 and their throughput) beside
 # those that `altiplano plan` finds for the same models, batch and GPUs. Seconds of theirs follow from the published TFLOP/s by their formula,
-# 96 B s l h^2 (1 + s / 6h) + 6 B s h V FLOP a step with recomputation; where their stages are equal our judge prices them as well.
+# 96 B s l h^2 (1 + s / 6h) + 6 B s h V FLOP a step with recomputation; where their stages are equal our predictor prices them as well.
 #
 #     benches/alpa_plans.sh ALTIPLANO
 set -eu
@@ -30,7 +30,7 @@ row() {
     echo "| $name, $gpus | $theirs, $micro microbatches | $measured | $same | $how | $ours | $ratio |"
 }
 
-echo "| GPT, GPUs | Alpa's plan | s/step, measured | s/step, our judge | our plan | s/step, predicted | ours / measured |"
+echo "| GPT, GPUs | Alpa's plan | s/step, measured | s/step, predicted | our plan | s/step, predicted | ours / measured |"
 echo "|---|---|--:|--:|---|--:|--:|"
 row 350M 24 1024 16 1 p3.16xlarge:1/1 512 "1 GPU" 45.07 "tp=1 pp=1 dp=1 mbs=2 recompute target=altiplano"
 row 760M 24 1536 16 2 p3.16xlarge:1/2 128 "2 stages of 1" 57.92 "tp=1 pp=2 dp=1 mbs=8 recompute target=altiplano"

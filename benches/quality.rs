@@ -1,4 +1,4 @@
-//! How good chosen plans are beside what simpler searches find, all judged alike: every Megatron-style configuration (replicas x
+//! How good chosen plans are beside what simpler searches find, all predicted the same way: every Megatron-style configuration (replicas x
 //! tensor-parallel devices x stages x microbatch x recomputation x ZeRO-0 and ZeRO-1), and Alpa's search.
 //!
 //!     cargo bench --bench quality -- FOLDER_OF_MODELS [NAME...]

@@ -18,7 +18,7 @@ use altiplano::planner::refine::levels;
 use altiplano::{ImportOptions, load_all_results, load_cluster, load_model};
 use altiplano_cost_models::Roofline;
 use altiplano_solver::Options;
-use altiplano_transforms::step::updated_leaves;
+use altiplano_transforms::training_step::updated_leaves;
 use std::path::Path;
 use std::time::Instant;
 

@@ -5,7 +5,7 @@
 //! plan's prediction.
 
 use crate::error::Error;
-use crate::moved::{Moves, layouts, layouts_table, posed_differently, stages};
+use crate::plan_diff::{Moves, layouts, layouts_table, posed_differently, stages};
 use crate::report::{side_by_side, side_by_side_json};
 use crate::simulate::Simulation;
 use crate::units::{digits, percent, seconds};

@@ -24,7 +24,7 @@ use altiplano_transforms::downscale::{Goal, downscale};
 use altiplano_transforms::experts;
 use altiplano_transforms::losses_of_step::other_losses;
 use altiplano_transforms::rewrite::rewrite;
-use altiplano_transforms::step::{self, Fitted, TrainingStep};
+use altiplano_transforms::training_step::{self, Fitted, TrainingStep};
 use altiplano_transforms::unstack::unstack;
 use file::{Read, SEVERAL, graph_of, name_of};
 use std::path::{Path, PathBuf};
@@ -277,7 +277,7 @@ fn role(graph: &Graph, v: ValueId) -> Role {
 
 /// Leaves that the function returns updated.
 fn states(graph: &Graph) -> Vec<String> {
-    step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
+    training_step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
 }
 
 /// Extracts the loss of a whole training step, and the rest of the step. Any other graph is kept whole. A step with
@@ -288,7 +288,8 @@ fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss,
         || !options.inputs.is_empty()
         || !options.no_decay.is_empty()
         || options.attached().is_some();
-    let step = if chosen || graph.outputs.len() < 2 { None } else { step::recognise(&graph, &arguments, &results) };
+    let step =
+        if chosen || graph.outputs.len() < 2 { None } else { training_step::recognise(&graph, &arguments, &results) };
     // The layers of a loop are planned like separate ones, but the experts of a layer stay together.
     let states = states(&graph);
     let Some(step) = step else {
@@ -465,7 +466,7 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
         // A whole training step itself shows what it trains.
         let freeze = Stated { freeze: &options.freeze, ..Stated::default() };
         // Weights that it does not return updated are recognised by name alone.
-        let updated = step::updated_leaves(&graph);
+        let updated = training_step::updated_leaves(&graph);
         let mut roles = known(&graph);
         for (role, argument) in roles.iter_mut().zip(&arguments) {
             if !updated.contains(&argument.value) && arguments::is_frozen_by_name(argument) {
@@ -474,7 +475,7 @@ fn traced(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Traced, 
         }
         let frozen = arguments::roles(&arguments, Some(&roles), freeze).map_err(wrong)?;
         let step = arguments::with_roles(&graph, &arguments, &frozen);
-        if options.no_decay.is_empty() && step::recognise(&step, &values, &results).is_some() {
+        if options.no_decay.is_empty() && training_step::recognise(&step, &values, &results).is_some() {
             return Ok(Traced { graph: step, arguments: values, results, aside });
         }
     }

@@ -8,7 +8,7 @@ pub use memory::{HeldTensor, MemoryTimeline};
 pub use trace::{Recorded, trace_name};
 
 use crate::Error;
-use crate::profiled::Profiled;
+use crate::measured_costs::Profiled;
 use crate::units::{bytes, digits, percent, plural, seconds};
 use altiplano_cost_models::collective::{self, Operation};
 use altiplano_cost_models::compute::Bound;

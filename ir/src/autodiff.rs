@@ -6,7 +6,7 @@
 use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
 use crate::op::{Gradient, Operator};
-use crate::shift::irrelevant_maxima;
+use crate::softmax_max::irrelevant_maxima;
 use crate::types::TensorType;
 
 /// A graph with its gradients.

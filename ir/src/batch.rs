@@ -16,7 +16,7 @@ mod loss;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
 use crate::op::{Composite, Op, Operator};
-use crate::sample::count_by_sample;
+use crate::rng::count_by_sample;
 use loss::{Understood, normalise};
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::Literal;
 use crate::op::{Binary, BroadcastInDim, Op, Reshape, Slice, Threefry, ThreefryWord, Transpose};
-use crate::sample::is_sample_index;
+use crate::rng::is_sample_index;
 use crate::types::TensorType;
 use std::collections::BTreeMap;
 

@@ -51,11 +51,12 @@ impl Fidelity {
 }
 
 fn rows(found: &Found) -> Result<(), Error> {
-    let width =
-        |text: fn(&altiplano::fidelity::Judged) -> &str| found.judged.iter().map(|r| text(r).len()).max().unwrap_or(0);
+    let width = |text: fn(&altiplano::fidelity::PredictedRow) -> &str| {
+        found.rows.iter().map(|r| text(r).len()).max().unwrap_or(0)
+    };
     let (group, plan) = (width(|r| &r.group), width(|r| &r.plan));
     say(format!("{:group$}  {:plan$}  measured s  predicted s    error", "group", "plan"))?;
-    for row in &found.judged {
+    for row in &found.rows {
         say(format!(
             "{:group$}  {:plan$}  {:10.4}  {:11.4}  {:+6.1} %",
             row.group, row.plan, row.measured_step_s, row.predicted_step_s, row.error_percent

@@ -35,7 +35,7 @@ pub mod why_not;
 use crate::progress::Bar;
 use altiplano::ir::plan::{MadeBy, Plan};
 use altiplano::planner::{PlanFailure, Request};
-use altiplano::remedies::{Explained, failure_json, fixes, shortage};
+use altiplano::suggestions::{Explained, failure_json, fixes, shortage};
 use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, report_as};
 use std::fmt::Display;
 use std::io::Write;

@@ -8,11 +8,11 @@ use altiplano::ir::dtype::DType;
 use altiplano::ir::loss_scale::{self, LossScale};
 use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::{MfuConvention, Plan, Schedule, Target, Update};
+use altiplano::measured_costs::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::planner::features::chunked_loss::LossChunks;
 use altiplano::planner::features::rings::Ring;
 use altiplano::planner::search::pareto::Point;
 use altiplano::planner::{OverServers, Progress, Request, SearchKind};
-use altiplano::profiled::{frontier_by, load_profile, plan_by, repredict, uncovered};
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
 use altiplano::training::{DataOptions, Training};
 use altiplano::{
@@ -563,7 +563,7 @@ impl PlanOptions {
 pub const OF_TRAINING: &str = "is a training option, but --loss none does not train";
 
 /// Predicts a plan by the profile in a file.
-pub fn judge_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
+pub fn predict_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
     let profile = load_profile(file)?;
     repredict(plan, &profile)?;
     say_uncovered(plan, Some(&profile))?;
@@ -640,7 +640,7 @@ impl PlanOrModel {
                 return Err(Error::Option { option: "--clip-norm", problem });
             }
             if let Some(file) = &self.plan.profile {
-                judge_by(&mut plan, file)?;
+                predict_by(&mut plan, file)?;
             }
             return Ok((plan, None));
         }

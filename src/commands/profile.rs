@@ -6,10 +6,10 @@ use crate::commands::ranks::MeasuringArguments;
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile as Measured;
-use altiplano::planner::Progress;
 #[cfg(feature = "mpi")]
-use altiplano::profiled::{load_profile, with_links};
-use altiplano::profiled::{measured_gpu_profile, measured_profile};
+use altiplano::measured_costs::{load_profile, with_links};
+use altiplano::measured_costs::{measured_gpu_profile, measured_profile};
+use altiplano::planner::Progress;
 use altiplano::training::engine::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};

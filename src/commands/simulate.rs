@@ -1,6 +1,6 @@
 //! `altiplano simulate PLAN`: simulates a step.
 
-use crate::commands::options::judge_by;
+use crate::commands::options::predict_by;
 use crate::commands::say;
 use altiplano::simulate::Simulation;
 use altiplano::{Error, load_plan, write_file};
@@ -37,7 +37,7 @@ impl Simulate {
     pub fn run(self) -> Result<(), Error> {
         let mut plan = load_plan(&self.plan)?;
         let profile = match &self.profile {
-            Some(file) => Some(judge_by(&mut plan, file)?),
+            Some(file) => Some(predict_by(&mut plan, file)?),
             None => None,
         };
         if let (Some(measured), None) = (&plan.profile, &profile) {

@@ -8,7 +8,7 @@
 //! another.
 
 use super::kineto::{Timed, read_trace};
-use super::predict::{Judge, Prepared};
+use super::predict::{Prepared, RowPredictor};
 use super::reading::{self, Recomputation};
 use super::statistics::{Comparable, group_statistics};
 use super::table::{Row, read_table};
@@ -159,13 +159,13 @@ impl Table<'_> {
 
 /// Reads tables of steps and traces of kernels, and fits the constants of each device in them.
 pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
-    let judge = Judge::default();
+    let predictor = RowPredictor::default();
     let mut of_device: BTreeMap<String, (Device, Vec<Table<'_>>)> = BTreeMap::new();
     for file in files {
         let bytes = read_bytes(file)?;
         // A table starts with its column names; a trace is a JSON document.
         let is_trace = matches!(bytes.iter().find(|b| !b.is_ascii_whitespace()), Some(b'{' | b'['));
-        let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &judge)? };
+        let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &predictor)? };
         let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
         for (device, row) in measured {
             here.entry(device.name.clone()).or_insert_with(|| (device, Vec::new())).1.push(row);
@@ -177,12 +177,12 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
     Ok(of_device.into_values().map(|(device, tables)| fit(&device, &tables)).collect())
 }
 
-fn steps(file: &Path, judge: &Judge) -> Result<Vec<(Device, Measured)>, Error> {
+fn steps(file: &Path, predictor: &RowPredictor) -> Result<Vec<(Device, Measured)>, Error> {
     let rows = read_table(file)?;
-    let reading::Read { recompute, .. } = reading::read(file, &rows, judge, Recomputation::Inferred)?;
+    let reading::Read { recompute, .. } = reading::read(file, &rows, predictor, Recomputation::Inferred)?;
     let measured = |(row, recompute): (Row, Recompute)| {
         let wrong = |error| Error::Row { file: file.to_path_buf(), line: row.line, error: Box::new(error) };
-        let prepared = Box::new(Prepared::new(&row, judge, recompute).map_err(wrong)?);
+        let prepared = Box::new(Prepared::new(&row, predictor, recompute).map_err(wrong)?);
         let device = prepared.device().clone();
         let what = What::Step { group: row.group, gpus: row.gpus, global_batch: row.global_batch, prepared };
         Ok((device, Measured { name: row.line.to_string(), seconds: row.measured_step_s, what }))

@@ -15,7 +15,7 @@ mod table;
 
 pub use calibrate::{Calibrated, Fit, calibrate, device_file};
 pub use kineto::{Timed, Trace, TraceError, read_trace};
-pub use predict::{Judge, Prepared};
+pub use predict::{Prepared, RowPredictor};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};
 pub use table::{MicroBatch, Row, TableError, read_table};
@@ -27,7 +27,7 @@ use std::path::Path;
 
 /// A row with its prediction.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Judged {
+pub struct PredictedRow {
     pub line: u64,
     pub group: String,
     pub gpus: u32,
@@ -49,17 +49,19 @@ pub struct Fidelity {
     /// Campaigns whose recomputation is inferred to differ from the statement.
     pub readings: Vec<Reading>,
     pub groups: Vec<GroupStatistics>,
-    pub judged: Vec<Judged>,
+    #[serde(rename = "judged")]
+    pub rows: Vec<PredictedRow>,
 }
 
 /// Reads a table and predicts each of its rows. A row without degrees is an error.
 pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> Result<Fidelity, Error> {
     let rows = read_table(file)?;
-    let reading::Read { predicted_s, readings, .. } = reading::read(file, &rows, &Judge::new(devices), recomputation)?;
-    let judged: Vec<Judged> = rows
+    let reading::Read { predicted_s, readings, .. } =
+        reading::read(file, &rows, &RowPredictor::new(devices), recomputation)?;
+    let predicted: Vec<PredictedRow> = rows
         .iter()
         .zip(predicted_s)
-        .map(|(row, predicted)| Judged {
+        .map(|(row, predicted)| PredictedRow {
             line: row.line,
             group: row.group.clone(),
             gpus: row.gpus,
@@ -71,6 +73,6 @@ pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> 
             error_percent: 100.0 * (predicted / row.measured_step_s - 1.0),
         })
         .collect();
-    let (statistics, groups) = statistics(&judged);
-    Ok(Fidelity { statistics, readings, groups, judged })
+    let (statistics, groups) = statistics(&predicted);
+    Ok(Fidelity { statistics, readings, groups, rows: predicted })
 }

@@ -26,14 +26,14 @@ const VOCABULARY_BLOCK: u64 = 128;
 
 /// Cached models by config, and devices that override the catalogue.
 #[derive(Default)]
-pub struct Judge {
+pub struct RowPredictor {
     models: Mutex<HashMap<String, Arc<Model>>>,
     devices: Devices,
 }
 
-impl Judge {
-    pub fn new(devices: Devices) -> Judge {
-        Judge { devices, ..Judge::default() }
+impl RowPredictor {
+    pub fn new(devices: Devices) -> RowPredictor {
+        RowPredictor { devices, ..RowPredictor::default() }
     }
 
     fn model(&self, row: &Row) -> Result<Arc<Model>, Error> {
@@ -101,7 +101,7 @@ struct Size {
 
 impl Prepared {
     /// `recompute` overrides the recomputation that the row states.
-    pub fn new(row: &Row, judge: &Judge, recompute: Recompute) -> Result<Prepared, TableError> {
+    pub fn new(row: &Row, predictor: &RowPredictor, recompute: Recompute) -> Result<Prepared, TableError> {
         let sizes = match row.micro_batch {
             MicroBatch::Of(size) => vec![size],
             MicroBatch::Best => {
@@ -111,7 +111,7 @@ impl Prepared {
                 if sizes.is_empty() { vec![1] } else { sizes }
             }
         };
-        let sizes = sizes.into_iter().map(|size| prepare(row, size, judge, recompute)).collect::<Result<_, _>>()?;
+        let sizes = sizes.into_iter().map(|size| prepare(row, size, predictor, recompute)).collect::<Result<_, _>>()?;
         Ok(Prepared { sizes })
     }
 
@@ -131,13 +131,13 @@ impl Prepared {
     }
 }
 
-fn prepare(row: &Row, micro_batch: u64, judge: &Judge, recompute: Recompute) -> Result<Size, TableError> {
+fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Recompute) -> Result<Size, TableError> {
     let boxed = |error: Error| TableError::Model(Box::new(error));
     let failed = |failure: PlanFailure| boxed(failure.into());
-    let model = judge.model(row).map_err(boxed)?;
+    let model = predictor.model(row).map_err(boxed)?;
     let together = micro_batch * u64::from(row.dp);
     let mut cluster = load_cluster(&row.cluster).map_err(boxed)?;
-    let _ = judge.devices.apply(&mut cluster);
+    let _ = predictor.devices.apply(&mut cluster);
     // The framework's choices must not depend on the constants under test.
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut graph =

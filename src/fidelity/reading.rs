@@ -8,7 +8,7 @@
 //! says so. It is one bit per campaign, and only for campaigns large enough to rule out chance. `--recompute stated`
 //! turns it off.
 
-use super::predict::{Judge, Prepared};
+use super::predict::{Prepared, RowPredictor};
 use super::table::Row;
 use crate::Error;
 use altiplano_cost_models::Roofline;
@@ -55,11 +55,11 @@ pub struct Read {
 }
 
 /// Predicts rows under the catalogue's constants and infers their recomputation.
-pub fn read(file: &Path, rows: &[Row], judge: &Judge, recomputation: Recomputation) -> Result<Read, Error> {
+pub fn read(file: &Path, rows: &[Row], predictor: &RowPredictor, recomputation: Recomputation) -> Result<Read, Error> {
     let seconds = |recompute: fn(&Row) -> Recompute, rows: &[&Row]| -> Result<Vec<f64>, Error> {
         rows.par_iter()
             .map(|row| {
-                let prepared = Prepared::new(row, judge, recompute(row)).map_err(|error| Error::Row {
+                let prepared = Prepared::new(row, predictor, recompute(row)).map_err(|error| Error::Row {
                     file: file.to_path_buf(),
                     line: row.line,
                     error: Box::new(error),

@@ -1,6 +1,6 @@
 //! Measures of prediction accuracy: errors, ranks and regret.
 
-use super::Judged;
+use super::PredictedRow;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -52,20 +52,20 @@ pub struct GroupStatistics {
 pub const RANKED: usize = 5;
 
 /// Statistics of predictions, over all rows and by group.
-pub fn statistics(judged: &[Judged]) -> (Statistics, Vec<GroupStatistics>) {
-    let rows = judged.iter().map(|row| {
-        let Judged { gpus, global_batch, .. } = *row;
+pub fn statistics(predicted: &[PredictedRow]) -> (Statistics, Vec<GroupStatistics>) {
+    let rows = predicted.iter().map(|row| {
+        let PredictedRow { gpus, global_batch, .. } = *row;
         (Comparable { group: &row.group, gpus, global_batch }, row.measured_step_s, row.predicted_step_s)
     });
     let groups = group_statistics(rows);
     let mean = |values: &[f64]| (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64);
-    let errors: Vec<f64> = judged.iter().map(|r| r.error_percent).collect();
+    let errors: Vec<f64> = predicted.iter().map(|r| r.error_percent).collect();
     let absolute: Vec<f64> = errors.iter().map(|e| e.abs()).collect();
     let mut ranks: Vec<f64> = groups.iter().filter_map(|g| g.spearman).collect();
     ranks.sort_by(f64::total_cmp);
     let regrets: Vec<f64> = groups.iter().map(|g| g.regret_percent).collect();
     let statistics = Statistics {
-        rows: judged.len(),
+        rows: predicted.len(),
         mape_percent: mean(&absolute).unwrap_or(0.0),
         bias_percent: mean(&errors).unwrap_or(0.0),
         spearman: median(&ranks),
@@ -137,8 +137,8 @@ fn correlation(a: &[f64], b: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    fn row(group: &str, measured: f64, predicted: f64) -> Judged {
-        Judged {
+    fn row(group: &str, measured: f64, predicted: f64) -> PredictedRow {
+        PredictedRow {
             line: 1,
             group: group.into(),
             gpus: 8,
@@ -155,7 +155,7 @@ mod tests {
     fn errors_ranks_and_regret_of_a_table_worked_out_by_hand() {
         // The ranks differ by one swap of adjacent rows: 1 - 6 * 2 / (5 * 24) = 0.9. The choice (1.1) is the second
         // fastest: 10 %.
-        let rows: Vec<Judged> =
+        let rows: Vec<PredictedRow> =
             [(1.0, 1.2), (1.1, 1.1), (2.0, 2.0), (3.0, 3.3), (4.0, 4.4)].map(|(m, p)| row("a", m, p)).into();
         let (all, groups) = statistics(&rows);
         assert!((all.mape_percent - 8.0).abs() < 1e-9 && (all.bias_percent - 8.0).abs() < 1e-9);
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn rows_on_other_devices_or_with_another_batch_are_not_ranked_together() {
-        let mut rows: Vec<Judged> = (1..=6).map(|i| row("a", f64::from(i), f64::from(7 - i))).collect();
+        let mut rows: Vec<PredictedRow> = (1..=6).map(|i| row("a", f64::from(i), f64::from(7 - i))).collect();
         (rows[4].gpus, rows[5].global_batch) = (16, 128);
         let (all, groups) = statistics(&rows);
         assert_eq!((groups.len(), groups[0].rows, all.spearman, all.compared_groups), (1, 4, None, 1));

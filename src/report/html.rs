@@ -182,9 +182,9 @@ impl Page {
         });
         let mut bodies = lanes::Bodies::default();
         let prices: Vec<Prices<'_>> = plan.stages.iter().map(|s| prices(plan, s, &costs)).collect();
-        let judged = lanes::Judged { plan, programs: &programs, work: &work, timings: &timings, prices: &prices };
+        let played = lanes::PlayedPlan { plan, programs: &programs, work: &work, timings: &timings, prices: &prices };
         let lanes = (0..plan.num_lanes())
-            .map(|lane| judged.lane(lane, &calls[lane], &memories[lane], &timeline.stages[lane], &mut bodies))
+            .map(|lane| played.lane(lane, &calls[lane], &memories[lane], &timeline.stages[lane], &mut bodies))
             .collect();
         let questions = questions::Questions::new(plan)?;
         let stage = |(i, stage): (usize, &Stage)| {

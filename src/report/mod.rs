@@ -90,7 +90,7 @@ fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
         writeln!(out, "\nParameters of {title}\n{parameters}")?;
         writeln!(out, "\nMain activations of {title} (one microbatch)\n{activations}")?;
     }
-    writeln!(out, "\nAlternatives under the same judge\n{}", alternatives(plan))
+    writeln!(out, "\nAlternatives, predicted the same way\n{}", alternatives(plan))
 }
 
 /// The number of attention rings and of their blocks.
@@ -254,7 +254,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         writeln!(out, "  gradients       {} late: {kept}", plural(plan.staleness().into(), "step"))?;
     }
     if let Some(profile) = &plan.profile {
-        writeln!(out, "  judged by       {profile}")?;
+        writeln!(out, "  predicted by    {profile}")?;
     }
     if plan.target != Target::Altiplano {
         writeln!(out, "  run by          {}, as far as its options and overlap go", plan.target.name())?;

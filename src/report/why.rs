@@ -116,7 +116,7 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
         let taken = if layout.chosen { "  <- taken" } else { "" };
         let step = match layout.predicted {
             _ if layout.chosen => "the same".to_string(),
-            Some(judged) => more(judged.step_s - step_s, step_s),
+            Some(predicted) => more(predicted.step_s - step_s, step_s),
             None if in_place_s.is_finite() => "-".to_string(),
             None => "cannot be".to_string(),
         };
@@ -140,12 +140,12 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
             bytes(why.device_bytes)
         ),
     ];
-    let judged = why.layouts.iter().filter_map(|l| Some((l, l.predicted?)));
-    lines.push(match judged.min_by(|a, b| a.1.step_s.total_cmp(&b.1.step_s)) {
-        Some((layout, judged)) => format!(
+    let predicted = why.layouts.iter().filter_map(|l| Some((l, l.predicted?)));
+    lines.push(match predicted.min_by(|a, b| a.1.step_s.total_cmp(&b.1.step_s)) {
+        Some((layout, predicted)) => format!(
             "  best other, all else as it is: {}, {} a step{}",
             layout.layout,
-            more(judged.step_s - step_s, step_s),
+            more(predicted.step_s - step_s, step_s),
             match over_bytes(why, layout) {
                 0 => String::new(),
                 over => format!(", {} too much", bytes(over)),
@@ -172,7 +172,7 @@ fn explained(plan: &Plan, why: &Why, asked: Asked, what: &str) -> String {
 
 /// Bytes by which a layout exceeds a device's memory.
 fn over_bytes(why: &Why, layout: &Layout) -> u64 {
-    layout.predicted.map_or(layout.over_bytes, |judged| judged.peak_bytes.saturating_sub(why.device_bytes))
+    layout.predicted.map_or(layout.over_bytes, |predicted| predicted.peak_bytes.saturating_sub(why.device_bytes))
 }
 
 /// The constraint that rules out other layouts.
@@ -182,7 +182,7 @@ fn binding(plan: &Plan, why: &Why) -> String {
     }
     let step_s = plan.predicted.step_time_s;
     let faster = |l: &&Layout| match l.predicted {
-        Some(judged) => judged.step_s < step_s * (1.0 - ALIKE),
+        Some(predicted) => predicted.step_s < step_s * (1.0 - ALIKE),
         None => l.in_place_s < 0.0,
     };
     let too_large = why.layouts.iter().filter(|l| !l.chosen && over_bytes(why, l) > 0).filter(faster);

@@ -96,10 +96,10 @@ struct Sent {
 }
 
 impl Servers<'_> {
-    /// The number of servers with the shortest step; `None` with one node. `judge` gets the number of workers, the
+    /// The number of servers with the shortest step; `None` with one node. `predict` gets the number of workers, the
     /// computing time of each and the communication times, and returns seconds and staleness. Network cards send and
     /// receive at the same time.
-    fn best(&self, name: &'static str, judge: impl Fn(u32, f64, &Sent) -> (f64, f64)) -> Option<Exchange> {
+    fn best(&self, name: &'static str, predict: impl Fn(u32, f64, &Sent) -> (f64, f64)) -> Option<Exchange> {
         let each = self.group.devices_per_node;
         let node_bytes_per_s = f64::from(self.group.inter_node.nics) * self.group.inter_node.bytes_per_s;
         let with = |servers: u32| {
@@ -108,7 +108,7 @@ impl Servers<'_> {
                 |workers: u32| server_bytes_per_s(workers.into(), self.gradient_bytes as f64, node_bytes_per_s);
             let (of_node_s, at_servers_s) = (out_of(each), out_of(workers) / f64::from(servers));
             let sent = Sent { of_node_s, at_servers_s, at_once_s: of_node_s.max(at_servers_s) };
-            let (step_time_s, staleness) = judge(workers, self.computing_s / f64::from(workers), &sent);
+            let (step_time_s, staleness) = predict(workers, self.computing_s / f64::from(workers), &sent);
             let how = format!(
                 "{} on {} and {}, where the model fits a device",
                 plural(workers.into(), "worker"),

@@ -363,11 +363,11 @@ fn rows(
     found: Vec<(u32, Result<Plan, PlanFailure>)>,
 ) -> Result<Vec<Row>, Error> {
     let each = request.cluster.groups[0].devices_per_node;
-    let judged = |(nodes, plan): (u32, Result<Plan, PlanFailure>)| {
+    let row = |(nodes, plan): (u32, Result<Plan, PlanFailure>)| {
         let point = plan.as_ref().ok().map(|plan| point(plan, nodes, nodes * each, request, question)).transpose()?;
         Ok(Row { nodes, devices: nodes * each, plan, point })
     };
-    let mut rows = found.into_par_iter().map(judged).collect::<Result<Vec<_>, Error>>()?;
+    let mut rows = found.into_par_iter().map(row).collect::<Result<Vec<_>, Error>>()?;
     // All others are relative to the smallest one with a plan.
     let Some(base) = rows.iter().find_map(|row| row.point.clone()) else { return Ok(rows) };
     let of_point = |row: &mut Row, fastest: Option<&Point>| {

@@ -12,7 +12,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Plan;
-use altiplano_ir::sample::{RANDOM_KEY, SAMPLE_INDEX};
+use altiplano_ir::rng::{RANDOM_KEY, SAMPLE_INDEX};
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::data::synthetic;
 use altiplano_runtime::{HostData, HostTensor};

@@ -4,8 +4,8 @@ use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::profile::{self, Machine, Outliers, Profile};
 use altiplano::ir::cluster::Cluster;
 use altiplano::ir::plan::Plan;
+use altiplano::measured_costs::plan_by;
 use altiplano::planner::Silent;
-use altiplano::profiled::plan_by;
 use altiplano::{ImportOptions, Model, load_cluster, load_model, plan, report, request};
 
 const TWO_KINDS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/clusters/two-kinds.toml");

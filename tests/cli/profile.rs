@@ -16,13 +16,13 @@ fn a_measured_profile_judges_plans() {
     let fixed = ["--cluster", "local:4", "--dp", "2", "--pp", "2", "--tp", "1"];
     let planned = altiplano(&[&["plan", DEMO, "--profile", &profile, "-o", &plan][..], &fixed].concat());
     assert_eq!(planned.code, Some(0), "{}", planned.stderr);
-    assert!(planned.stdout.contains("judged by       measured profile of"), "{}", planned.stdout);
+    assert!(planned.stdout.contains("predicted by    measured profile of"), "{}", planned.stdout);
     // The quick profile covers only small sizes, and the output says so.
     assert!(planned.stderr.contains("outside the measured range, where"), "{}", planned.stderr);
 
     // The plan file names the profile, and is readable without it.
     let inspected = succeeds(&["inspect", &plan]);
-    assert!(inspected.contains("judged by       measured profile of"), "{inspected}");
+    assert!(inspected.contains("predicted by    measured profile of"), "{inspected}");
     let played = succeeds(&["simulate", &plan, "--profile", &profile]);
     assert!(played.contains("figures of cpu-worker: measured profile of"), "{played}");
     let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
@@ -69,7 +69,7 @@ fn a_measured_profile_of_gpus_judges_plans() {
     let fixed = ["--cluster", &cluster, "--dp", "2", "-o", &plan];
     let planned = altiplano(&[&["plan", DEMO, "--profile", &profile][..], &fixed].concat());
     assert_eq!(planned.code, Some(0), "{}", planned.stderr);
-    assert!(planned.stdout.contains("judged by       measured profile of Emulated, 2 GPUs"), "{}", planned.stdout);
+    assert!(planned.stdout.contains("predicted by    measured profile of Emulated, 2 GPUs"), "{}", planned.stdout);
     let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
     assert!(explained.contains("source profile") && explained.contains("gpu_matmul f32 ["), "{explained}");
     // A profile prices kernels: one that is ten times slower predicts a longer step.

@@ -17,7 +17,7 @@ pub fn offloaded(plan: &Plan, what: Offload) -> Plan {
     let mut plan = plan.clone();
     plan.stages.iter_mut().for_each(|stage| stage.offload = what);
     let costs = Rooflines::of(&plan.cluster);
-    predict_plan(plan, &costs).expect("it is judged")
+    predict_plan(plan, &costs).expect("a prediction")
 }
 
 /// The results of several steps of a plan, and the peak memory of devices and hosts.

@@ -180,13 +180,13 @@ fn stages_with_room_keep_their_state() {
     away.cluster.groups[0].device.reserved = None;
     assert!(fits(&away));
     let costs = Rooflines::of(&away.cluster);
-    let found = only_where_needed(away.clone(), &costs).expect("it is judged");
+    let found = only_where_needed(away.clone(), &costs).expect("a prediction");
     assert_eq!((found.stages[small].offload, found.stages[large].offload), (Offload::NONE, Offload::OPTIMIZER));
     assert!(fits(&found) && found.stages[small].predicted.host_bytes == 0);
     assert!(found.predicted.step_time_s <= away.predicted.step_time_s);
     // If both have enough memory, neither offloads.
     away.cluster.groups[0].device.memory_bytes = 1 << 30;
-    let found = only_where_needed(away, &costs).expect("it is judged");
+    let found = only_where_needed(away, &costs).expect("a prediction");
     assert!(found.stages.iter().all(|stage| stage.offload == Offload::NONE));
 }
 

@@ -42,7 +42,7 @@ fn plans_of_given_degrees_compute_no_head_twice() {
         let degrees =
             Degrees { dp: 1, tp: 2, cp: 1, stages: 4, virtual_stages, num_microbatches: 4, zero: 0, recompute };
         let costs = Rooflines::of(&request.cluster);
-        let plan = predict_plan(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("it is judged");
+        let plan = predict_plan(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("a prediction");
         let levels = |stage: &Stage| (0..stage.layers.len()).map(|l| stage.recompute.of(l)).collect::<Vec<_>>();
         let last = levels(&plan.stages[3]);
         assert!(plan.stages[..3].iter().all(|stage| levels(stage).iter().all(|&l| l == Recompute::Full)));
@@ -51,7 +51,7 @@ fn plans_of_given_degrees_compute_no_head_twice() {
         assert_eq!(*head, if keeps { Recompute::None } else { Recompute::Full });
         let mut twice = plan.clone();
         twice.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::Full));
-        let twice = predict_plan(twice, &costs).expect("it is judged");
+        let twice = predict_plan(twice, &costs).expect("a prediction");
         assert_eq!(plan.predicted.step_time_s < twice.predicted.step_time_s, keeps);
     }
 }

@@ -1,6 +1,6 @@
 //! Transformations from a graph to a graph.
 //!
-//! [`rewrite`] and [`experts`] recognise composites. [`step`] and [`accumulation`] turn a whole training step into the
+//! [`rewrite`] and [`experts`] recognise composites. [`training_step`] and [`accumulation`] turn a whole training step into the
 //! loss that it trains. [`padding`], [`unstack`] and [`downscale`] give other graphs of the same model: with sizes that
 //! devices divide, without stacked layers, or small enough for a laptop.
 
@@ -13,5 +13,5 @@ pub mod losses_of_step;
 pub mod padding;
 pub mod repetition;
 pub mod rewrite;
-pub mod step;
+pub mod training_step;
 pub mod unstack;

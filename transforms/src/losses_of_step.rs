@@ -5,7 +5,7 @@
 //! belongs to the other loss if it is computed from values on the way to that loss and not on the way to the first.
 //! Values that are only reported (an accuracy, the norm of gradients) have no such gradients.
 
-use crate::step::{TrainingStep, ancestors, updated_by};
+use crate::training_step::{TrainingStep, ancestors, updated_by};
 use altiplano_ir::graph::{Graph, ValueId};
 use std::collections::BTreeSet;
 
@@ -45,7 +45,8 @@ pub fn other_losses(graph: &Graph, arguments: &[ValueId], step: &TrainingStep) -
             behind[i] && !needed[i] && from_leaves[i] && (!late || after) && !graph.node(v).op.is_leaf()
         };
         let differentiated = graph.depends_on(is_its);
-        let is_trained = |p: &&crate::step::TrainedParameter| p.gradient.is_some_and(|g| differentiated[g.index()]);
+        let is_trained =
+            |p: &&crate::training_step::TrainedParameter| p.gradient.is_some_and(|g| differentiated[g.index()]);
         let mut parameters: BTreeSet<ValueId> =
             step.parameters.iter().filter(is_trained).map(|p| p.parameter).collect();
         // Weights that the step's main loss does not involve.

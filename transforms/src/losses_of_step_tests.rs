@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::recognise;
+use crate::training_step::recognise;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Input, Op, Reducer, Unary};
 use altiplano_ir::types::TensorType;

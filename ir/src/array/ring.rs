@@ -6,7 +6,7 @@
 //! brings the keys and values of the next round.
 //!
 //! Each round scales by its own maximum and is a kernel like attention without blocks. The combined result does not
-//! depend on any maximum, which [`crate::shift`] detects. So the backward pass needs only the maximum of each round.
+//! depend on any maximum, which [`crate::softmax_max`] detects. So the backward pass needs only the maximum of each round.
 
 use super::attention::{four, least, masked, scaled};
 use super::*;

@@ -356,7 +356,7 @@ impl Decomposition {
     /// Emits the decomposition again, and then its cotangents from the last node to the first.
     pub(super) fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let map = self.append_to(cx.graph, cx.operands);
-        let irrelevant = crate::shift::irrelevant_maxima(&self.graph);
+        let irrelevant = crate::softmax_max::irrelevant_maxima(&self.graph);
         let mut varies = vec![false; self.graph.len()];
         for v in self.graph.values() {
             let node = self.graph.node(v);

@@ -84,7 +84,7 @@ pub fn why_in(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool) -> Re
     asked(plan, value, wanted, false)
 }
 
-fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: bool) -> Result<Vec<Why>, PlanFailure> {
+fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, predict: bool) -> Result<Vec<Why>, PlanFailure> {
     let trains = plan.schedule.trains();
     let layered = LayeredGraph::new(plan.graph.clone(), plan.layers.clone(), &plan.stop_gradients, trains);
     let readers = match trains {
@@ -155,7 +155,7 @@ fn asked(plan: &Plan, value: ValueId, wanted: impl Fn(usize) -> bool, judge: boo
             }
         }
         layouts.sort_by(|(a, _), (b, _)| b.chosen.cmp(&a.chosen).then(a.whole_s.total_cmp(&b.whole_s)));
-        if judge {
+        if predict {
             // The prediction decides whether it fits.
             program.problem.limit_bytes = None;
             let mut others: Vec<(usize, Plan)> = Vec::new();

@@ -34,7 +34,7 @@ use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
 use altiplano_ir::reshard::{Collective, legs};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
-use altiplano_ir::shift::irrelevant_maxima;
+use altiplano_ir::softmax_max::irrelevant_maxima;
 use altiplano_ir::types::TensorType;
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;

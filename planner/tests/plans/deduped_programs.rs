@@ -32,7 +32,7 @@ fn check(plan: &Plan) -> usize {
 
 fn check_one(plan: &Plan) -> usize {
     let costs = Rooflines::of(&plan.cluster);
-    let whole = programs(plan).expect("a plan that was judged is lowered");
+    let whole = programs(plan).expect("a predicted plan is lowered");
     let mut by_all = plan.clone();
     predict(&mut by_all, &DedupedPrograms::whole(&whole), &costs);
     let derived = TrainingGraphs::of(plan).expect("differentiable");

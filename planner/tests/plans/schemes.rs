@@ -172,7 +172,7 @@ fn plain_data_parallelism() {
 /// Peak bytes of a device under a baseline, by its name in the table of alternatives.
 fn peak(plan: &Plan, name: &str) -> u64 {
     let found = plan.alternatives.iter().find(|a| a.name == name).expect("a baseline");
-    found.predicted.as_ref().expect("a judged baseline").peak_bytes[0]
+    found.predicted.as_ref().expect("a predicted baseline").peak_bytes[0]
 }
 
 /// Bytes between the peaks of two baselines: above the leaner one by a `parts`-th of the difference.

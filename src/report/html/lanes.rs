@@ -95,7 +95,7 @@ pub struct Bodies {
 }
 
 /// A plan with its predictions.
-pub struct Judged<'a> {
+pub struct PlayedPlan<'a> {
     pub plan: &'a Plan,
     pub programs: &'a Programs,
     pub work: &'a [Vec<BodyWork>],
@@ -111,7 +111,7 @@ struct Spanned {
     to_s: f64,
 }
 
-impl Judged<'_> {
+impl PlayedPlan<'_> {
     /// A lane, from its simulated calls and its memory, with the fraction of the step that it works.
     pub fn lane(
         &self,

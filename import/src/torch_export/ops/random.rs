@@ -4,7 +4,7 @@
 use super::*;
 use Lowering::Function;
 use altiplano_ir::op::{Threefry, ThreefryWord};
-use altiplano_ir::sample::RANDOM_KEY;
+use altiplano_ir::rng::RANDOM_KEY;
 use altiplano_ir::types::TensorType;
 
 pub const TABLE: &[(&str, Lowering)] = &[

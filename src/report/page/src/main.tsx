@@ -64,7 +64,7 @@ function Report({ page, times, view }: { page: Page; times: Times; view: View })
         </div>
         <Theme />
       </header>
-      {plan.profile !== null && <p class="warning">The plan was judged by the {plan.profile}; what is drawn here is played by the cluster's figures, so that seconds differ from those of the plan.</p>}
+      {plan.profile !== null && <p class="warning">The plan was predicted by the {plan.profile}; what is drawn here is played by the cluster's figures, so that seconds differ from those of the plan.</p>}
       <ul class="tiles">{tiles.map(([figure, what]) => <li key={what}><b>{figure}</b><span>{what}</span></li>)}</ul>
       <nav aria-label="Sections">{SECTIONS.map(([id, title]) => <a key={id} href={`#${id}`}>{title}</a>)}</nav>
       <main>

@@ -85,7 +85,7 @@ function Layouts({ answer }: { answer: Answer }) {
   const most = Math.max(1e-12, ...answer.layouts.map((l) => l.whole_s ?? 0));
   return (
     <>
-      <p>A microbatch of stage{answer.stage} takes {seconds(answer.microbatch_s)}, and a device holds {bytes(answer.peak_bytes)} of {bytes(answer.device_bytes)} when it holds most. By the search's estimates, which leave out what overlaps, a microbatch with another layout of <span class="code">{answer.name}</span> would take longer by the seconds below; the command says what the judge finds of a step.</p>
+      <p>A microbatch of stage{answer.stage} takes {seconds(answer.microbatch_s)}, and a device holds {bytes(answer.peak_bytes)} of {bytes(answer.device_bytes)} when it holds most. By the search's estimates, which leave out what overlaps, a microbatch with another layout of <span class="code">{answer.name}</span> would take longer by the seconds below; the command predicts a step.</p>
       <div class="scroll">
         <table>
           <thead><tr><th scope="col">layout</th><th scope="col" class="number">all else as it is</th><th scope="col" class="number">all else anew</th><th scope="col" class="wide" aria-label="seconds beside those of the others" />

@@ -414,5 +414,5 @@ fn is_uniform(graph: &Graph, v: ValueId) -> bool {
 }
 
 #[cfg(test)]
-#[path = "step_tests.rs"]
+#[path = "training_step_tests.rs"]
 mod tests;
