@@ -151,7 +151,7 @@ impl Compute {
         older.filter(|older| older[0] < newest[0]).unwrap_or(newest)
     }
 
-    /// Seconds of a matmul's multiplications, with the best of [`TILES`].
+    /// Seconds of a matmul's multiplications, with the best of `TILES`.
     pub fn matmul_s(&self, matmul: &Matmul) -> f64 {
         let Matmul { batch, m, n, k, dtype, aligned } = *matmul;
         let c = &self.constants;

@@ -65,7 +65,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The values that are summed over the microbatches of a step before its first microbatch runs ([`Microbatches`]).
+    /// The values that are summed over the microbatches of a step before its first microbatch runs (`Microbatches`).
     pub fn totals(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.values().filter(|&v| self.is_total(v))
     }

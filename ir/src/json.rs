@@ -41,7 +41,7 @@ use crate::types::TensorType;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The version that [`write`] writes, and the newest that [`read`] reads.
+/// The version that [`write`](write()) writes, and the newest that [`read`] reads.
 pub const VERSION: u64 = 1;
 
 const FORMAT: &str = "altiplano.graph";

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! `8b` is a size that scales with the batch. Attributes are JSON, and those that follow from the type are omitted (see
-//! [`attributes`]). `@` gives the origin of a node. [`parse`] reads back exactly what was printed.
+//! `attributes`). `@` gives the origin of a node. [`parse`] reads back exactly what was printed.
 
 pub(crate) mod attributes;
 #[cfg(test)]

@@ -12,7 +12,7 @@ pub struct Statistics {
     pub mape_percent: f64,
     /// Mean signed error: above 0 if predictions are too slow.
     pub bias_percent: f64,
-    /// Median rank correlation of the groups with at least [`RANKED`] rows; absent if there is none.
+    /// Median rank correlation of the groups with at least `RANKED` rows; absent if there is none.
     pub spearman: Option<f64>,
     /// The lowest rank correlation.
     pub spearman_least: Option<f64>,

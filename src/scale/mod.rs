@@ -194,7 +194,7 @@ pub struct Scaling {
     pub optimizer: Optimizer,
     pub parameters: u64,
     pub rows: Vec<Row>,
-    /// With the smallest number of nodes and [`LARGER`] times its batch: samples per device, and model FLOP/s over the
+    /// With the smallest number of nodes and `LARGER` times its batch: samples per device, and model FLOP/s over the
     /// peak.
     pub larger_batch: Option<(f64, f64)>,
     pub recommended: Option<Recommended>,

@@ -119,7 +119,7 @@ impl Batches {
         Ok(batches)
     }
 
-    /// Opens a file of batches; see [`open`].
+    /// Opens a file of batches; see `open`.
     pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
         let options = DataOptions { file: Some(file.to_path_buf()), ..DataOptions::default() };
         Batches::with_state(plan, &options, 0, &BTreeMap::new())

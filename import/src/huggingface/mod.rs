@@ -2,9 +2,9 @@
 //! architecture's published definition.
 //!
 //! Weights have the names and shapes of the published checkpoints, so that their files load. Experts are stacked in one
-//! tensor, as Transformers stacks them when it loads such files. Text decoders share one description, [`decoder`], to
-//! which [`families`] map their configs. Encoders have a file each. The blocks are in [`blocks`], [`attention`],
-//! [`feed`], [`moe`], [`latent`], [`state_space`] and [`rope`].
+//! tensor, as Transformers stacks them when it loads such files. Text decoders share one description, `decoder`, to
+//! which `families` map their configs. Encoders have a file each. The blocks are in `blocks`, `attention`,
+//! `feed`, `moe`, `latent`, `state_space` and `rope`.
 
 mod attention;
 mod bert;
@@ -43,7 +43,7 @@ pub struct ConfigOptions {
     pub batch: u64,
     /// The number of tokens in a sample. By default, the model's number of positions, but at most [`DEFAULT_SEQUENCE`].
     pub sequence: Option<u64>,
-    /// The number of tokens that each expert processes in a sequence, relative to an even spread: see [`moe`].
+    /// The number of tokens that each expert processes in a sequence, relative to an even spread: see `moe`.
     pub capacity_factor: Option<f64>,
     /// The precision of the weights, by default that of the checkpoint. Norms, the softmax and the loss are at least
     /// f32.

@@ -1,10 +1,10 @@
 //! Reads programs exported by PyTorch: `torch.export.save(torch.export.export(model, inputs), "model.pt2")`.
 //!
-//! [`archive`] reads the zip file and [`schema`] its JSON. [`convert`] visits the nodes and looks up each op in
-//! [`table`]; its lowerings ([`ops`]) take arguments by name from a [`call`] and write the op with
-//! [`altiplano_ir::array`]. [`memory`] turns changes in place into new values, [`sizes`] evaluates open sizes, and
-//! [`promote`] finds the common element type of several operands. [`complex`] represents complex numbers as
-//! pairs, [`mapped`] undoes `vmap`, and [`fold`] evaluates values that follow from the program alone.
+//! `archive` reads the zip file and `schema` its JSON. `convert` visits the nodes and looks up each op in
+//! `table`; its lowerings (`ops`) take arguments by name from a `call` and write the op with
+//! [`altiplano_ir::array`]. `memory` turns changes in place into new values, `sizes` evaluates open sizes, and
+//! `promote` finds the common element type of several operands. `complex` represents complex numbers as
+//! pairs, `mapped` undoes `vmap`, and `fold` evaluates values that follow from the program alone.
 
 mod archive;
 mod call;

@@ -1,9 +1,9 @@
 //! The memory of a device that runs a body: which values are stored, in which order they are made, when they die, and
 //! which results take over the storage of a dying operand.
 //!
-//! The CPU runtime executes the steps that [`compile`] produces, and the planner predicts memory from the same steps.
+//! The CPU runtime executes the steps that [`compile`](compile()) produces, and the planner predicts memory from the same steps.
 //! So predicted and actual memory have one source. GPUs store other values. For them, [`launched`] makes steps from
-//! kernels, which go through the same [`liveness`].
+//! kernels, which go through the same `liveness`.
 
 pub mod compile;
 pub mod gathered;

@@ -63,7 +63,7 @@ impl TrainingGraphs {
         TrainingGraphs::new(&plan.graph, &plan.stop_gradients, plan.schedule.trains(), plan.execution.fused_loss)
     }
 
-    /// `trains`: true if there is a derivative at all. `fused_loss`: see [`Execution`].
+    /// `trains`: true if there is a derivative at all. `fused_loss`: see `Execution`.
     pub fn new(
         graph: &Graph,
         stop_gradients: &[ValueId],

@@ -22,7 +22,7 @@ fn leanest_of_the_fastest<T>(all: &[T], plan: impl Fn(&T) -> &Plan) -> usize {
     order.into_iter().find(|&i| peak_bytes(plan(&all[i])) <= about).unwrap_or(0)
 }
 
-/// Takes the plan that [`leanest_of_the_fastest`] picks. `plans` must not be empty.
+/// Takes the plan that `leanest_of_the_fastest` picks. `plans` must not be empty.
 pub fn choose(mut plans: Vec<Plan>) -> Plan {
     let at = leanest_of_the_fastest(&plans, |plan| plan);
     plans.swap_remove(at)

@@ -1,6 +1,6 @@
 //! The search for a plan, from a request to the best plan with its alternatives.
 //!
-//! [`plan`] brings the request into the form that its target runs. [`variants`] searches the model and other graphs of
+//! [`plan`] brings the request into the form that its target runs. `variants` searches the model and other graphs of
 //! it; each is searched by [`outcome::search_graph`]: candidates come from [`crate::inter_op`], predictions from
 //! [`predictor`], and the stages of the best few plans are solved again as a whole ([`crate::refine`]).
 

@@ -1,7 +1,7 @@
 //! Coordination of the processes that run a plan together: they find each other, agree on joint decisions, and notice a
 //! lost one.
 //!
-//! All of it goes through a [`World`]. It uses MPI if the processes are its ranks ([`crate::mpi`]). Otherwise it uses
+//! All of it goes through a [`World`]. It uses MPI if the processes are its ranks (`crate::mpi`). Otherwise it uses
 //! connections to the first process, found through a shared directory ([`rendezvous`]). The tensors of devices travel
 //! separately, over MPI or NCCL.
 //!

@@ -16,8 +16,8 @@
 //! Nothing is sorted and nothing is dropped, so samples stay apart and a batch can be divided into microbatches. CPU
 //! workers multiply all rows of an expert together.
 //!
-//! Frameworks sort rows by expert, multiply runs of rows, and restore the order of results ([`unsort`]). Or they look
-//! up a matrix for each row, or mask rows for each expert ([`products`]). Or they loop over experts ([`stacked`]).
+//! Frameworks sort rows by expert, multiply runs of rows, and restore the order of results (`unsort`). Or they look
+//! up a matrix for each row, or mask rows for each expert (`products`). Or they loop over experts (`stacked`).
 
 mod products;
 mod stacked;
