@@ -2,7 +2,7 @@
 //! fastest, with its name.
 //!
 //! A price is `start + hops + bytes on the wire / bandwidth` (the alpha-beta model). The start, a hop's multiple of the
-//! link's latency, and the share of the bandwidth depend on the protocol and on the kind of link ([`crate::node_link`],
+//! link's latency, and the share of the bandwidth depend on the protocol and on the kind of link (`node_link`,
 //! fitted to measured tables). Every candidate increases with the bytes and the latencies and decreases with the
 //! bandwidths, so their minimum does too.
 //!

@@ -9,11 +9,11 @@
 pub mod catalogue;
 pub mod collective;
 pub mod compute;
-pub mod devices;
+pub(crate) mod devices;
 pub mod error;
-pub mod fitted;
+pub(crate) mod fitted;
 pub mod link;
-pub mod node_link;
+pub(crate) mod node_link;
 pub mod pipeline;
 pub mod probe;
 pub mod profile;

@@ -39,7 +39,7 @@ pub mod sharding;
 pub mod simplify;
 pub mod softmax_max;
 pub mod storage;
-pub mod target;
+pub(crate) mod target;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

@@ -2,13 +2,13 @@
 //!
 //! [`plan`] cuts the model into layers ([`layers`]), solves each layer's strategies on each mesh ([`intra_op`]), and
 //! combines layers into stages and stages into a pipeline ([`inter_op`]). [`search`] drives this: each candidate is
-//! written out as a plan ([`assemble`]), lowered ([`mod@lower`]) and predicted ([`predict`]), as are the plain baselines.
+//! written out as a plan (`assemble`), lowered ([`mod@lower`]) and predicted ([`predict`]), as are the plain baselines.
 //! The stages of the best few plans are then solved again as a whole ([`refine`]). [`features`] are choices beyond
 //! sharding and stages, and [`explain`] answers questions about a plan.
 
 #![forbid(unsafe_code)]
 
-pub mod assemble;
+pub(crate) mod assemble;
 pub mod cache;
 pub mod explain;
 pub mod features;

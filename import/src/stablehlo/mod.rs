@@ -1,7 +1,7 @@
 //! Reads StableHLO as JAX prints it, `jax.jit(f).lower(...).as_text()`, with or without debug locations.
 //!
 //! The import has three steps, each with its own types: `lexer` cuts bytes into tokens, [`parse`] builds the
-//! tree of [`syntax`] from them (`attribute` and `pretty` are its parts), and [`import`] turns the tree into a
+//! tree of `syntax` from them (`attribute` and `pretty` are its parts), and [`import`] turns the tree into a
 //! graph (`lower` lowers the ops, `literal` the constants).
 
 mod attribute;
@@ -25,7 +25,7 @@ mod report;
 mod sharding;
 mod solve;
 mod sort;
-pub mod syntax;
+pub(crate) mod syntax;
 mod update;
 mod window;
 

@@ -5,7 +5,7 @@
 //! So predicted and actual memory have one source. GPUs store other values. For them, [`launched`] makes steps from
 //! kernels, which go through the same `liveness`.
 
-pub mod compile;
+pub(crate) mod compile;
 pub mod gathered;
 mod launched;
 mod liveness;

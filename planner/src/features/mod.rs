@@ -3,9 +3,9 @@
 pub mod chunked_loss;
 pub mod offload;
 pub mod one_device;
-pub mod padding;
+pub(crate) mod padding;
 pub mod parallelism;
-pub mod pins;
+pub(crate) mod pins;
 pub mod rings;
-pub mod servers;
+pub(crate) mod servers;
 pub mod target;

@@ -1,8 +1,8 @@
-pub mod compose;
+pub(crate) mod compose;
 pub mod dynamic;
-pub mod interleave;
+pub(crate) mod interleave;
 mod ranking;
 pub mod search;
 pub mod submesh;
-pub mod tables;
-pub mod variants;
+pub(crate) mod tables;
+pub(crate) mod variants;

@@ -1,6 +1,6 @@
 //! States one layer on one mesh as an integer program.
 //!
-//! The layer's nodes are stated as a run ([`super::statement`]) in which all parameters have the same storage.
+//! The layer's nodes are stated as a run (`statement`) in which all parameters have the same storage.
 //! All variables are eliminated except the layouts in which the main value enters and leaves. Costs are seconds
 //! per microbatch, forward and backward. They include the per-step cost of gradient reduction and update,
 //! divided by the number of microbatches. The result is a table over boundary layouts, from which layers are

@@ -1,6 +1,6 @@
 //! States a run of layers on one mesh as one integer program: a whole stage, up to the whole model.
 //!
-//! The nodes are stated as for a layer ([`super::statement`]), with three differences. Nothing is fixed at the
+//! The nodes are stated as for a layer (`statement`), with three differences. Nothing is fixed at the
 //! borders of layers, every parameter has its own storage sharding, and the problem includes the bytes that are
 //! held at every point of a step. A solution gives all shardings of a stage, with a bound on its distance from
 //! the optimum.

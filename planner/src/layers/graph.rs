@@ -27,7 +27,7 @@ pub struct LayeredGraph {
     pub needs_gradient: Vec<bool>,
     pub blocks: Vec<Vec<Vec<u64>>>,
     pub layers: Vec<Layer>,
-    /// See [`second_products`].
+    /// See `second_products`.
     pub second_products: Vec<bool>,
     /// Kind of each layer: layers of one kind have the same program.
     pub kinds: Vec<usize>,

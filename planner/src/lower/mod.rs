@@ -11,7 +11,7 @@
 mod body;
 mod choose;
 mod dedup;
-pub mod repeat;
+pub(crate) mod repeat;
 mod schedule;
 mod servers;
 mod split;

@@ -5,7 +5,7 @@
 //! schedule. Bytes come from [`crate::predict::memory`].
 
 mod exchange;
-pub mod flop;
+pub(crate) mod flop;
 pub mod memory;
 pub mod timing;
 

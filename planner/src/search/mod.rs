@@ -1,16 +1,16 @@
 //! The search for a plan, from a request to the best plan with its alternatives.
 //!
 //! [`plan`] brings the request into the form that its target runs. `variants` searches the model and other graphs of
-//! it; each is searched by [`outcome::search_graph`]: candidates come from [`crate::inter_op`], predictions from
+//! it; each is searched by `outcome::search_graph`: candidates come from [`crate::inter_op`], predictions from
 //! [`predictor`], and the stages of the best few plans are solved again as a whole ([`crate::refine`]).
 
-pub mod baselines;
-pub mod choice;
-pub mod closest;
+pub(crate) mod baselines;
+pub(crate) mod choice;
+pub(crate) mod closest;
 pub mod context;
-pub mod fitting;
+pub(crate) mod fitting;
 pub mod fixed_degrees;
-pub mod outcome;
+pub(crate) mod outcome;
 pub mod pareto;
 pub mod predictor;
 pub mod space;

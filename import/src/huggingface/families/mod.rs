@@ -1,10 +1,10 @@
 //! Families of decoders: the mapping of each config to the description in [`super::decoder`]. Omitted fields have the
 //! defaults of Transformers.
 
-pub mod command;
-pub mod experts;
-pub mod gemma;
-pub mod glm;
-pub mod gpt;
-pub mod hybrid;
-pub mod llama;
+pub(crate) mod command;
+pub(crate) mod experts;
+pub(crate) mod gemma;
+pub(crate) mod glm;
+pub(crate) mod gpt;
+pub(crate) mod hybrid;
+pub(crate) mod llama;

@@ -1,22 +1,22 @@
 //! Lowerings of the ops, by family. Each family has a table of names, and functions for ops that need more than
 //! one op of the graph.
 
-pub mod activation;
-pub mod contraction;
-pub mod creation;
-pub mod elementwise;
-pub mod image;
-pub mod indexing;
-pub mod linalg;
-pub mod loss;
-pub mod marked;
-pub mod program;
-pub mod random;
-pub mod recurrent;
-pub mod reduction;
-pub mod sampling;
-pub mod shape;
-pub mod spectral;
+pub(crate) mod activation;
+pub(crate) mod contraction;
+pub(crate) mod creation;
+pub(crate) mod elementwise;
+pub(crate) mod image;
+pub(crate) mod indexing;
+pub(crate) mod linalg;
+pub(crate) mod loss;
+pub(crate) mod marked;
+pub(crate) mod program;
+pub(crate) mod random;
+pub(crate) mod recurrent;
+pub(crate) mod reduction;
+pub(crate) mod sampling;
+pub(crate) mod shape;
+pub(crate) mod spectral;
 
 use super::call::{Call, Operand, Out, problem};
 use super::promote::DEFAULT_FLOAT;
