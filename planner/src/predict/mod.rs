@@ -107,13 +107,7 @@ fn same_as(plan: &Plan, deduped: &DedupedPrograms<'_>, i: usize) -> usize {
     i - lane + deduped.same_as[lane]
 }
 
-/// Times every stage of a plan from its programs.
-pub fn stage_timings(plan: &Plan, programs: &Programs, costs: &dyn Costs) -> Vec<(StageTimes, StageTiming)> {
-    let deduped = DedupedPrograms::whole(programs);
-    timings_of(plan, &deduped, &work_of(plan, &deduped, costs), costs)
-}
-
-/// Like [`stage_timings`], for work that is already known.
+/// Times every stage of a plan from the work of its programs.
 pub fn timings_of(
     plan: &Plan,
     deduped: &DedupedPrograms<'_>,

@@ -20,9 +20,4 @@ impl SearchContext<'_> {
     pub fn within<'b>(&'b self, space: &'b SearchSpace) -> SearchContext<'b> {
         SearchContext { space, ..*self }
     }
-
-    /// The same search with other reports of progress.
-    pub fn reporting_to<'b>(&'b self, progress: &'b dyn Progress) -> SearchContext<'b> {
-        SearchContext { progress, ..*self }
-    }
 }
