@@ -56,11 +56,11 @@ def main():
             if re.match(r"^\s*pub (?:const )?(?:unsafe )?(fn|struct|enum|trait|type|const|static) ", line):
                 public[crate(path)] += not in_tests
             if (found := FUNCTION.match(line)) and not in_tests:
-                end = end_of(lines, i, found.group(1))
+                declared = " ".join(lines[i : i + 12]).split("{")[0]
+                end = i if ";" in declared else end_of(lines, i, found.group(1))
                 if end - i + 1 > 80:
                     long.append((end - i + 1, f"{path.relative_to(ROOT)}: {found.group(2)}"))
-                signature = " ".join(lines[i : i + 12]).split("{")[0]
-                tuples += bool(re.search(r"[(,]\s*\([a-z_, &]+\): \(", signature))
+                tuples += bool(re.search(r"[(,]\s*\([a-z_, &]+\): \(", declared))
             if (found := STRUCT.match(line)) and not in_tests:
                 fields = [f for f in lines[i : end_of(lines, i, "")] if re.match(r"^    (pub(\([^)]*\))? )?\w+: ", f)]
                 structs.append((len(fields), f"{path.relative_to(ROOT)}: {found.group(1)}"))
