@@ -136,6 +136,14 @@ fn padded(padding: &Padding) -> String {
 }
 
 fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
+    write_cluster(out, plan)?;
+    write_model(out, plan)?;
+    write_batch(out, plan)?;
+    write_schedule(out, plan)?;
+    write_prediction(out, plan)
+}
+
+fn write_cluster(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let devices = plan.cluster.num_devices();
     let of_group = |group: &Group| {
         let device = &group.device;
@@ -157,6 +165,10 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         };
         writeln!(out, "  devices used    {used} of {devices}; {more}")?;
     }
+    Ok(())
+}
+
+fn write_model(out: &mut String, plan: &Plan) -> std::fmt::Result {
     if let Some(reduction) = &plan.reduction {
         writeln!(out, "  reduced         {}", smaller(reduction))?;
     }
@@ -190,6 +202,11 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
     if let Some(chunks) = loss_chunks(&plan.graph) {
         writeln!(out, "  logits          in {chunks} chunks, recomputed in the backward pass")?;
     }
+    Ok(())
+}
+
+/// The batch, who holds the weights, and the loss.
+fn write_batch(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let samples = match (plan.graph.batch, plan.num_microbatches) {
         (0, 1) => "as traced, in one microbatch".to_string(),
         (0, n) => format!("as traced, in {n} microbatches"),
@@ -220,15 +237,18 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         LossKind::Sum => "sum over samples",
         LossKind::Other => "neither mean nor sum over samples: each microbatch has its own",
     };
-    let trains = plan.schedule.trains();
-    let task = match (trains, plan.goal) {
+    let task = match (plan.schedule.trains(), plan.goal) {
         (true, _) => format!("loss            {loss}"),
         (false, Goal::Latency) => "task            run, not trained".to_string(),
         (false, Goal::Throughput) => {
             "task            run, not trained, batches following each other without a wait".to_string()
         }
     };
-    writeln!(out, "  {task}")?;
+    writeln!(out, "  {task}")
+}
+
+fn write_schedule(out: &mut String, plan: &Plan) -> std::fmt::Result {
+    let trains = plan.schedule.trains();
     let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
     let scale = plan.loss_scale.map(|scale| format!(", loss scale {scale}")).unwrap_or_default();
     let optimizer = if trains { format!("; optimizer {}{clip}{scale}", plan.optimizer.name()) } else { String::new() };
@@ -253,6 +273,10 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         };
         writeln!(out, "  gradients       {} late: {kept}", plural(plan.staleness().into(), "step"))?;
     }
+    Ok(())
+}
+
+fn write_prediction(out: &mut String, plan: &Plan) -> std::fmt::Result {
     if let Some(profile) = &plan.profile {
         writeln!(out, "  predicted by    {profile}")?;
     }
@@ -260,7 +284,7 @@ fn write_summary(out: &mut String, plan: &Plan) -> std::fmt::Result {
         writeln!(out, "  run by          {}, as far as its options and overlap go", plan.target.name())?;
     }
     let p = &plan.predicted;
-    let step = if trains { "step " } else { "batch" };
+    let step = if plan.schedule.trains() { "step " } else { "batch" };
     writeln!(
         out,
         "  predicted {step} {} = {} samples/s, {} of the devices' peak (MFU{})",
