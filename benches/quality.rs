@@ -70,7 +70,7 @@ fn main() {
             Ok(cluster) => request(&loaded, cluster),
             Err(error) => panic!("{error}"),
         };
-        wanted.global_batch = Some(batch);
+        wanted.batch.global = Some(batch);
         // Batch statistics of a microbatch, as everybody trains who splits the batch of such a net.
         wanted.allow_microbatch_semantics = model.starts_with("wresnet");
         let start = Instant::now();

@@ -10,7 +10,7 @@ use altiplano::planner::layers::cache::LayeredAtBatch;
 use altiplano::planner::search::context::SearchContext;
 use altiplano::planner::search::predictor::predict_candidate;
 use altiplano::planner::search::space::SearchSpace;
-use altiplano::planner::{Request, Silent};
+use altiplano::planner::{GivenDegrees, Request, Silent};
 use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::recompute::Recompute;
 use std::path::PathBuf;
@@ -75,10 +75,13 @@ fn sweep(name: &str, cluster: &str, request: &Request) -> Vec<(f64, f64)> {
     for dp in (1..=devices).filter(|dp| devices % dp == 0) {
         for zero in [0, 1, 3] {
             let space = SearchSpace {
-                dp: Some(dp),
-                tp: Some(devices / dp),
-                pp: Some(1),
-                zero: Some(zero),
+                degrees: GivenDegrees {
+                    dp: Some(dp),
+                    tp: Some(devices / dp),
+                    pp: Some(1),
+                    zero: Some(zero),
+                    ..space.degrees
+                },
                 recompute: Some(Recompute::None),
                 zero_bubble: false,
                 num_microbatches: vec![1],

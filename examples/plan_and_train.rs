@@ -13,7 +13,7 @@ fn main() -> Result<(), Error> {
 
     let model = load_model(model.as_ref(), &ImportOptions::default())?;
     let mut request = request(&model, load_cluster(&cluster)?);
-    request.num_microbatches = Some(2);
+    request.batch.num_microbatches = Some(2);
     let plan = plan(&request, &Silent)?;
     println!("{}: {}", plan.model, one_line(&plan));
 

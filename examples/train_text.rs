@@ -181,10 +181,10 @@ fn planned(folder: &Path, batch: u64, loss: Option<&str>, workers: u32) -> Resul
         ..ImportOptions::default()
     };
     let mut request = request(&load_model(&file, &import)?, load_cluster(&format!("local:{workers}"))?);
-    request.global_batch = Some(batch);
+    request.batch.global = Some(batch);
     request.baselines = false;
     // The parts of a batch show how noisy its gradient is.
-    request.num_microbatches = Some(if batch > 1 { 2 } else { 1 });
+    request.batch.num_microbatches = Some(if batch > 1 { 2 } else { 1 });
     Ok(plan(&request, &Silent)?)
 }
 

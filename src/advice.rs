@@ -227,7 +227,7 @@ pub fn changes(request: &Request) -> Vec<(String, Request)> {
     if request.graph.batch != 0 {
         for (what, samples) in [("batch / 2", batch / 2), ("batch x2", batch * 2), ("batch x4", batch * 4)] {
             if samples > 0 && (what != "batch / 2" || batch.is_multiple_of(2)) {
-                all.push(changed(what, &|r| r.global_batch = Some(samples)));
+                all.push(changed(what, &|r| r.batch.global = Some(samples)));
             }
         }
     }
@@ -261,9 +261,10 @@ pub fn scenarios(
 /// Applies a plan to a changed request: on another cluster, or with more microbatches of the same size. `None` if that
 /// is impossible or does not fit in memory.
 fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
-    let degrees = request.dp.or(request.tp).or(request.pp).or(request.virtual_stages).is_some();
-    let ways = request.zero.is_some() || request.recompute.is_some() || request.schedule.is_some();
-    if degrees || ways || request.microbatch.is_some() || request.num_microbatches.is_some() {
+    let degrees =
+        request.degrees.dp.or(request.degrees.tp).or(request.degrees.pp).or(request.degrees.virtual_stages).is_some();
+    let ways = request.degrees.zero.is_some() || request.recompute.is_some() || request.schedule.is_some();
+    if degrees || ways || request.batch.microbatch.is_some() || request.batch.num_microbatches.is_some() {
         return None;
     }
     let mut moved = plan.clone();

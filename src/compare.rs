@@ -123,7 +123,7 @@ impl Baseline {
         // The software in use today is synchronous.
         let is_late = like.schedule == Schedule::PipeDream;
         request.schedule = Some(if is_late { Schedule::OneFOneB } else { like.schedule });
-        request.update = Update::Synchronous;
+        request.training.update = Update::Synchronous;
         request.servers = None;
         request.allow_microbatch_semantics = true;
         request.target = self.target;

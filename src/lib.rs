@@ -10,7 +10,7 @@
 //!
 //! let model = load_model("examples/models/gpt-small-demo.mlir".as_ref(), &ImportOptions::default())?;
 //! let mut request = request(&model, load_cluster("local:4")?);
-//! request.pp = Some(2);
+//! request.degrees.pp = Some(2);
 //! let plan = plan(&request, &Silent)?;
 //! assert_eq!(plan.num_lanes(), 2);
 //! assert!(report(&plan).contains("stage1"));
@@ -73,8 +73,8 @@ pub fn request(model: &Model, cluster: Cluster) -> Request {
     request.schedule = model.inference.then_some(Schedule::Forward);
     request.reduction = model.reduction;
     if let Some(fitted) = model.optimizer {
-        request.optimizer = fitted.optimizer;
-        request.clip_norm = fitted.clip_norm;
+        request.training.optimizer = fitted.optimizer;
+        request.training.clip_norm = fitted.clip_norm;
     }
     request
 }

@@ -140,13 +140,13 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     };
     type Degree = fn(&mut Request) -> &mut Option<u32>;
     let degrees: [(&str, Degree, u64); 7] = [
-        ("--dp", |r| &mut r.dp, devices),
-        ("--tp", |r| &mut r.tp, devices),
-        ("--pp", |r| &mut r.pp, devices),
-        ("--cp", |r| &mut r.cp, devices),
-        ("--ep", |r| &mut r.ep, devices),
-        ("--num-microbatches", |r| &mut r.num_microbatches, samples),
-        ("--virtual-stages", |r| &mut r.virtual_stages, 1),
+        ("--dp", |r| &mut r.degrees.dp, devices),
+        ("--tp", |r| &mut r.degrees.tp, devices),
+        ("--pp", |r| &mut r.degrees.pp, devices),
+        ("--cp", |r| &mut r.degrees.cp, devices),
+        ("--ep", |r| &mut r.degrees.ep, devices),
+        ("--num-microbatches", |r| &mut r.batch.num_microbatches, samples),
+        ("--virtual-stages", |r| &mut r.degrees.virtual_stages, 1),
     ];
     for (option, degree, whole) in degrees {
         let Some(given) = *degree(&mut request.clone()) else { continue };
@@ -155,17 +155,17 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
             change(format!("{option} {other}"), &|r| *degree(r) = u32::try_from(other).ok());
         }
     }
-    if let Some(given) = request.microbatch {
-        change("--microbatch left free".into(), &|r| r.microbatch = None);
+    if let Some(given) = request.batch.microbatch {
+        change("--microbatch left free".into(), &|r| r.batch.microbatch = None);
         for other in near(given, samples) {
-            change(format!("--microbatch {other}"), &|r| r.microbatch = Some(other));
+            change(format!("--microbatch {other}"), &|r| r.batch.microbatch = Some(other));
         }
     }
-    if request.micro_batch.is_some() {
-        change("--micro-batch-size left free".into(), &|r| r.micro_batch = None);
+    if request.batch.per_replica.is_some() {
+        change("--micro-batch-size left free".into(), &|r| r.batch.per_replica = None);
     }
-    if request.zero.is_some() {
-        change("--zero left free".into(), &|r| r.zero = None);
+    if request.degrees.zero.is_some() {
+        change("--zero left free".into(), &|r| r.degrees.zero = None);
     }
     if request.schedule.is_some() && request.trains() {
         change("--schedule left free".into(), &|r| r.schedule = None);
@@ -195,28 +195,40 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         change(&mut new);
         vec![(what.to_string(), new)]
     };
-    let free = |r: &mut Request| (r.microbatch, r.num_microbatches, r.micro_batch) = (None, None, None);
-    if request.microbatch.is_some() || request.num_microbatches.is_some() || request.micro_batch.is_some() {
+    let free =
+        |r: &mut Request| (r.batch.microbatch, r.batch.num_microbatches, r.batch.per_replica) = (None, None, None);
+    if request.batch.microbatch.is_some()
+        || request.batch.num_microbatches.is_some()
+        || request.batch.per_replica.is_some()
+    {
         changes.push(changed("a free number of microbatches", &free));
     }
     if request.recompute.is_some_and(|r| r != Recompute::Full) {
         changes.push(changed("--recompute full", &|r| r.recompute = Some(Recompute::Full)));
     }
-    if request.zero.is_some_and(|level| level < 3) && request.trains() {
-        changes.push(changed("--zero 3", &|r| r.zero = Some(3)));
+    if request.degrees.zero.is_some_and(|level| level < 3) && request.trains() {
+        changes.push(changed("--zero 3", &|r| r.degrees.zero = Some(3)));
     }
-    let degrees = |r: &Request| [("--dp", r.dp), ("--tp", r.tp), ("--pp", r.pp), ("--cp", r.cp), ("--ep", r.ep)];
+    let degrees = |r: &Request| {
+        [
+            ("--dp", r.degrees.dp),
+            ("--tp", r.degrees.tp),
+            ("--pp", r.degrees.pp),
+            ("--cp", r.degrees.cp),
+            ("--ep", r.degrees.ep),
+        ]
+    };
     let given = degrees(request).into_iter().filter_map(|(option, degree)| degree.map(|_| option));
     let given: Vec<&str> = given.collect();
     if !given.is_empty() {
         let free = |r: &mut Request| {
-            (r.dp, r.tp, r.pp) = (None, None, None);
-            (r.cp, r.ep) = (None, None);
+            (r.degrees.dp, r.degrees.tp, r.degrees.pp) = (None, None, None);
+            (r.degrees.cp, r.degrees.ep) = (None, None);
         };
         changes.push(changed(&format!("free degrees (no {})", given.join(", ")), &free));
     }
-    if request.trains() && !matches!(request.optimizer, Optimizer::Sgd { .. }) {
-        changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.optimizer = Optimizer::sgd()));
+    if request.trains() && !matches!(request.training.optimizer, Optimizer::Sgd { .. }) {
+        changes.push(changed("--optimizer sgd, which keeps less state", &|r| r.training.optimizer = Optimizer::sgd()));
     }
     // Offloading needs devices with a memory of their own.
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
@@ -232,12 +244,12 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         let change = format!("--global-batch {batch} instead of {samples}");
         let halve = |r: &mut Request| {
             free(r);
-            r.global_batch = Some(batch);
+            r.batch.global = Some(batch);
         };
         changed(&change, &halve).remove(0)
     });
     changes.push(halved.collect());
-    if request.dp.or(request.tp).or(request.pp).is_none() {
+    if request.degrees.dp.or(request.degrees.tp).or(request.degrees.pp).is_none() {
         let grown = (1..).map(|n| 1_u32 << n).take_while(|&by| by <= MOST_GROWTH).filter_map(|by| {
             let groups = &request.cluster.groups;
             let devices = groups.iter().map(|g| u64::from(g.num_devices())).sum::<u64>();

@@ -63,12 +63,12 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         num_microbatches: parts.num_microbatches,
         microbatch: unit,
         schedule: parts.schedule,
-        update: request.update,
+        update: request.training.update,
         servers: None,
         goal: request.goal,
         virtual_stages: parts.virtual_stages,
-        optimizer: request.optimizer,
-        clip_norm: request.clip_norm,
+        optimizer: request.training.optimizer,
+        clip_norm: request.training.clip_norm,
         loss_scale: None,
         measure_noise: false,
         execution: request.execution,
@@ -86,7 +86,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         padding: None,
     };
     let is_possible = |scale: &LossScale| plan.schedule.trains() && scale.is_of_staleness(plan.staleness());
-    plan.loss_scale = request.loss_scale.filter(is_possible);
+    plan.loss_scale = request.training.loss_scale.filter(is_possible);
     Ok(plan)
 }
 

@@ -25,7 +25,9 @@ pub use features::pins::pin_positions;
 pub use layers::cache::LayeredCache;
 pub use lower::lower;
 pub use predict::predict_plan;
-pub use request::{OverServers, PlanFailure, Progress, Request, SearchKind, Silent};
+pub use request::{
+    BatchSizes, GivenDegrees, OverServers, PlanFailure, Progress, Request, SearchKind, Silent, Training,
+};
 pub use search::choice::{UNDECIDED, fits};
 pub use search::closest::{closest_plan, plan_or_closest};
 

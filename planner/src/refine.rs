@@ -64,7 +64,7 @@ pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) ->
             .map(|i| {
                 let limit_bytes = device(&plan.stages[i]) * shares[i];
                 let key = || {
-                    let searched = (limit_bytes, i, space.dp, space.tp, space.zero);
+                    let searched = (limit_bytes, i, space.degrees.dp, space.degrees.tp, space.degrees.zero);
                     let peak_bytes = plan.stages[i].predicted.peak_bytes;
                     Digest::new("stage").shown((cache::of_plan(&plan, costs)?, peak_bytes, searched)).key()
                 };
@@ -127,15 +127,15 @@ fn solve_stage(
     let trains = plan.schedule.trains();
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: space.dp.is_some() || space.tp.is_some(),
-        second_is_model: space.tp.is_some(),
-        experts_on_data: request.ep.is_some_and(|ep| ep > 1),
+        first_is_data: space.degrees.dp.is_some() || space.degrees.tp.is_some(),
+        second_is_model: space.degrees.tp.is_some(),
+        experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
-    let demand = Demand::of(plan, index, levels(space.zero, stage.mesh.num_devices(), trains, plan.target));
-    let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.optimizer)) };
+    let demand = Demand::of(plan, index, levels(space.degrees.zero, stage.mesh.num_devices(), trains, plan.target));
+    let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.training.optimizer)) };
     let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
     let program = state_stage(&model, readers, range, &mut spaces, &demand);
     let before = as_given(&program, &plan.graph, stage, &mut spaces);

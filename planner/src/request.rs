@@ -33,42 +33,19 @@ pub struct Request {
     /// Use of a loss that makes its logits in chunks (see [`crate::features::chunked_loss`]).
     pub loss_chunks: LossChunks,
     pub cluster: Cluster,
-    /// Samples per optimizer step. Defaults to `microbatch` times `num_microbatches` if both are given, else to the
-    /// traced batch.
-    pub global_batch: Option<u64>,
-    pub microbatch: Option<u64>,
-    pub num_microbatches: Option<u32>,
-    /// Degrees of data, tensor and pipeline parallelism.
-    pub dp: Option<u32>,
-    pub tp: Option<u32>,
-    pub pp: Option<u32>,
-    /// Degree of context parallelism: devices that split the positions of a sample, on top of the other degrees. With
-    /// 1, attention keeps samples whole.
-    pub cp: Option<u32>,
-    /// Degree of expert parallelism: parts into which experts are divided, among the devices of the other degrees.
-    pub ep: Option<u32>,
-    /// Samples per replica and microbatch: `microbatch` over the degree of data parallelism.
-    pub micro_batch: Option<u64>,
+    pub batch: BatchSizes,
+    pub degrees: GivenDegrees,
+    pub training: Training,
     /// [`Schedule::Forward`] plans inference instead of training.
     pub schedule: Option<Schedule>,
-    /// Late gradients change the result, so they are used only on request.
-    pub update: Update,
     /// Parameter servers to use. Asynchronous ones change the result, so servers are used only on request.
     pub servers: Option<OverServers>,
     /// Objective if nothing is trained.
     pub goal: Goal,
-    /// Pipeline stages per device; with 1, each stage has devices of its own.
-    pub virtual_stages: Option<u32>,
-    pub zero: Option<u8>,
     pub recompute: Option<Recompute>,
-    pub optimizer: Optimizer,
     /// Data to keep in host memory. If `None`, GPUs offload where nothing fits otherwise, or where it beats
     /// recomputation.
     pub offload: Option<Offload>,
-    /// Largest norm of all gradients together.
-    pub clip_norm: Option<f64>,
-    /// Scale of the loss. A dynamic scale needs gradients that are not late, and is dropped if they are.
-    pub loss_scale: Option<LossScale>,
     pub execution: Execution,
     /// True if attention is one kernel. Defaults to the behaviour of the target's software on these devices.
     pub fused_attention: Option<bool>,
@@ -88,6 +65,58 @@ pub struct Request {
     pub cache: Option<Arc<Cache>>,
 }
 
+/// The sizes of a batch that the user gave.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BatchSizes {
+    /// Samples per optimizer step. Defaults to `microbatch` times `num_microbatches` if both are given, else to the
+    /// traced batch.
+    pub global: Option<u64>,
+    /// Samples of all replicas in one pass through a stage.
+    pub microbatch: Option<u64>,
+    pub num_microbatches: Option<u32>,
+    /// Samples per replica and microbatch: `microbatch` over the degree of data parallelism.
+    pub per_replica: Option<u64>,
+}
+
+/// Degrees of parallelism and of sharded storage that are fixed.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct GivenDegrees {
+    /// Degree of data parallelism.
+    pub dp: Option<u32>,
+    /// Degree of tensor parallelism.
+    pub tp: Option<u32>,
+    /// Degree of pipeline parallelism.
+    pub pp: Option<u32>,
+    /// Degree of context parallelism: devices that split the positions of a sample, on top of the other degrees. With
+    /// 1, attention keeps samples whole.
+    pub cp: Option<u32>,
+    /// Degree of expert parallelism: parts into which experts are divided, among the devices of the other degrees.
+    pub ep: Option<u32>,
+    /// Pipeline stages per device; with 1, each stage has devices of its own.
+    pub virtual_stages: Option<u32>,
+    /// Level of ZeRO: 1 shards optimizer state, 2 gradients as well, 3 parameters as well.
+    pub zero: Option<u8>,
+}
+
+impl GivenDegrees {
+    /// True if data, tensor and pipeline parallelism are all fixed.
+    pub fn are_all_given(&self) -> bool {
+        self.dp.is_some() && self.tp.is_some() && self.pp.is_some()
+    }
+}
+
+/// How a step changes the weights.
+#[derive(Clone, Debug)]
+pub struct Training {
+    pub optimizer: Optimizer,
+    /// Largest norm of all gradients together.
+    pub clip_norm: Option<f64>,
+    /// Scale of the loss. A dynamic scale needs gradients that are not late, and is dropped if they are.
+    pub loss_scale: Option<LossScale>,
+    /// Late gradients change the result, so they are used only on request.
+    pub update: Update,
+}
+
 impl Request {
     /// Creates a request with defaults: degrees, microbatches and schedule are searched, and nothing is offloaded.
     pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
@@ -103,26 +132,19 @@ impl Request {
             ring: Ring::Auto,
             loss_chunks: LossChunks::Auto,
             cluster,
-            global_batch: None,
-            microbatch: None,
-            num_microbatches: None,
-            dp: None,
-            tp: None,
-            pp: None,
-            cp: None,
-            ep: None,
-            micro_batch: None,
+            batch: BatchSizes::default(),
+            degrees: GivenDegrees::default(),
+            training: Training {
+                optimizer: Optimizer::adamw(),
+                clip_norm: None,
+                loss_scale,
+                update: Update::Synchronous,
+            },
             schedule: None,
-            update: Update::Synchronous,
             servers: None,
             goal: Goal::Latency,
-            virtual_stages: None,
-            zero: None,
             recompute: None,
-            optimizer: Optimizer::adamw(),
             offload: Some(Offload::NONE),
-            clip_norm: None,
-            loss_scale,
             execution,
             fused_attention: None,
             target: Target::Altiplano,
@@ -140,16 +162,16 @@ impl Request {
         let mesh_is = |axis: usize, degree: Option<u32>| {
             degree.is_none_or(|d| plan.stages.iter().all(|s| s.mesh.axes[axis].size == d))
         };
-        mesh_is(0, self.dp)
-            && mesh_is(1, self.tp)
-            && self.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
-            && self.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
-            && self.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
+        mesh_is(0, self.degrees.dp)
+            && mesh_is(1, self.degrees.tp)
+            && self.degrees.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
+            && self.degrees.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
+            && self.degrees.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
     }
 
     /// Samples of a step.
     pub fn global_batch_size(&self) -> u64 {
-        let given = self.global_batch.or(match (self.microbatch, self.num_microbatches) {
+        let given = self.batch.global.or(match (self.batch.microbatch, self.batch.num_microbatches) {
             (Some(size), Some(count)) => Some(size * count as u64),
             _ => None,
         });
@@ -169,21 +191,21 @@ impl Request {
         let mut request = Request::new(plan.model.clone(), graph, plan.loss, plan.cluster.clone());
         request.stop_gradients = stop_gradients;
         request.reduction = plan.reduction;
-        request.global_batch = Some(plan.global_batch);
+        request.batch.global = Some(plan.global_batch);
         // Fix the schedules that change the result: no other schedule may replace them.
         let decides = !plan.schedule.trains() || plan.schedule == Schedule::PipeDream;
         request.schedule = decides.then_some(plan.schedule);
-        request.update = plan.update;
+        request.training.update = plan.update;
         request.servers = plan
             .servers
             .as_ref()
             .map(|over| OverServers { count: over.servers.len() as u32, asynchronous: over.asynchronous });
         request.goal = plan.goal;
-        request.optimizer = plan.optimizer;
+        request.training.optimizer = plan.optimizer;
         let is_offloaded = plan.stages.iter().any(|stage| !stage.offload.is_none());
         request.offload = (!is_offloaded).then_some(Offload::NONE);
-        request.clip_norm = plan.clip_norm;
-        request.loss_scale = plan.loss_scale;
+        request.training.clip_norm = plan.clip_norm;
+        request.training.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
         request.fused_attention = Some(plan.execution.fused_attention);
         request.mfu_convention = plan.predicted.mfu_convention;

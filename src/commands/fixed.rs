@@ -153,16 +153,16 @@ impl FixedOptions {
             Some(GoalName::Throughput) => plan::Goal::Throughput,
             Some(GoalName::Latency) | None => plan::Goal::Latency,
         };
-        request.microbatch = self.together();
-        request.micro_batch = self.micro_batch_size.filter(|_| request.microbatch.is_none());
-        request.num_microbatches = self.num_microbatches;
-        request.dp = self.replicas();
-        request.tp = self.tp;
-        request.pp = self.pp;
-        request.cp = self.cp;
-        request.ep = self.ep;
-        request.virtual_stages = self.virtual_stages;
-        request.zero = self.zero.or(self.data_parallel_shard_degree.map(|_| 3));
+        request.batch.microbatch = self.together();
+        request.batch.per_replica = self.micro_batch_size.filter(|_| request.batch.microbatch.is_none());
+        request.batch.num_microbatches = self.num_microbatches;
+        request.degrees.dp = self.replicas();
+        request.degrees.tp = self.tp;
+        request.degrees.pp = self.pp;
+        request.degrees.cp = self.cp;
+        request.degrees.ep = self.ep;
+        request.degrees.virtual_stages = self.virtual_stages;
+        request.degrees.zero = self.zero.or(self.data_parallel_shard_degree.map(|_| 3));
         request.offload = match self.offload {
             None => request.offload,
             Some(OffloadName::Auto) => None,
@@ -179,7 +179,7 @@ impl FixedOptions {
             ScheduleName::ZbH1 => Schedule::ZbH1,
             ScheduleName::PipeDream => Schedule::PipeDream,
         });
-        request.update = match self.update {
+        request.training.update = match self.update {
             Some(UpdateName::Stale) => Update::Stale,
             Some(UpdateName::Synchronous) | None => Update::Synchronous,
         };

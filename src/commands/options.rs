@@ -484,7 +484,7 @@ impl PlanOptions {
             return Err(Error::UnknownUpdate { file: file.to_path_buf(), update });
         }
         let mut request = altiplano::request(&model, cluster);
-        request.global_batch = self.global_batch;
+        request.batch.global = self.global_batch;
         self.fixed.fix(&mut request)?;
         if model.inference && self.optimizer.is_some() {
             return Err(Error::Option { option: "--optimizer", problem: OF_TRAINING });
@@ -499,12 +499,13 @@ impl PlanOptions {
             return Err(Error::Option { option: "--loss-scale", problem: OF_TRAINING });
         }
         if let Some(scaling) = self.loss_scale {
-            let is_late = request.update == Update::Stale || request.schedule == Some(Schedule::PipeDream);
-            request.loss_scale = scaling.of(ty.dtype, is_late)?;
+            let is_late = request.training.update == Update::Stale || request.schedule == Some(Schedule::PipeDream);
+            request.training.loss_scale = scaling.of(ty.dtype, is_late)?;
         }
-        request.optimizer = self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.optimizer);
-        self.settings.set(&mut request.optimizer)?;
-        request.clip_norm = self.clip_norm.or(request.clip_norm);
+        request.training.optimizer =
+            self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.training.optimizer);
+        self.settings.set(&mut request.training.optimizer)?;
+        request.training.clip_norm = self.clip_norm.or(request.training.clip_norm);
         request.target = match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,
@@ -544,7 +545,7 @@ impl PlanOptions {
             let problem =
                 "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
             let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
-            let late = late.into_iter().chain([("--update", request.update == Update::Stale)]);
+            let late = late.into_iter().chain([("--update", request.training.update == Update::Stale)]);
             if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
                 return Err(Error::Option { option, problem });
             }

@@ -33,7 +33,7 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_planner::explain::account::{Part, Work, of_lanes};
 use altiplano_planner::explain::alternatives::shape;
 use altiplano_planner::request::Muted;
-use altiplano_planner::{LayeredCache, PlanFailure, Progress, Request, plan_among};
+use altiplano_planner::{BatchSizes, LayeredCache, PlanFailure, Progress, Request, plan_among};
 use rayon::prelude::*;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -276,7 +276,7 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
                     "a batch would not be a whole number of samples; --global-batch is that of the smallest count",
                 );
             }
-            of_count.global_batch = Some(samples / u64::from(fewest));
+            of_count.batch.global = Some(samples / u64::from(fewest));
         }
         Ok((nodes, of_count))
     };
@@ -290,7 +290,10 @@ fn requests(request: &Request, question: &Question) -> Result<Vec<(u32, Request)
 pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) -> Result<Scaling, Error> {
     let requests = requests(request, question)?;
     let fewest = &requests[0].1;
-    let larger = Request { global_batch: fewest.global_batch_size().checked_mul(LARGER), ..fewest.clone() };
+    let larger = Request {
+        batch: BatchSizes { global: fewest.global_batch_size().checked_mul(LARGER), ..fewest.batch },
+        ..fewest.clone()
+    };
     let (done, total) = (AtomicUsize::new(0), requests.len() + 1);
     let cache: Arc<LayeredCache> = Arc::default();
     let planned = |request: &Request| {
@@ -311,7 +314,7 @@ pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) 
         model: request.model.clone(),
         cluster: request.cluster.name.clone(),
         question: question.clone(),
-        optimizer: request.optimizer,
+        optimizer: request.training.optimizer,
         parameters: parameters.fold(0, u64::saturating_add),
         stopped: found.len() < all || progress.stopped(),
         rows: Vec::new(),

@@ -31,7 +31,8 @@ pub(crate) fn rule_of_thumb(request: &Request, cache: &Arc<LayeredCache>, progre
             return None;
         }
         let mut fixed = request.clone();
-        (fixed.dp, fixed.tp, fixed.pp, fixed.zero) = (Some(dp), Some(tp), Some(pp), Some(0));
+        (fixed.degrees.dp, fixed.degrees.tp, fixed.degrees.pp, fixed.degrees.zero) =
+            (Some(dp), Some(tp), Some(pp), Some(0));
         let plan = plan_among(&fixed, cache, &Muted(progress)).ok()?;
         Some(Named { name, nodes, step_time_s: plan.predicted.step_time_s, how: shape(&plan) })
     })

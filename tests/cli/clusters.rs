@@ -43,7 +43,7 @@ fn demo() -> Model {
 
 fn planned(model: &Model, cluster: Cluster, global_batch: u64) -> Plan {
     let mut request = request(model, cluster);
-    request.global_batch = Some(global_batch);
+    request.batch.global = Some(global_batch);
     plan(&request, &Silent).expect("a plan")
 }
 

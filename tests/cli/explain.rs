@@ -288,14 +288,16 @@ fn shells_complete_and_manuals_say_every_command() {
 fn accounts_are_what_is_predicted_taken_apart() {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the model");
     let cases: [(&str, fn(&mut Request)); 4] = [
-        ("local:4", |r| (r.dp, r.pp) = (Some(2), Some(2))),
-        ("p3.16xlarge:1", |r| (r.dp, r.tp, r.zero) = (Some(4), Some(2), Some(3))),
-        ("p3.16xlarge:2", |r| (r.pp, r.virtual_stages, r.num_microbatches) = (Some(2), Some(2), Some(8))),
+        ("local:4", |r| (r.degrees.dp, r.degrees.pp) = (Some(2), Some(2))),
+        ("p3.16xlarge:1", |r| (r.degrees.dp, r.degrees.tp, r.degrees.zero) = (Some(4), Some(2), Some(3))),
+        ("p3.16xlarge:2", |r| {
+            (r.degrees.pp, r.degrees.virtual_stages, r.batch.num_microbatches) = (Some(2), Some(2), Some(8))
+        }),
         ("dgx-a100:2", |r| r.target = altiplano::ir::plan::Target::Megatron),
     ];
     for (cluster, fix) in cases {
         let mut request = request(&model, preset(cluster).expect("a cluster"));
-        request.global_batch = Some(64);
+        request.batch.global = Some(64);
         request.baselines = false;
         fix(&mut request);
         let plan = plan(&request, &Silent).expect("a plan");

@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 fn planned(cluster: &str, pp: u32, num_microbatches: u32, schedule: Schedule, virtual_stages: u32) -> Plan {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the demo is a model");
     let mut request = request(&model, load_cluster(cluster).expect("a preset"));
-    (request.pp, request.num_microbatches) = (Some(pp), Some(num_microbatches));
-    (request.schedule, request.virtual_stages) = (Some(schedule), Some(virtual_stages));
+    (request.degrees.pp, request.batch.num_microbatches) = (Some(pp), Some(num_microbatches));
+    (request.schedule, request.degrees.virtual_stages) = (Some(schedule), Some(virtual_stages));
     altiplano::plan(&request, &Silent).expect("the demo fits anywhere")
 }
 
@@ -227,8 +227,8 @@ fn pages_of_many_calls_are_small() {
     let options = ImportOptions { sequence: Some(64), ..ImportOptions::default() };
     let model = load_model(config.as_ref(), &options).expect("a config");
     let mut request = request(&model, load_cluster("dgx-a100:8").expect("a preset"));
-    (request.pp, request.num_microbatches, request.global_batch) = (Some(64), Some(512), Some(512));
-    (request.schedule, request.virtual_stages, request.baselines) = (Some(Schedule::OneFOneB), Some(1), false);
+    (request.degrees.pp, request.batch.num_microbatches, request.batch.global) = (Some(64), Some(512), Some(512));
+    (request.schedule, request.degrees.virtual_stages, request.baselines) = (Some(Schedule::OneFOneB), Some(1), false);
     let plan = altiplano::plan(&request, &Silent).expect("it fits");
     assert_eq!((plan.stages.len(), plan.num_microbatches), (64, 512));
     check(&plan);

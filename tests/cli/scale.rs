@@ -92,7 +92,7 @@ fn rows_are_the_plans_of_their_counts() {
         let found = sweep(&[&options[..], growth].concat());
         for ((point, nodes), batch) in points(&found).into_iter().zip([1, 3]).zip(batches) {
             let mut request = request(&model, preset(&format!("p3.16xlarge:{nodes}")).expect("a cluster"));
-            request.global_batch = Some(batch);
+            request.batch.global = Some(batch);
             let plan = plan(&request, &Silent).expect("a plan");
             assert_eq!(number(&point["global_batch"]), batch as f64);
             assert!(number(&point["step_time_s"]) <= plan.predicted.step_time_s, "{nodes} nodes: {point}");

@@ -20,11 +20,11 @@ fn planned(fix: fn(&mut Request)) -> Plan {
 
 /// Pipelines, interleaved ones, zero bubble, tensor parallelism, and fully sharded storage.
 const PLANS: [fn(&mut Request); 5] = [
-    |r| (r.dp, r.pp, r.num_microbatches) = (Some(2), Some(2), Some(4)),
-    |r| (r.pp, r.virtual_stages, r.num_microbatches) = (Some(2), Some(2), Some(4)),
-    |r| (r.pp, r.schedule) = (Some(2), Some(altiplano::ir::plan::Schedule::ZbH1)),
-    |r| (r.tp, r.dp) = (Some(2), Some(2)),
-    |r| (r.dp, r.zero) = (Some(4), Some(3)),
+    |r| (r.degrees.dp, r.degrees.pp, r.batch.num_microbatches) = (Some(2), Some(2), Some(4)),
+    |r| (r.degrees.pp, r.degrees.virtual_stages, r.batch.num_microbatches) = (Some(2), Some(2), Some(4)),
+    |r| (r.degrees.pp, r.schedule) = (Some(2), Some(altiplano::ir::plan::Schedule::ZbH1)),
+    |r| (r.degrees.tp, r.degrees.dp) = (Some(2), Some(2)),
+    |r| (r.degrees.dp, r.degrees.zero) = (Some(4), Some(3)),
 ];
 
 /// All event names with their process and track, and the names of these.

@@ -185,14 +185,14 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
     let model = load_model(model, &import).map_err(|e| e.to_string())?;
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
-    (request.dp, request.tp, request.pp) = (number("dp"), number("tp"), number("pp"));
+    (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (number("dp"), number("tp"), number("pp"));
     // One stage on each block of devices, unless stated otherwise, in the stated schedule, if any.
-    request.virtual_stages = number("virtual").or(Some(1));
+    request.degrees.virtual_stages = number("virtual").or(Some(1));
     if !has("inference") {
         request.schedule = Some(Schedule::OneFOneB);
     }
-    request.zero = number("zero").map(|zero| zero as u8);
-    request.num_microbatches = number("micro");
+    request.degrees.zero = number("zero").map(|zero| zero as u8);
+    request.batch.num_microbatches = number("micro");
     request.recompute = match (has("recompute"), has("selective")) {
         (true, _) => Some(Recompute::Full),
         (_, true) => Some(Recompute::Selective),
@@ -224,16 +224,16 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
         request.schedule = Some(Schedule::PipeDream);
     }
     if has("stale") {
-        request.update = Update::Stale;
+        request.training.update = Update::Stale;
     }
     if has("sgd") {
-        request.optimizer = Optimizer::sgd();
+        request.training.optimizer = Optimizer::sgd();
     }
     if has("throughput") {
         request.goal = Goal::Throughput;
     }
-    request.global_batch = number("batch").map(u64::from);
-    request.clip_norm = has("clip").then_some(0.1);
+    request.batch.global = number("batch").map(u64::from);
+    request.training.clip_norm = has("clip").then_some(0.1);
     altiplano::plan(&request, &Silent).map_err(|e| e.to_string())
 }
 

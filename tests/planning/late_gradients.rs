@@ -66,11 +66,11 @@ impl Case {
         let model = load_model(file.as_ref(), &import).expect("a model");
         let mut request = request(&model, load_cluster(&format!("local:{}", self.dp * self.pp)).expect("a cluster"));
         request.baselines = false;
-        (request.dp, request.tp, request.pp) = (Some(self.dp), Some(1), Some(self.pp));
-        (request.zero, request.num_microbatches) = (Some(self.zero), Some(self.microbatches));
-        (request.schedule, request.update) = (Some(self.schedule), self.update);
-        (request.optimizer, request.clip_norm) = (self.optimizer, self.clip_norm);
-        (request.virtual_stages, request.recompute) = (Some(1), Some(Recompute::None));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(self.dp), Some(1), Some(self.pp));
+        (request.degrees.zero, request.batch.num_microbatches) = (Some(self.zero), Some(self.microbatches));
+        (request.schedule, request.training.update) = (Some(self.schedule), self.update);
+        (request.training.optimizer, request.training.clip_norm) = (self.optimizer, self.clip_norm);
+        (request.degrees.virtual_stages, request.recompute) = (Some(1), Some(Recompute::None));
         plan(&request, &Silent).expect("a plan")
     }
 
@@ -336,10 +336,10 @@ fn what_is_waited_for_is_predicted() {
     let planned = |cluster: &str, (dp, pp): (u32, u32), schedule: Schedule, update: Update| {
         let mut request = request(&model, load_cluster(cluster).expect("a preset"));
         request.baselines = false;
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(1), Some(pp));
-        (request.schedule, request.update, request.zero) = (Some(schedule), update, Some(0));
-        (request.virtual_stages, request.recompute) = (Some(1), Some(Recompute::None));
-        request.num_microbatches = Some(if dp > 2 { 2 } else { 4 });
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(1), Some(pp));
+        (request.schedule, request.training.update, request.degrees.zero) = (Some(schedule), update, Some(0));
+        (request.degrees.virtual_stages, request.recompute) = (Some(1), Some(Recompute::None));
+        request.batch.num_microbatches = Some(if dp > 2 { 2 } else { 4 });
         plan(&request, &Silent).expect("a plan")
     };
     let step_s = |plan: &Plan| plan.predicted.step_time_s;

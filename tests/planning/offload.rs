@@ -126,8 +126,8 @@ fn asked(file: &str, cluster: &str, memory_bytes: Option<u64>, offload: Option<O
     let model = load_model(Path::new(file), &import()).expect("a model");
     let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
     request.baselines = false;
-    (request.num_microbatches, request.recompute) = (Some(1), Some(altiplano_ir::recompute::Recompute::None));
-    (request.dp, request.tp, request.virtual_stages) = (Some(1), Some(1), Some(1));
+    (request.batch.num_microbatches, request.recompute) = (Some(1), Some(altiplano_ir::recompute::Recompute::None));
+    (request.degrees.dp, request.degrees.tp, request.degrees.virtual_stages) = (Some(1), Some(1), Some(1));
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);

@@ -122,7 +122,7 @@ fn asked_of(file: &str, import: &ImportOptions, memory_bytes: Option<u64>, offlo
     let model = load_model(Path::new(file), import).expect("a model");
     let mut request = request(&model, load_cluster("dgx-a100/1").expect("a cluster"));
     request.baselines = false;
-    (request.num_microbatches, request.virtual_stages) = (Some(1), Some(1));
+    (request.batch.num_microbatches, request.degrees.virtual_stages) = (Some(1), Some(1));
     request.offload = offload;
     let device = &mut request.cluster.groups[0].device;
     device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);

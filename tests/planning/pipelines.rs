@@ -22,8 +22,8 @@ fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microba
     let model = load_model(file.as_ref(), &import).expect("a model");
     let mut request = request(&model, load_cluster("p3.16xlarge:1").expect("a preset"));
     request.baselines = false;
-    (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(4));
-    (request.virtual_stages, request.num_microbatches) = (virtual_stages, Some(num_microbatches));
+    (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(2), Some(1), Some(4));
+    (request.degrees.virtual_stages, request.batch.num_microbatches) = (virtual_stages, Some(num_microbatches));
     request.schedule = schedule;
     plan(&request, &Silent).expect("a plan")
 }

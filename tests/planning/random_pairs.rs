@@ -84,13 +84,13 @@ fn check(seed: u64) {
     let model = model_of(Path::new("config.json"), config.to_string().as_bytes(), &options)
         .unwrap_or_else(|error| panic!("pair {seed}: {config}: {error}"));
     let mut wanted = request(&model, cluster(&mut random));
-    wanted.global_batch = Some(random.of(&[1, 2, 6, 8, 12, 32, 96]));
+    wanted.batch.global = Some(random.of(&[1, 2, 6, 8, 12, 32, 96]));
     wanted.baselines = random.below(4) == 0;
     let of = |cluster: &Cluster| {
         let group = &cluster.groups[0];
         format!("{} x {} of {} bytes", group.nodes, group.devices_per_node, group.device.memory_bytes)
     };
-    let pair = format!("pair {seed}: {config} on {}, batch {:?}", of(&wanted.cluster), wanted.global_batch);
+    let pair = format!("pair {seed}: {config} on {}, batch {:?}", of(&wanted.cluster), wanted.batch.global);
     let with_threads = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         pool.install(|| plan(&wanted, &Silent))

@@ -55,7 +55,7 @@ fn progress_tells_steps_of_plans_that_were_judged() {
     let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("the demo");
     for cluster in ["local:4", "p3.16xlarge:2"] {
         let mut request = request(&model, load_cluster(cluster).expect("a preset"));
-        (request.global_batch, request.baselines) = (Some(256), false);
+        (request.batch.global, request.baselines) = (Some(256), false);
         let told = Told::default();
         let plan = altiplano::plan(&request, &told).expect("a plan");
         let best_s = told.0.lock().expect("nobody panicked").iter().copied().fold(f64::INFINITY, f64::min);

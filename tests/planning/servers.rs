@@ -52,11 +52,11 @@ impl Case {
         let model = load_model(file.as_ref(), &import).expect("a model");
         let mut request = request(&model, load_cluster(&format!("local:{devices}")).expect("a cluster"));
         (request.baselines, request.servers) = (false, over);
-        (request.num_microbatches, request.recompute) = (Some(microbatches), Some(Recompute::None));
-        (request.optimizer, request.clip_norm) = (self.optimizer, self.clip_norm);
+        (request.batch.num_microbatches, request.recompute) = (Some(microbatches), Some(Recompute::None));
+        (request.training.optimizer, request.training.clip_norm) = (self.optimizer, self.clip_norm);
         if over.is_none() {
-            (request.dp, request.tp, request.pp) = (Some(devices), Some(1), Some(1));
-            request.zero = Some(0);
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(devices), Some(1), Some(1));
+            request.degrees.zero = Some(0);
         }
         plan(&request, &Silent).expect("a plan")
     }
@@ -341,7 +341,7 @@ fn what_servers_take_is_predicted() {
         let mut request = request(&model, load_cluster("dgx-a100:2").expect("a preset"));
         request.baselines = false;
         request.servers = Some(OverServers { count, asynchronous });
-        (request.recompute, request.num_microbatches) = (Some(Recompute::None), Some(16 - count));
+        (request.recompute, request.batch.num_microbatches) = (Some(Recompute::None), Some(16 - count));
         plan(&request, &Silent).expect("a plan")
     };
     let of_server = |plan: &Plan| plan.servers.as_ref().map(|over| over.predicted[0]).expect("servers");

@@ -6,7 +6,7 @@
 //! among the alternatives, and [`fastest`](crate::Request::fastest) takes it.
 
 use crate::explain::alternatives;
-use crate::request::{Muted, SearchKind};
+use crate::request::{GivenDegrees, Muted, SearchKind};
 use crate::search::choice::fits;
 use crate::search::context::SearchContext;
 use crate::search::fitting::plans_that_fit;
@@ -26,8 +26,15 @@ pub const FASTER: &str = "faster";
 pub fn instead_of(cx: &SearchContext<'_>, plan: &Plan) -> Option<Plan> {
     let SearchContext { request, space, progress, .. } = *cx;
     let [group] = request.cluster.groups.as_slice() else { return None };
-    let given = [request.dp, request.tp, request.pp, request.virtual_stages, request.cp, request.ep];
-    let asked = given.iter().any(Option::is_some) || request.zero.is_some() || !request.graph.pins.is_empty();
+    let given = [
+        request.degrees.dp,
+        request.degrees.tp,
+        request.degrees.pp,
+        request.degrees.virtual_stages,
+        request.degrees.cp,
+        request.degrees.ep,
+    ];
+    let asked = given.iter().any(Option::is_some) || request.degrees.zero.is_some() || !request.graph.pins.is_empty();
     let ours = request.target == Target::Altiplano && request.search == SearchKind::Whole;
     let is_open = !request.fastest && !asked && ours && !space.streams && request.servers.is_none();
     if !is_open || group.device.kind != DeviceKind::Gpu || plan.num_devices() <= 1 || progress.stopped() {
@@ -38,11 +45,14 @@ pub fn instead_of(cx: &SearchContext<'_>, plan: &Plan) -> Option<Plan> {
         return None;
     }
     let alone = SearchSpace {
-        dp: Some(1),
-        tp: Some(1),
-        pp: Some(1),
-        virtual_stages: Some(1),
-        zero: Some(0),
+        degrees: GivenDegrees {
+            dp: Some(1),
+            tp: Some(1),
+            pp: Some(1),
+            virtual_stages: Some(1),
+            zero: Some(0),
+            ..space.degrees
+        },
         zero_bubble: false,
         all_devices: false,
         ..space.clone()

@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// Returns the request with the model padded, each with the original model. Alpa pads nothing. Padded parameters are
 /// zero, so the optimizer must keep zeros.
 pub fn padded(request: &Request) -> Vec<(Request, Padding)> {
-    if !request.pad || request.search == SearchKind::Alpa || !request.optimizer.keeps_zeros() {
+    if !request.pad || request.search == SearchKind::Alpa || !request.training.optimizer.keeps_zeros() {
         return Vec::new();
     }
     let groups = &request.cluster.groups;

@@ -9,7 +9,7 @@ use crate::features::parallelism::expert_products;
 use crate::features::target;
 use crate::layers::cluster_finely;
 use crate::layers::graph::LayeredGraph;
-use crate::request::{PlanFailure, Progress, Request};
+use crate::request::{BatchSizes, GivenDegrees, PlanFailure, Progress, Request};
 use crate::search::choice::choose;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::op::{Function, Op};
@@ -25,11 +25,11 @@ const POSITIONS: usize = 1;
 /// # Errors
 /// If the model has no experts, or their number is not divisible as asked.
 pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
-    if request.ep.is_none() && request.cp.is_none() {
+    if request.degrees.ep.is_none() && request.degrees.cp.is_none() {
         return Ok(Cow::Borrowed(request));
     }
     let mut graph = request.graph.clone();
-    if let Some(ep) = request.ep {
+    if let Some(ep) = request.degrees.ep {
         let refused = |problem| Err(PlanFailure::Option { option: "ep", value: ep.into(), problem });
         let experts = expert_products(&graph);
         if ep == 0 {
@@ -45,7 +45,7 @@ pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
             pin(&mut graph, value, dim, "expert", ep);
         }
     }
-    match request.cp {
+    match request.degrees.cp {
         Some(0) => return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" }),
         Some(parts) => {
             let attention = |v: &ValueId| match &graph.node(*v).op {
@@ -108,7 +108,7 @@ pub fn by_micro_batch(
     }
     let devices = request.cluster.num_devices();
     let global = request.global_batch_size();
-    let degree = target::restrict(request)?.dp;
+    let degree = target::restrict(request)?.degrees.dp;
     let of_replicas = |dp: &u32| {
         let together = size.checked_mul(u64::from(*dp));
         degree.is_none_or(|given| given == *dp)
@@ -124,8 +124,11 @@ pub fn by_micro_batch(
         if progress.stopped() && !plans.is_empty() {
             break;
         }
-        let fixed =
-            Request { micro_batch: None, dp: Some(dp), microbatch: Some(size * u64::from(dp)), ..request.clone() };
+        let fixed = Request {
+            batch: BatchSizes { per_replica: None, microbatch: Some(size * u64::from(dp)), ..request.batch },
+            degrees: GivenDegrees { dp: Some(dp), ..request.degrees },
+            ..request.clone()
+        };
         match planned(&fixed) {
             Ok(plan) => plans.push(plan),
             Err(why) => failures.push(why),

@@ -47,7 +47,7 @@ pub fn plan(
         replicas.into_iter().filter(|&count| request.global_batch_size() / u64::from(count) % u64::from(devices) == 0);
     let other = OverServers { asynchronous: !over.asynchronous, ..over };
     // Asynchronous servers cannot know the norm of all gradients.
-    let predict = |over: OverServers| match over.asynchronous && request.clip_norm.is_some() {
+    let predict = |over: OverServers| match over.asynchronous && request.training.clip_norm.is_some() {
         true => Err(PlanFailure::Servers { option: "clip-norm", problem: CLIPPED }),
         false => fastest(request, &counts, 1, Some(over), costs),
     };
@@ -83,20 +83,24 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
     if workers == 0 {
         return of_servers("leaves no device of the cluster for a worker");
     }
-    if request.dp.is_some_and(|dp| dp != workers) {
+    if request.degrees.dp.is_some_and(|dp| dp != workers) {
         return invalid(
             "dp",
-            request.dp.unwrap_or(0).into(),
+            request.degrees.dp.unwrap_or(0).into(),
             "is not the number of workers, which are all devices but the servers",
         );
     }
     let refused = [
-        ("tp", request.tp.is_some_and(|tp| tp != 1), "must be 1: every worker holds all of the model"),
-        ("pp", request.pp.is_some_and(|pp| pp != 1), "must be 1: every worker holds all of the model"),
-        ("virtual-stages", request.virtual_stages.is_some_and(|v| v != 1), "must be 1: every worker has one stage"),
+        ("tp", request.degrees.tp.is_some_and(|tp| tp != 1), "must be 1: every worker holds all of the model"),
+        ("pp", request.degrees.pp.is_some_and(|pp| pp != 1), "must be 1: every worker holds all of the model"),
+        (
+            "virtual-stages",
+            request.degrees.virtual_stages.is_some_and(|v| v != 1),
+            "must be 1: every worker has one stage",
+        ),
         (
             "zero",
-            request.zero.is_some_and(|z| z != 0),
+            request.degrees.zero.is_some_and(|z| z != 0),
             "must be 0: the servers hold all state, and workers whole weights",
         ),
         (
@@ -112,7 +116,7 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
         ),
         (
             "update",
-            request.update != Update::Synchronous,
+            request.training.update != Update::Synchronous,
             "stale is of plans without servers; --asynchronous is theirs",
         ),
         ("target", request.target != Target::Altiplano, "must be altiplano: only its own runtime has such servers"),
@@ -121,8 +125,12 @@ fn workers_of(request: &Request, over: OverServers) -> Result<u32, PlanFailure> 
             !request.graph.pins.is_empty(),
             "lays values out over devices, and every worker holds all of the model",
         ),
-        ("loss-scale", request.loss_scale.is_some(), "must be off: servers do not tell workers when to change it"),
-        ("clip-norm", request.clip_norm.is_some() && over.asynchronous, CLIPPED),
+        (
+            "loss-scale",
+            request.training.loss_scale.is_some(),
+            "must be off: servers do not tell workers when to change it",
+        ),
+        ("clip-norm", request.training.clip_norm.is_some() && over.asynchronous, CLIPPED),
     ];
     match refused.into_iter().find(|(_, refused, _)| *refused) {
         Some((option, _, problem)) => Err(PlanFailure::Servers { option, problem }),
@@ -161,7 +169,7 @@ fn counts_of(request: &Request, workers: u32) -> Result<Vec<u32>, PlanFailure> {
             "would change the loss, which is divided by a total of the whole batch: each worker has its own; leave --parameter-servers out",
         );
     }
-    let given = match (request.num_microbatches, request.microbatch) {
+    let given = match (request.batch.num_microbatches, request.batch.microbatch) {
         (Some(0), _) => return invalid("num-microbatches", 0, "must be at least 1"),
         (_, Some(0)) => return invalid("microbatch", 0, "must be at least 1"),
         (Some(count), Some(size)) if size.checked_mul(count.into()) != Some(global) => {

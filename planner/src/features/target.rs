@@ -168,10 +168,14 @@ pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {
         Target::Altiplano | Target::Megatron => [None, None, None],
-        Target::Fsdp => [Some(devices / request.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
+        Target::Fsdp => [Some(devices / request.degrees.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
         Target::Xla => [None, None, Some(1)],
     };
-    let degrees = [("dp", &mut restricted.dp, dp), ("tp", &mut restricted.tp, tp), ("pp", &mut restricted.pp, pp)];
+    let degrees = [
+        ("dp", &mut restricted.degrees.dp, dp),
+        ("tp", &mut restricted.degrees.tp, tp),
+        ("pp", &mut restricted.degrees.pp, pp),
+    ];
     for (option, degree, only) in degrees {
         match (*degree, only) {
             (Some(given), Some(allowed)) if given != allowed => {
@@ -182,7 +186,7 @@ pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
         }
     }
     if request.target != Target::Altiplano {
-        restricted.execution = execution(request.target, &request.cluster, &request.graph, request.zero);
+        restricted.execution = execution(request.target, &request.cluster, &request.graph, request.degrees.zero);
     }
     if let Some(fused_attention) = request.fused_attention {
         restricted.execution.fused_attention = fused_attention;

@@ -45,7 +45,7 @@ pub fn interleaved<'a>(
         searched.candidates.par_iter().flat_map_iter(at_size).collect();
     found.sort_by(|a, b| a.0.step_s.total_cmp(&b.0.step_s));
     // A requested number of stages is honoured, however slow.
-    let most_s = match (space.virtual_stages, least_s) {
+    let most_s = match (space.degrees.virtual_stages, least_s) {
         (None, Some(least_s)) => WORTH_JUDGING * least_s,
         _ => f64::INFINITY,
     };
@@ -71,7 +71,7 @@ impl CandidatesAtMicrobatch {
         let on_block = |(block, lanes): (usize, usize)| {
             let limit = memory_bytes.map_or(u64::MAX, |bytes| bytes[self.blocks[block].group]);
             let of_way = move |config| {
-                let pipelines = Runs::new(self, block, config).pipelines(lanes, space.virtual_stages, limit);
+                let pipelines = Runs::new(self, block, config).pipelines(lanes, space.degrees.virtual_stages, limit);
                 pipelines.into_iter().map(move |found| (found, config))
             };
             self.configs_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
@@ -81,7 +81,7 @@ impl CandidatesAtMicrobatch {
 
     /// Step time of the best of [`CandidatesAtMicrobatch::interleaved`], if the order of calls is free and there is one.
     pub(super) fn interleaved_s(&self, space: &SearchSpace) -> Option<f64> {
-        if space.alpa || space.virtual_stages.is_some() || !space.schedules.contains(&Schedule::OneFOneB) {
+        if space.alpa || space.degrees.virtual_stages.is_some() || !space.schedules.contains(&Schedule::OneFOneB) {
             return None;
         }
         let found = self.interleaved(space, Some(&space.memory_bytes));
@@ -92,8 +92,9 @@ impl CandidatesAtMicrobatch {
     fn lanes(&self, space: &SearchSpace) -> Vec<(usize, usize)> {
         let lanes = |(i, block): (usize, &super::submesh::Block)| {
             let (total, devices) = (self.num_devices[block.group], block.shape.num_devices());
-            let lanes = space.pp.map_or(total / devices, u64::from);
-            let fits = lanes * devices == total || !space.all_devices && space.pp.is_some() && lanes * devices < total;
+            let lanes = space.degrees.pp.map_or(total / devices, u64::from);
+            let fits =
+                lanes * devices == total || !space.all_devices && space.degrees.pp.is_some() && lanes * devices < total;
             (lanes > 1 && fits).then_some((i, lanes as usize))
         };
         self.blocks.iter().enumerate().filter_map(lanes).collect()

@@ -37,8 +37,8 @@ impl SearchResult {
         let unlimited = vec![u64::MAX; request.cluster.groups.len()];
         let limits = Limits { memory_bytes, unlimited: &unlimited };
         let best_of = self.candidates.par_iter().map(|candidates| {
-            let found = candidates.best(cx, limits.of(candidates), space.pp)?;
-            let single = match found.stages.len() > 1 && space.pp.is_none() {
+            let found = candidates.best(cx, limits.of(candidates), space.degrees.pp)?;
+            let single = match found.stages.len() > 1 && space.degrees.pp.is_none() {
                 true => candidates.best(cx, limits.of(candidates), Some(1)).ok(),
                 false => None,
             };
@@ -68,13 +68,13 @@ impl SearchResult {
             rank <= most_predicted && f.step_s <= WORTH_PREDICTING * least || Some(rank - 1) == simplest
         });
         let most_s = WORTH_PREDICTING * least;
-        if (!space.all_devices || space.alpa) && space.dp.is_none() && space.tp.is_none() {
+        if (!space.all_devices || space.alpa) && space.degrees.dp.is_none() && space.degrees.tp.is_none() {
             let mut uniform = self.uniform(cx, limits, most_s);
             uniform.retain(|f| !all.iter().any(|known| known.is(f)));
             uniform.truncate(most_predicted);
             all.extend(uniform);
         }
-        if space.pp.is_none_or(|pp| pp == 1) {
+        if space.degrees.pp.is_none_or(|pp| pp == 1) {
             for single in self.singles(cx, limits, most_s, most_predicted.min(MOST_MESHES)) {
                 let same = |f: &PipelineCandidate<'_>| {
                     f.candidates.num_microbatches == single.candidates.num_microbatches

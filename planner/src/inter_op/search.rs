@@ -73,14 +73,16 @@ fn meshes(shape: SubmeshShape, space: &SearchSpace, pinned: bool) -> Vec<Mesh> {
     let devices = shape.num_devices() as u32;
     // Unless axes are named, each may play either role. Then meshes with the same two sizes are equivalent if one size
     // is 1. Within a node, where all links are alike, they always are.
-    let named = space.dp.is_some() || space.tp.is_some() || pinned;
+    let named = space.degrees.dp.is_some() || space.degrees.tp.is_some() || pinned;
     let known = |data: u32, tensor: u32| !named && data < tensor && (data == 1 || shape.nodes == 1);
     // Try most data parallelism first, so that equal meshes are named after it.
     (1..=devices)
         .rev()
         .filter(|data| devices % data == 0)
         .map(|data| (data, devices / data))
-        .filter(|&(data, tensor)| space.dp.is_none_or(|d| d == data) && space.tp.is_none_or(|t| t == tensor))
+        .filter(|&(data, tensor)| {
+            space.degrees.dp.is_none_or(|d| d == data) && space.degrees.tp.is_none_or(|t| t == tensor)
+        })
         .filter(|&(data, tensor)| !known(data, tensor))
         .map(|(data, tensor)| Mesh::new(&[("data", data), ("tensor", tensor)]))
         .collect()
@@ -93,15 +95,15 @@ fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> Candidates
     let (cost, composites) = (costs.of_group(block.group as u32), &composites[block.group]);
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: space.dp.is_some() || space.tp.is_some(),
-        second_is_model: space.tp.is_some(),
-        experts_on_data: request.ep.is_some_and(|ep| ep > 1),
+        first_is_data: space.degrees.dp.is_some() || space.degrees.tp.is_some(),
+        second_is_model: space.degrees.tp.is_some(),
+        experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);
     let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh).knowing(composites);
     let mut spaces = Spaces::new(&prices, roles);
-    let levels = match space.zero {
+    let levels = match space.degrees.zero {
         Some(level) => vec![level],
         None if mesh.num_devices() == 1 => vec![0],
         // Without training, only parameters can be sharded.
@@ -325,9 +327,9 @@ pub fn candidates(
         let of_group = &cluster.groups[group];
         let wanted = move |block: &Block| {
             let devices = block.shape.num_devices();
-            let product = space.dp.map(|d| d as u64 * space.tp.unwrap_or(1) as u64);
-            let exact = space.dp.is_some() && space.tp.is_some();
-            let whole = space.all_devices && space.pp == Some(1) && devices != of_group.num_devices() as u64;
+            let product = space.degrees.dp.map(|d| d as u64 * space.degrees.tp.unwrap_or(1) as u64);
+            let exact = space.degrees.dp.is_some() && space.degrees.tp.is_some();
+            let whole = space.all_devices && space.degrees.pp == Some(1) && devices != of_group.num_devices() as u64;
             let alpas = !space.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
             let worth = worth_trying(block.shape, of_group, num_layers);
             alpas && !whole && (!exact || product == Some(devices)) && worth
@@ -553,7 +555,7 @@ impl CandidatesAtMicrobatch {
         for (i, &block) in self.blocks.iter().enumerate() {
             let devices = u64::from(request.cluster.groups[block.group].num_devices());
             let num_stages = devices / block.shape.num_devices();
-            let fixed = space.pp.is_some_and(|pp| u64::from(pp) != num_stages);
+            let fixed = space.degrees.pp.is_some_and(|pp| u64::from(pp) != num_stages);
             if fixed || num_stages < 2 || devices % block.shape.num_devices() != 0 {
                 continue;
             }
@@ -609,8 +611,8 @@ pub fn search(cx: &SearchContext<'_>) -> SearchResult {
         }
         let candidates = candidates(cx, &composites, at_size, count);
         let step_s = |pp| candidates.best(cx, &space.memory_bytes, pp).ok().map(|found| found.step_s);
-        let best = step_s(space.pp);
-        let single = if space.pp.is_none() { step_s(Some(1)) } else { None };
+        let best = step_s(space.degrees.pp);
+        let single = if space.degrees.pp.is_none() { step_s(Some(1)) } else { None };
         let shared = candidates.interleaved_s(space);
         found.push(candidates);
         let mut better = false;
@@ -629,7 +631,7 @@ pub fn search(cx: &SearchContext<'_>) -> SearchResult {
     let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| space.allows(*group));
     let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
     let layers = || layered.at(counts[total - 1]).map_or(u32::MAX, |at_size| at_size.layers.len() as u32);
-    let stages = space.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
+    let stages = space.degrees.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
     let full = if nodes == 1 || stages == 1 { 1 } else { FULL.saturating_mul(stages) };
     let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
     let mut worse = 0;

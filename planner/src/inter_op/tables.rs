@@ -15,7 +15,7 @@ pub type Known<T> = BTreeMap<(usize, bool), Option<Rc<T>>>;
 
 fn model<'a>(layered: &'a LayeredGraph, request: &'a Request) -> Model<'a> {
     let offload = request.offload.unwrap_or_default();
-    Model { offload, ..layered.model(request.trains().then_some(&request.optimizer)) }
+    Model { offload, ..layered.model(request.trains().then_some(&request.training.optimizer)) }
 }
 
 /// Returns the costs of all layer kinds on one mesh.

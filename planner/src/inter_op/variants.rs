@@ -21,7 +21,7 @@ pub fn asked_for<'a>(
     memory_bytes: &BTreeMap<u32, Vec<u64>>,
 ) -> Result<Vec<PipelineCandidate<'a>>, PlanFailure> {
     let space = cx.space;
-    let Some(shared) = space.virtual_stages.filter(|&v| v > 1) else {
+    let Some(shared) = space.degrees.virtual_stages.filter(|&v| v > 1) else {
         return searched.ranked(cx, memory_bytes);
     };
     let found = interleaved(searched, space, memory_bytes, None);
@@ -29,7 +29,7 @@ pub fn asked_for<'a>(
         return Ok(found);
     }
     let layers = searched.candidates.first().map_or(0, |c| c.layered.layers.len()) as u32;
-    let stages = space.pp.unwrap_or(2).saturating_mul(shared);
+    let stages = space.degrees.pp.unwrap_or(2).saturating_mul(shared);
     if stages > layers {
         return Err(PlanFailure::TooFewLayers { layers, stages });
     }
@@ -59,7 +59,7 @@ pub fn others<'a>(
     let pipelines = pipelines.take(searched.predicted_at_most(MOST_ZERO_BUBBLE));
     let mut others: Vec<PipelineCandidate<'a>> =
         pipelines.map(|f| PipelineCandidate { schedule: Schedule::ZbH1, ..f.clone() }).collect();
-    if space.virtual_stages.is_none() {
+    if space.degrees.virtual_stages.is_none() {
         let shared = interleaved(searched, space, memory_bytes, found.first().map(|f| f.step_s));
         let most = searched.predicted_at_most(shared.len());
         others.extend(shared.into_iter().take(most));

@@ -10,7 +10,7 @@ use crate::count;
 use crate::explain::alternatives::recomputed;
 use crate::inter_op::search::num_devices;
 use crate::layers;
-use crate::request::{Muted, PlanFailure};
+use crate::request::{GivenDegrees, Muted, PlanFailure};
 use altiplano_ir::plan::{Alternative, Plan, Target};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
@@ -107,11 +107,14 @@ fn spaces(cx: &SearchContext<'_>) -> Vec<(&'static str, SearchSpace)> {
     };
     let with = |dp: u32, tp: u32, pp: u32, zero: u8| SearchSpace {
         num_microbatches: counts(dp),
-        dp: Some(dp),
-        tp: Some(tp),
-        pp: Some(pp),
-        zero: Some(zero),
-        virtual_stages: Some(1),
+        degrees: GivenDegrees {
+            dp: Some(dp),
+            tp: Some(tp),
+            pp: Some(pp),
+            zero: Some(zero),
+            virtual_stages: Some(1),
+            ..space.degrees
+        },
         zero_bubble: false,
         all_devices: true,
         recompute: if request.trains() { request.recompute } else { Some(Recompute::None) },
@@ -128,9 +131,9 @@ fn spaces(cx: &SearchContext<'_>) -> Vec<(&'static str, SearchSpace)> {
         ("pipeline", with(n / depth, 1, depth, 0)),
     ];
     // Targets without pipelines have no pipeline to compare with.
-    plain.retain(|(_, space)| !matches!(request.target, Target::Fsdp | Target::Xla) || space.pp == Some(1));
-    plain.retain(|(_, space)| request.target != Target::Fsdp || space.zero != Some(1));
+    plain.retain(|(_, space)| !matches!(request.target, Target::Fsdp | Target::Xla) || space.degrees.pp == Some(1));
+    plain.retain(|(_, space)| request.target != Target::Fsdp || space.degrees.zero != Some(1));
     // Without training there is no optimizer state to shard.
-    plain.retain(|(_, space)| request.trains() || space.zero != Some(1));
+    plain.retain(|(_, space)| request.trains() || space.degrees.zero != Some(1));
     plain
 }

@@ -29,8 +29,8 @@ pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Prog
         result => return result,
     };
     // These requests have only uniform plans, of which the leanest is known.
-    let uniform = request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1);
-    if uniform || request.micro_batch.is_some() || request.servers.is_some() || progress.stopped() {
+    let uniform = request.target == Target::Megatron || request.degrees.cp.is_some_and(|cp| cp > 1);
+    if uniform || request.batch.per_replica.is_some() || request.servers.is_some() || progress.stopped() {
         return Err(failure);
     }
     let Ok(mut leanest) = closest_plan(request, costs) else { return Err(failure) };

@@ -75,7 +75,7 @@ pub fn fixed_of(
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
             first_is_data: true,
-            experts_on_data: request.ep.is_some_and(|ep| ep > 1),
+            experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
             second_is_model: degrees.cp <= 1,
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
         },

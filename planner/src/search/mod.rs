@@ -38,7 +38,7 @@ pub fn plan(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
-    if let Some(size) = request.micro_batch {
+    if let Some(size) = request.batch.per_replica {
         return pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress));
     }
     let request = &pins::with_pins(request)?;
@@ -72,7 +72,7 @@ fn plan_padded(
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let space = SearchSpace::from_request(request)?;
-    if request.target == Target::Megatron || request.cp.is_some_and(|cp| cp > 1) {
+    if request.target == Target::Megatron || request.degrees.cp.is_some_and(|cp| cp > 1) {
         // Megatron pads vocabularies, which slight padding covers, and never adds heads.
         return sweep::best(request, costs, progress);
     }

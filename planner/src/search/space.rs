@@ -1,7 +1,7 @@
 //! Search spaces: the choices that a request leaves open.
 
 use crate::inter_op::submesh::shapes;
-use crate::request::{PlanFailure, Request, SearchKind};
+use crate::request::{GivenDegrees, PlanFailure, Request, SearchKind};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::plan::{Goal, Schedule};
@@ -10,14 +10,9 @@ use altiplano_ir::recompute::Recompute;
 /// The choices that a search has. A baseline fixes choices that another search leaves open.
 #[derive(Clone, Debug)]
 pub struct SearchSpace {
-    pub dp: Option<u32>,
-    pub tp: Option<u32>,
-    pub pp: Option<u32>,
-    pub zero: Option<u8>,
+    pub degrees: GivenDegrees,
     pub recompute: Option<Recompute>,
     pub schedules: Vec<Schedule>,
-    /// Stages per device.
-    pub virtual_stages: Option<u32>,
     /// Also predict pipelines found for `1f1b` under `zb-h1`.
     pub zero_bubble: bool,
     /// Numbers of microbatches to try.
@@ -47,26 +42,22 @@ impl SearchSpace {
     /// If options contradict each other, the model or the cluster.
     pub fn from_request(request: &Request) -> Result<SearchSpace, PlanFailure> {
         check_options(request)?;
-        let [dp, tp, pp] = degrees(request)?;
+        let degrees = degrees(request)?;
         let num_microbatches = microbatch_counts(request)?;
         let alpa = request.search == SearchKind::Alpa;
         Ok(SearchSpace {
-            dp,
-            tp,
-            pp,
-            zero: request.zero.or(alpa.then_some(ALPA_ZERO)),
+            degrees: GivenDegrees { zero: request.degrees.zero.or(alpa.then_some(ALPA_ZERO)), ..degrees },
             recompute: match request.trains() {
                 true => request.recompute.or(alpa.then_some(Recompute::Full)),
                 false => Some(Recompute::None),
             },
             schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
-            virtual_stages: request.virtual_stages,
             zero_bubble: request.schedule.is_none(),
             num_microbatches,
             memory_bytes: request.cluster.groups.iter().map(|g| request.cluster.usable_bytes(g)).collect(),
             only_group: None,
             lean: false,
-            all_devices: dp.is_some() && tp.is_some() && pp.is_some() || alpa,
+            all_devices: degrees.are_all_given() || alpa,
             alpa,
             streams: request.goal == Goal::Throughput,
         })
@@ -90,32 +81,32 @@ fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str
 
 fn check_options(request: &Request) -> Result<(), PlanFailure> {
     let devices = request.cluster.num_devices();
-    for (option, value) in [("dp", request.dp), ("tp", request.tp), ("pp", request.pp)] {
+    for (option, value) in [("dp", request.degrees.dp), ("tp", request.degrees.tp), ("pp", request.degrees.pp)] {
         if value == Some(0) {
             return invalid(option, 0u64, "must be at least 1");
         }
     }
-    let shared = request.virtual_stages.unwrap_or(1);
+    let shared = request.degrees.virtual_stages.unwrap_or(1);
     if shared == 0 {
         return invalid("virtual-stages", 0u64, "must be at least 1");
     }
     if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
         return invalid("virtual-stages", shared, "goes with the schedule 1f1b only");
     }
-    if shared > 1 && (devices == 1 || request.pp == Some(1)) {
+    if shared > 1 && (devices == 1 || request.degrees.pp == Some(1)) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
     }
-    match request.zero {
+    match request.degrees.zero {
         Some(zero) if zero > 3 => invalid("zero", zero, "must be 0, 1, 2 or 3"),
         _ => Ok(()),
     }
 }
 
 /// The degrees of data, tensor and pipeline parallelism that the request fixes. Two fixed degrees fix the third.
-fn degrees(request: &Request) -> Result<[Option<u32>; 3], PlanFailure> {
+fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
     let devices = request.cluster.num_devices();
-    let cp = request.cp.unwrap_or(1);
-    let (mut dp, mut tp, mut pp) = (request.dp, request.tp, request.pp);
+    let cp = request.degrees.cp.unwrap_or(1);
+    let GivenDegrees { mut dp, mut tp, mut pp, .. } = request.degrees;
     let refused = |product: u64| {
         let (dp, tp, pp) = (dp.unwrap_or(1), tp.unwrap_or(1), pp.unwrap_or(1));
         Err(PlanFailure::Degrees { dp, tp, pp, cp, product, devices })
@@ -136,7 +127,7 @@ fn degrees(request: &Request) -> Result<[Option<u32>; 3], PlanFailure> {
             let groups = request.cluster.groups.iter().map(Group::num_devices).collect();
             return Err(PlanFailure::StageOverGroups { of_stage, groups });
         }
-        return Ok([dp, tp, pp]);
+        return Ok(request.degrees);
     }
     let rest = (u64::from(devices) / given) as u32;
     match (dp, tp, pp) {
@@ -145,7 +136,7 @@ fn degrees(request: &Request) -> Result<[Option<u32>; 3], PlanFailure> {
         (Some(_), Some(_), None) => pp = Some(rest),
         _ => {}
     }
-    Ok([dp, tp, pp])
+    Ok(GivenDegrees { dp, tp, pp, ..request.degrees })
 }
 
 /// The numbers of microbatches to try.
@@ -154,18 +145,18 @@ fn microbatch_counts(request: &Request) -> Result<Vec<u32>, PlanFailure> {
     if global == 0 {
         return invalid("global-batch", 0u64, "must be at least 1");
     }
-    if request.num_microbatches == Some(0) {
+    if request.batch.num_microbatches == Some(0) {
         return invalid("num-microbatches", 0u64, "must be at least 1");
     }
-    if request.microbatch == Some(0) {
+    if request.batch.microbatch == Some(0) {
         return invalid("microbatch", 0u64, "must be at least 1");
     }
     let scales = request.graph.batch != 0;
-    let counts: Vec<u32> = match (request.microbatch, request.num_microbatches) {
+    let counts: Vec<u32> = match (request.batch.microbatch, request.batch.num_microbatches) {
         (Some(size), _) if !scales && size != 1 => {
             return invalid("microbatch", size, "cannot be set: the graph keeps to the size it was traced at");
         }
-        (_, Some(count)) if !scales && count as u64 != global && request.global_batch.is_some() => {
+        (_, Some(count)) if !scales && count as u64 != global && request.batch.global.is_some() => {
             return invalid(
                 "num-microbatches",
                 count,

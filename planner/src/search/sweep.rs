@@ -81,7 +81,7 @@ impl<'a> Configurations<'a> {
         let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
         let new = || {
             let mut graph = at_microbatches(self.request, count)?;
-            if let Some(cp) = self.request.cp {
+            if let Some(cp) = self.request.degrees.cp {
                 pin_positions(&mut graph, cp);
             }
             let request = Request { graph, ..self.request.clone() };
@@ -236,7 +236,7 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
         if request.graph.is_frozen(p) {
             return ty.bytes();
         }
-        let state = ty.elements() * request.optimizer.state_bytes_per_element(ty.dtype);
+        let state = ty.elements() * request.training.optimizer.state_bytes_per_element(ty.dtype);
         let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
         let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
         ty.bytes() + request.execution.accumulator(ty).bytes() + state
@@ -314,18 +314,18 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
 /// All configurations that use every device.
 fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let group = &request.cluster.groups[0];
-    let cp = request.cp.unwrap_or(1).max(1);
+    let cp = request.degrees.cp.unwrap_or(1).max(1);
     let devices = request.cluster.num_devices() / cp;
     let global = request.global_batch_size();
     let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
     let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
     let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
-    let shared = request.virtual_stages.map_or(space.virtual_stages.clone(), |v| vec![v.max(1)]);
+    let shared = request.degrees.virtual_stages.map_or(space.virtual_stages.clone(), |v| vec![v.max(1)]);
     let mut all = Vec::new();
-    for tp in divisors(group.devices_per_node).filter(|&tp| given(request.tp, tp)) {
-        for stages in divisors(devices / tp).filter(|&pp| given(request.pp, pp)) {
+    for tp in divisors(group.devices_per_node).filter(|&tp| given(request.degrees.tp, tp)) {
+        for stages in divisors(devices / tp).filter(|&pp| given(request.degrees.pp, pp)) {
             let dp = devices / tp / stages;
-            if !given(request.dp, dp) {
+            if !given(request.degrees.dp, dp) {
                 continue;
             }
             // A graph that keeps its traced batch runs as often as requested.
@@ -333,12 +333,13 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
             let one = [global / u64::from(dp).max(1)];
             let sizes: &[u64] = if whole { &one } else { sizes };
             // A given size need not be among those that are tried.
-            let asked = request.microbatch.or(request.num_microbatches.map(|n| global / u64::from(n).max(1)));
+            let asked =
+                request.batch.microbatch.or(request.batch.num_microbatches.map(|n| global / u64::from(n).max(1)));
             let asked = asked.filter(|_| request.graph.batch != 0).map(|m| [m / u64::from(dp).max(1)]);
             let sizes: &[u64] = asked.as_ref().map_or(sizes, |asked| asked);
             for &size in sizes.iter().filter(|&&size| size > 0) {
                 let together = if request.graph.batch == 0 { 1 } else { size * u64::from(dp) };
-                if global % together != 0 || request.microbatch.is_some_and(|m| m != together) {
+                if global % together != 0 || request.batch.microbatch.is_some_and(|m| m != together) {
                     continue;
                 }
                 let Ok(num_microbatches) = u32::try_from(global / together) else { continue };
@@ -346,7 +347,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 if whole && num_microbatches != 1 {
                     continue;
                 }
-                if request.num_microbatches.is_some_and(|n| n != num_microbatches) {
+                if request.batch.num_microbatches.is_some_and(|n| n != num_microbatches) {
                     continue;
                 }
                 // Fused attention recomputes its products anyway, so selective recomputation is no choice.
@@ -355,7 +356,7 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                     None => r != Recompute::Selective || request.execution.has_selective(),
                 };
                 for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
-                    let levels = space.zero.iter().filter(|&&z| request.zero.is_none_or(|given| given == z));
+                    let levels = space.zero.iter().filter(|&&z| request.degrees.zero.is_none_or(|given| given == z));
                     for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
                         // Interleaving needs groups of as many microbatches as there are lanes.
                         let turns = request.schedule.is_none_or(|s| s == Schedule::OneFOneB);

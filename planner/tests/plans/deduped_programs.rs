@@ -78,8 +78,8 @@ fn middle_stages_are_lowered_once() {
     ] {
         for (dp, tp) in [(1, 1), (2, 1), (1, 2)] {
             let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 4 * dp * tp));
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(4));
-            (request.schedule, request.recompute, request.num_microbatches) =
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(4));
+            (request.schedule, request.recompute, request.batch.num_microbatches) =
                 (Some(schedule), Some(recompute), Some(4));
             let plan = plan(&request, &Silent).expect("a plan");
             assert!(check(&plan) < 4, "{schedule:?} {recompute} dp{dp} tp{tp}");
@@ -90,7 +90,7 @@ fn middle_stages_are_lowered_once() {
 #[test]
 fn stages_that_share_devices() {
     let mut request = request(&transformer(8), LossKind::Mean, "dgx-a100:1/4");
-    (request.pp, request.virtual_stages, request.num_microbatches) = (Some(4), Some(2), Some(4));
+    (request.degrees.pp, request.degrees.virtual_stages, request.batch.num_microbatches) = (Some(4), Some(2), Some(4));
     let plan = plan(&request, &Silent).expect("a plan");
     assert_eq!(plan.stages.len(), 8);
     check(&plan);
@@ -110,7 +110,7 @@ fn any_network() {
         for pp in [None, Some(2), Some(3), Some(6)] {
             for cluster in ["dgx-a100:1/6", "p3.16xlarge:2", "dgx-h100:1/3"] {
                 let mut request = request(&network, loss, cluster);
-                request.pp = pp;
+                request.degrees.pp = pp;
                 if let Ok(plan) = plan(&request, &Silent) {
                     check(&plan);
                 }

@@ -20,7 +20,7 @@ fn request(cluster: Cluster) -> Request {
     let traced = transformer(4);
     let batched = find_batch(&traced, &[Some(0), Some(0)]);
     let mut request = Request::new(&traced.name, simplify(&batched.graph), LossKind::Mean, cluster);
-    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.training.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     request
 }
@@ -35,7 +35,7 @@ fn a_plan_over_two_groups_computes_the_same() {
         (["dgx-a100:1/2", "p3.16xlarge:1/2"], 2, 1, 2),
     ] {
         let mut request = request(cluster(&presets, 1e10));
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
         let plan = check(&request);
         let groups: Vec<u32> = plan.stages.iter().map(|s| s.group).collect();
         assert!(groups.contains(&0) && groups.contains(&1), "{presets:?}: {groups:?}");
@@ -95,7 +95,7 @@ fn a_model_that_only_both_groups_hold() {
 fn degrees_that_no_group_holds_are_refused() {
     let refused = |dp, tp, pp| {
         let mut request = request(cluster(&["local:2", "local:4"], 1e10));
-        (request.dp, request.tp, request.pp) = (dp, tp, pp);
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (dp, tp, pp);
         let failure = plan(&request, &Silent).expect_err("no plan");
         assert!(failure.is_usage(), "{failure}");
         failure
@@ -113,7 +113,7 @@ fn degrees_that_no_group_holds_are_refused() {
 #[test]
 fn a_degree_holds_for_stages_in_both_groups() {
     let mut request = request(cluster(&["local:2", "local:4"], 1e10));
-    (request.tp, request.pp) = (Some(2), Some(2));
+    (request.degrees.tp, request.degrees.pp) = (Some(2), Some(2));
     let plan = check(&request);
     assert_eq!(plan.stages.len(), 2);
     assert!(plan.stages.iter().all(|s| s.mesh.axes[1].size == 2));
@@ -122,7 +122,7 @@ fn a_degree_holds_for_stages_in_both_groups() {
 #[test]
 fn a_stage_with_devices_of_another_group_is_refused() {
     let mut request = request(cluster(&["local:1", "local:1"], 1e10));
-    (request.dp, request.tp, request.pp) = (Some(1), Some(1), Some(2));
+    (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(1), Some(1), Some(2));
     let good = plan(&request, &Silent).expect("a plan");
     let broken = |change: &dyn Fn(&mut Plan)| {
         let mut plan = good.clone();

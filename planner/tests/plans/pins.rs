@@ -61,7 +61,7 @@ fn pinned_values_are_laid_out_as_asked() {
     ];
     for (pin, devices) in cases {
         let mut request = request(&graph, std::slice::from_ref(&pin), devices);
-        request.pp = Some(1);
+        request.degrees.pp = Some(1);
         let plan = plan(&request, &Silent).unwrap_or_else(|e| panic!("{pin}: {e}"));
         let stage = &plan.stages[0];
         let layout = match &plan.graph.node(pin.value).op {

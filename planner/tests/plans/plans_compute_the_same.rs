@@ -23,7 +23,7 @@ fn request_of(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
     assert_eq!((batched.loss, &batched.doubt), (loss, &None));
     let graph = simplify(&batched.graph);
     let mut request = Request::new(&traced.name, graph, batched.loss, preset(cluster).expect("a known preset"));
-    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.training.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     request
 }
@@ -32,7 +32,7 @@ fn request_of(traced: &Graph, loss: LossKind, cluster: &str) -> Request {
 fn every_combination_of_degrees() {
     for (dp, tp, pp) in [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)] {
         let mut request = request(&format!("local:{}", dp * tp * pp));
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
         let plan = check(&request);
         assert_eq!(plan.num_lanes() as u32, pp);
         assert!(plan.stages.iter().all(|s| s.mesh.num_devices() == dp * tp));
@@ -49,9 +49,9 @@ fn logits_in_chunks_compute_the_same() {
             // The kind of loss is detected before composites are recognised.
             let mut request = request_of(&graph, LossKind::Other, &format!("local:{}", dp * tp));
             request.loss = LossKind::Mean;
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(1));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(1));
             (request.loss_chunks, request.recompute) = (LossChunks::Count(chunks), Some(recompute));
-            request.num_microbatches = Some(microbatches);
+            request.batch.num_microbatches = Some(microbatches);
             let plan = check(&request);
             assert!(plan.graph.to_string().contains("linear_cross_entropy"), "{}", plan.graph);
             let microbatch = plan.microbatch / u64::from(dp);
@@ -82,7 +82,7 @@ fn frozen_parameters_stay_as_they_are() {
         }
         let way = |dp, tp, pp| {
             let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", dp * tp * pp));
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
             request
         };
         for (dp, tp, pp) in [(1, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)] {
@@ -90,7 +90,7 @@ fn frozen_parameters_stay_as_they_are() {
         }
         for zero in [0, 2, 3] {
             let mut request = way(2, 1, 2);
-            (request.zero, request.num_microbatches) = (Some(zero), Some(2));
+            (request.degrees.zero, request.batch.num_microbatches) = (Some(zero), Some(2));
             check(&request);
         }
         let all = request_of(&transformer(2), LossKind::Mean, "local:1");
@@ -98,7 +98,7 @@ fn frozen_parameters_stay_as_they_are() {
         assert!(held(&way(1, 1, 1)) < held(&all), "what is frozen has no gradient in memory");
         for schedule in [Schedule::ZbH1, Schedule::PipeDream] {
             let mut request = way(1, 1, 3);
-            (request.schedule, request.num_microbatches) = (Some(schedule), Some(4));
+            (request.schedule, request.batch.num_microbatches) = (Some(schedule), Some(4));
             check(&request);
         }
     }
@@ -109,13 +109,13 @@ fn frozen_parameters_stay_as_they_are() {
 fn more_blocks_than_layers() {
     for (dp, tp, pp) in [(2, 1, 2), (1, 2, 2), (1, 4, 1)] {
         let mut request = request_of(&transformer(70), LossKind::Mean, "local:4");
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
         let plan = check(&request);
         assert!(plan.num_layers() < 70);
     }
     // Two values pass between blocks here, so layers are solved as wholes.
     let mut request = request_of(&skipping(140), LossKind::Mean, "local:2");
-    request.pp = Some(2);
+    request.degrees.pp = Some(2);
     assert!(check(&request).num_layers() < 140);
 }
 
@@ -130,10 +130,10 @@ fn other_kinds_of_networks() {
     for (network, loss) in networks {
         for (dp, tp, pp) in [(4, 1, 1), (1, 4, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2)] {
             let mut request = request_of(&network, loss, &format!("local:{}", dp * tp * pp));
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
             check(&request);
             if loss == LossKind::Mean && dp < 4 {
-                request.num_microbatches = Some(2);
+                request.batch.num_microbatches = Some(2);
                 check(&request);
             }
         }
@@ -146,8 +146,9 @@ fn every_way_to_store_and_to_recompute() {
     for zero in 0..=3 {
         for recompute in Recompute::ALL {
             let mut request = request("local:4");
-            (request.dp, request.tp, request.pp) = (Some(2), Some(1), Some(2));
-            (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(2), Some(1), Some(2));
+            (request.degrees.zero, request.recompute, request.batch.num_microbatches) =
+                (Some(zero), Some(recompute), Some(2));
             let plan = check(&request);
             assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
         }
@@ -160,8 +161,8 @@ fn weighted_means_accumulate_over_microbatches() {
     let network = weighted(4);
     let request = |cluster: &str, (dp, tp, pp): (u32, u32, u32), microbatches: u32| {
         let mut request = request_of(&network, LossKind::Mean, cluster);
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
-        request.num_microbatches = Some(microbatches);
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+        request.batch.num_microbatches = Some(microbatches);
         request
     };
     let called = |plan: &Plan| {
@@ -177,7 +178,7 @@ fn weighted_means_accumulate_over_microbatches() {
         }
     }
     let mut stored = request("local:2", (2, 1, 1), 2);
-    (stored.zero, stored.recompute) = (Some(3), Some(Recompute::Full));
+    (stored.degrees.zero, stored.recompute) = (Some(3), Some(Recompute::Full));
     check(&stored);
     for schedule in [Schedule::GPipe, Schedule::ZbH1, Schedule::PipeDream] {
         let mut request = request("local:2", (1, 1, 2), 4);
@@ -185,7 +186,7 @@ fn weighted_means_accumulate_over_microbatches() {
         assert_eq!(check(&request).schedule, schedule);
     }
     let mut sharing = request("local:2", (1, 1, 2), 4);
-    sharing.virtual_stages = Some(2);
+    sharing.degrees.virtual_stages = Some(2);
     check(&sharing);
 }
 
@@ -194,8 +195,9 @@ fn weighted_means_accumulate_over_microbatches() {
 fn as_much_is_recomputed_as_must_be() {
     let of = |recompute: Option<Recompute>, memory_bytes: Option<u64>| {
         let mut request = request_of(&transformer(12), LossKind::Mean, "local:2");
-        (request.pp, request.virtual_stages, request.schedule) = (Some(2), Some(1), Some(Schedule::OneFOneB));
-        (request.num_microbatches, request.recompute) = (Some(4), recompute);
+        (request.degrees.pp, request.degrees.virtual_stages, request.schedule) =
+            (Some(2), Some(1), Some(Schedule::OneFOneB));
+        (request.batch.num_microbatches, request.recompute) = (Some(4), recompute);
         let device = &mut request.cluster.groups[0].device;
         device.memory_bytes = memory_bytes.unwrap_or(device.memory_bytes);
         request
@@ -217,7 +219,7 @@ fn as_much_is_recomputed_as_must_be() {
 fn all_schedules_and_many_microbatches() {
     for schedule in [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::PipeDream] {
         let mut request = request("local:3");
-        (request.pp, request.schedule, request.num_microbatches) = (Some(3), Some(schedule), Some(4));
+        (request.degrees.pp, request.schedule, request.batch.num_microbatches) = (Some(3), Some(schedule), Some(4));
         assert_eq!(check(&request).schedule, schedule);
     }
 }
@@ -236,9 +238,9 @@ fn stages_that_share_devices() {
     ] {
         for (zero, recompute) in [(0, Recompute::None), (3, Recompute::Full)] {
             let mut request = request_of(&transformer(5), LossKind::Mean, cluster);
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
-            (request.virtual_stages, request.num_microbatches) = (Some(shared), Some(microbatches));
-            (request.zero, request.recompute) = (Some(zero), Some(recompute));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+            (request.degrees.virtual_stages, request.batch.num_microbatches) = (Some(shared), Some(microbatches));
+            (request.degrees.zero, request.recompute) = (Some(zero), Some(recompute));
             let plan = check(&request);
             assert_eq!((plan.virtual_stages, plan.stages.len() as u32), (shared, pp * shared));
             assert_eq!(plan.num_lanes() as u32, pp);
@@ -259,9 +261,9 @@ fn gradients_of_weights_apart() {
     ] {
         for (zero, recompute) in [(0, Recompute::None), (1, Recompute::Full), (3, Recompute::Selective)] {
             let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", 3 * dp * tp));
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(3));
-            (request.schedule, request.num_microbatches) = (Some(Schedule::ZbH1), Some(microbatches));
-            (request.zero, request.recompute) = (Some(zero), Some(recompute));
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(3));
+            (request.schedule, request.batch.num_microbatches) = (Some(Schedule::ZbH1), Some(microbatches));
+            (request.degrees.zero, request.recompute) = (Some(zero), Some(recompute));
             let plan = check(&request);
             assert_eq!(plan.schedule, Schedule::ZbH1);
             let programs = programs(&plan).expect("programs");
@@ -284,7 +286,7 @@ fn gradients_of_weights_apart() {
 fn skips_between_stages_that_share_devices() {
     let network = skipping(8);
     let mut request = request_of(&network, LossKind::Mean, "local:2");
-    (request.pp, request.virtual_stages, request.num_microbatches) = (Some(2), Some(4), Some(4));
+    (request.degrees.pp, request.degrees.virtual_stages, request.batch.num_microbatches) = (Some(2), Some(4), Some(4));
     let plan = check(&request);
     let programs = programs(&plan).expect("programs");
     let (to_itself, to_others): (Vec<_>, Vec<_>) = programs.transfers.iter().partition(|t| t.source.0 == t.target.0);
@@ -296,7 +298,7 @@ fn what_the_search_chooses() {
     for cluster in ["local:1", "local:2", "local:3", "local:4", "local:8"] {
         let mut request = request(cluster);
         check(&request);
-        request.global_batch = Some(16);
+        request.batch.global = Some(16);
         check(&request);
     }
 }
@@ -320,16 +322,19 @@ fn contradictions_and_impossible_requests_are_refused() {
         }
     };
     for (change, expected) in [
-        (&(|r: &mut Request| r.dp = Some(3)) as &dyn Fn(&mut Request), "--dp 3"),
-        (&|r| r.pp = Some(0), "--pp"),
-        (&|r| r.num_microbatches = Some(3), "does not divide"),
-        (&|r| r.microbatch = Some(3), "does not divide"),
-        (&|r| (r.microbatch, r.num_microbatches, r.global_batch) = (Some(2), Some(2), Some(8)), "--global-batch"),
-        (&|r| r.zero = Some(4), "--zero"),
-        (&|r| r.virtual_stages = Some(0), "--virtual-stages"),
-        (&|r| (r.virtual_stages, r.schedule) = (Some(2), Some(Schedule::GPipe)), "1f1b only"),
-        (&|r| (r.virtual_stages, r.pp) = (Some(2), Some(1)), "two blocks"),
-        (&|r| (r.virtual_stages, r.pp) = (Some(9), Some(2)), "too few for 18"),
+        (&(|r: &mut Request| r.degrees.dp = Some(3)) as &dyn Fn(&mut Request), "--dp 3"),
+        (&|r| r.degrees.pp = Some(0), "--pp"),
+        (&|r| r.batch.num_microbatches = Some(3), "does not divide"),
+        (&|r| r.batch.microbatch = Some(3), "does not divide"),
+        (
+            &|r| (r.batch.microbatch, r.batch.num_microbatches, r.batch.global) = (Some(2), Some(2), Some(8)),
+            "--global-batch",
+        ),
+        (&|r| r.degrees.zero = Some(4), "--zero"),
+        (&|r| r.degrees.virtual_stages = Some(0), "--virtual-stages"),
+        (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(2), Some(Schedule::GPipe)), "1f1b only"),
+        (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(2), Some(1)), "two blocks"),
+        (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(9), Some(2)), "too few for 18"),
     ] {
         let (usage, message) = refused(change);
         assert!(usage && message.contains(expected), "{message}");
@@ -338,7 +343,7 @@ fn contradictions_and_impossible_requests_are_refused() {
     assert!(!usage && message.contains("more than the 1.00 kB"), "{message}");
     let (_, message) = refused(&|r| {
         r.cluster = preset("local:8").expect("a known preset");
-        r.pp = Some(8);
+        r.degrees.pp = Some(8);
     });
     assert!(message.contains("too few for 8"), "{message}");
 }

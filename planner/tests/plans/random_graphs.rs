@@ -235,10 +235,10 @@ fn check_graph(graph: &Graph, (dp, tp, pp): (u32, u32, u32), zero: u8, recompute
     request.baselines = false;
     // Larger sizes would need other values; `tests/importing/padding.rs` compares such plans.
     request.pad = false;
-    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.training.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     if dp > 0 {
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
-        (request.zero, request.recompute) = (Some(zero), Some(recompute));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+        (request.degrees.zero, request.recompute) = (Some(zero), Some(recompute));
     }
     match plan(&request, &Silent) {
         Ok(plan) => {

@@ -65,9 +65,9 @@ fn split(graph: &Graph, added: &[ValueId], devices: u32) -> Request {
     }
     let cluster = preset(&format!("local:{devices}")).expect("a preset");
     let mut request = Request::new("ring", graph, LossKind::Mean, cluster);
-    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.training.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
-    request.num_microbatches = Some(1);
+    request.batch.num_microbatches = Some(1);
     request
 }
 

@@ -71,7 +71,7 @@ fn cluster() -> Cluster {
 
 fn request(graph: &Graph, cluster: Cluster) -> Request {
     let mut request = Request::new("scheme", graph.clone(), LossKind::Mean, cluster);
-    request.num_microbatches = Some(1);
+    request.batch.num_microbatches = Some(1);
     request.recompute = Some(Recompute::None);
     request
 }
@@ -153,7 +153,7 @@ fn perceptron(batch: u64, width: u64, layers: usize) -> (Graph, Vec<ValueId>) {
 fn plain_data_parallelism() {
     let (graph, products) = perceptron(1 << 18, 256, 8);
     let mut request = request(&graph, cluster());
-    request.optimizer = Optimizer::sgd();
+    request.training.optimizer = Optimizer::sgd();
     let (plan, programs) = chosen(&request);
     for &x in &products {
         assert_eq!(parts_of(&plan, x), [DEVICES, 1]);
@@ -187,7 +187,11 @@ fn between(plan: &Plan, less: &str, more: &str, parts: u64) -> u64 {
 fn zero_1() {
     let (graph, products) = perceptron(1 << 15, 2048, 8);
     // Over a slower link and with several microbatches, sending more than once a step is noticeable.
-    let several = |cluster| Request { num_microbatches: Some(8), ..request(&graph, cluster) };
+    let several = |cluster| {
+        let mut request = request(&graph, cluster);
+        request.batch.num_microbatches = Some(8);
+        request
+    };
     let mut slow = cluster();
     slow.groups[0].intra_node.bytes_per_s /= 8.0;
     let (roomy, _) = chosen(&several(slow.clone()));

@@ -179,7 +179,7 @@ fn request(cluster: &str) -> Request {
     let batched = find_batch(&transformer(2), &[Some(0), Some(0)]);
     let graph = simplify(&batched.graph);
     let mut request = Request::new("transformer", graph, batched.loss, preset(cluster).expect("a known preset"));
-    request.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
+    request.training.optimizer = Optimizer::Sgd { momentum: 0.0, weight_decay: 0.0 };
     request.baselines = false;
     assert_eq!(request.loss, LossKind::Mean);
     request
@@ -199,8 +199,8 @@ fn assert_right(request: &Request, plan: &Plan) {
 fn every_parameter_may_be_stored_in_its_own_way() {
     for (dp, tp, pp) in [(4, 1, 1), (2, 2, 1), (2, 1, 2)] {
         let mut request = request(&format!("local:{}", dp * tp * pp));
-        (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
-        (request.zero, request.num_microbatches) = (Some(1), Some(2));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+        (request.degrees.zero, request.batch.num_microbatches) = (Some(1), Some(2));
         let plan = plan(&request, &Silent).expect("a plan");
         for first in 0..4 {
             let mut mixed = plan.clone();
@@ -230,10 +230,11 @@ fn memory_is_estimated() {
         for (zero, recompute) in [(0, KEPT), (1, KEPT), (1, SELECTIVE), (2, FULL), (3, KEPT), (3, SELECTIVE), (3, FULL)]
         {
             let mut request = request(&format!("local:{}", dp * tp * pp));
-            (request.dp, request.tp, request.pp) = (Some(dp), Some(tp), Some(pp));
-            (request.zero, request.recompute, request.num_microbatches) = (Some(zero), Some(recompute), Some(2));
-            (request.schedule, request.virtual_stages) = (Some(Schedule::OneFOneB), Some(1));
-            request.optimizer = Optimizer::adamw();
+            (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+            (request.degrees.zero, request.recompute, request.batch.num_microbatches) =
+                (Some(zero), Some(recompute), Some(2));
+            (request.schedule, request.degrees.virtual_stages) = (Some(Schedule::OneFOneB), Some(1));
+            request.training.optimizer = Optimizer::adamw();
             let mut plan = plan(&request, &Silent).expect("a plan");
             let lowered = programs(&plan).expect("programs");
             let cost = Roofline::new(request.cluster.groups[0].device.clone());
@@ -252,7 +253,7 @@ fn memory_is_estimated() {
                     first_layer: plan.stages[i].layers.start,
                     execution: plan.execution,
                 };
-                let model = layered.model(Some(&request.optimizer));
+                let model = layered.model(Some(&request.training.optimizer));
                 let range = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
                 let program = state_stage(&model, &readers, range, &mut spaces, &demand);
                 let given = as_given(&program, &plan.graph, stage, &mut spaces).expect("a plan's own shardings");
