@@ -5,7 +5,7 @@ use crate::common::{DEMO, Scratch, altiplano, golden};
 use rayon::prelude::*;
 use serde_json::Value;
 
-const DEMO_OPTIONS: [&str; 27] = [
+const DEMO_OPTIONS: [&str; 26] = [
     "--cluster local:1",
     "--cluster local:4",
     "--cluster local:6 --global-batch 12",
@@ -28,9 +28,8 @@ const DEMO_OPTIONS: [&str; 27] = [
     "--dp 4 --update stale",
     "--dp 2 --precision f16",
     "--dp 2 --offload all",
-    "--dp 2 --loss-chunks 4",
     "--dp 2 --freeze params['h0']*",
-    "--cluster local:4 --parameter-servers 1",
+    "--cluster local:4 --parameter-servers 1 --global-batch 12",
     "--cluster local:4 --loss none",
     "--cluster local:4 --search alpa --optimizer lamb",
 ];
@@ -50,10 +49,11 @@ const MODELS: [&str; 9] = [
 const MODEL_OPTIONS: [&str; 2] = ["--cluster local:4", "--cluster dgx-a100:1 --global-batch 64"];
 
 /// Published configs of `benches/configs`, with options.
-const CONFIGS: [(&str, &str); 5] = [
+const CONFIGS: [(&str, &str); 6] = [
     ("gpt2-xl", "--cluster dgx-a100:1 --precision bf16 --global-batch 64 --num-microbatches 2"),
     ("llama-3.2-1b", "--cluster dgx-h100:1 --seq 2048 --global-batch 64 --zero 3 --pp 1 --num-microbatches 1"),
     ("olmoe-1b-7b", "--cluster dgx-h100:1 --seq 1024 --global-batch 64 --dp 8 --tp 1 --pp 1 --num-microbatches 1"),
+    ("llama-3.2-1b", "--cluster 1xH100 --seq 2048 --global-batch 4 --num-microbatches 2 --loss-chunks 4"),
     ("bert-large", "--cluster dgx-a100:1 --global-batch 64 --dp 4 --tp 2 --pp 1 --num-microbatches 1"),
     ("vit-huge", "--cluster dgx-a100:2 --global-batch 128 --dp 16 --tp 1 --pp 1 --num-microbatches 1"),
 ];
