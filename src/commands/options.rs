@@ -486,27 +486,39 @@ impl PlanOptions {
         let mut request = altiplano::request(&model, cluster);
         request.batch.global = self.global_batch;
         self.fixed.fix(&mut request)?;
-        if model.inference && self.optimizer.is_some() {
-            return Err(Error::Option { option: "--optimizer", problem: OF_TRAINING });
-        }
-        if let Some((option, ..)) = self.settings.given().next().filter(|_| model.inference) {
-            return Err(Error::Option { option, problem: OF_TRAINING });
-        }
-        if model.inference && self.clip_norm.is_some() {
-            return Err(Error::Option { option: "--clip-norm", problem: OF_TRAINING });
-        }
-        if model.inference && self.loss_scale.is_some() {
-            return Err(Error::Option { option: "--loss-scale", problem: OF_TRAINING });
+        self.set_training(&mut request, !model.inference, ty.dtype)?;
+        request.target = self.target_of(bytes);
+        self.set_space(&mut request)?;
+        Ok((request, model.given, model.warnings))
+    }
+
+    /// Sets how a step changes the weights, if the model is trained, for a loss of type `dtype`.
+    fn set_training(&self, request: &mut Request, trains: bool, dtype: DType) -> Result<(), Error> {
+        if !trains {
+            let given = [
+                ("--optimizer", self.optimizer.is_some()),
+                ("--clip-norm", self.clip_norm.is_some()),
+                ("--loss-scale", self.loss_scale.is_some()),
+            ];
+            let given = given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option);
+            if let Some(option) = given.chain(self.settings.given().map(|(option, ..)| option)).next() {
+                return Err(Error::Option { option, problem: OF_TRAINING });
+            }
         }
         if let Some(scaling) = self.loss_scale {
             let is_late = request.training.update == Update::Stale || request.schedule == Some(Schedule::PipeDream);
-            request.training.loss_scale = scaling.of(ty.dtype, is_late)?;
+            request.training.loss_scale = scaling.of(dtype, is_late)?;
         }
         request.training.optimizer =
             self.optimizer.as_deref().and_then(Optimizer::parse).unwrap_or(request.training.optimizer);
         self.settings.set(&mut request.training.optimizer)?;
         request.training.clip_norm = self.clip_norm.or(request.training.clip_norm);
-        request.target = match self.target {
+        Ok(())
+    }
+
+    /// The software that runs the plan. `auto` takes it from the format of the model.
+    fn target_of(&self, bytes: &[u8]) -> Target {
+        match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
@@ -520,7 +532,20 @@ impl PlanOptions {
                 eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
                 target
             }
-        };
+        }
+    }
+
+    /// Sets what is searched, and what a plan may be like.
+    fn set_space(&self, request: &mut Request) -> Result<(), Error> {
+        if request.target != Target::Altiplano {
+            let problem =
+                "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
+            let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
+            let late = late.into_iter().chain([("--update", request.training.update == Update::Stale)]);
+            if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
+                return Err(Error::Option { option, problem });
+            }
+        }
         request.fused_attention = match self.fused_attention {
             None | Some(FusedName::Auto) => None,
             Some(FusedName::No) => Some(false),
@@ -541,15 +566,6 @@ impl PlanOptions {
         if self.search == Some(SearchName::Alpa) {
             request.search = SearchKind::Alpa;
         }
-        if request.target != Target::Altiplano {
-            let problem =
-                "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
-            let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
-            let late = late.into_iter().chain([("--update", request.training.update == Update::Stale)]);
-            if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {
-                return Err(Error::Option { option, problem });
-            }
-        }
         request.servers = self.parameter_servers.map(|count| OverServers { count, asynchronous: self.asynchronous });
         if request.servers.is_some() && self.search.is_some() {
             let problem = "conflicts with --parameter-servers, which leaves nothing to search";
@@ -557,7 +573,7 @@ impl PlanOptions {
         }
         request.allow_microbatch_semantics = self.allow_microbatch_semantics;
         request.cache = self.cache.as_deref().map(open_cache).transpose()?;
-        Ok((request, model.given, model.warnings))
+        Ok(())
     }
 }
 
