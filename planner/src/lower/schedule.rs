@@ -93,6 +93,22 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         Update::Stale => late.from(schedule.len(), end),
         Update::Synchronous => late.go_on(schedule.len()),
     }
+    finish(&mut schedule, &of_stage, plan.schedule.trains(), |at| late.from(at, end));
+    Program {
+        devices: first.devices.clone(),
+        mesh: first.mesh.clone(),
+        buffers: Vec::new(),
+        bodies: Vec::new(),
+        late: late.of(&schedule),
+        flush: Vec::new(),
+        schedule,
+        fused_attention: plan.execution.fused_attention,
+    }
+}
+
+/// Adds the calls that happen once a step: reductions, exchanges and updates. `waits` gets the position from which on
+/// they wait for other stages.
+fn finish(schedule: &mut Vec<Call>, of_stage: &BTreeMap<usize, Calls>, trains: bool, waits: impl FnOnce(usize)) {
     // Send everything before waiting for anything, which may come from another stage of this lane.
     for calls in of_stage.values() {
         if let Some(body) = calls.reduce {
@@ -101,7 +117,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         }
     }
     if of_stage.values().any(|calls| !calls.receives_tied.is_empty() || !calls.receives_shares.is_empty()) {
-        late.from(schedule.len(), end);
+        waits(schedule.len());
     }
     let tied = of_stage.values().flat_map(|calls| &calls.receives_tied);
     schedule.extend(tied.map(|&transfer| Call::Receive { transfer, microbatch: None }));
@@ -113,18 +129,8 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
     }
     let shares = of_stage.values().flat_map(|calls| &calls.receives_shares);
     schedule.extend(shares.map(|&transfer| Call::Receive { transfer, microbatch: None }));
-    if plan.schedule.trains() {
+    if trains {
         schedule.extend(of_stage.values().map(|calls| Call::Run { body: calls.update, microbatch: None }));
-    }
-    Program {
-        devices: first.devices.clone(),
-        mesh: first.mesh.clone(),
-        buffers: Vec::new(),
-        bodies: Vec::new(),
-        late: late.of(&schedule),
-        flush: Vec::new(),
-        schedule,
-        fused_attention: plan.execution.fused_attention,
     }
 }
 
