@@ -99,17 +99,40 @@ fn half_precision() {
     agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
-/// Convolutions and batch statistics, transposed convolutions, sorted and scattered experts, recomputed loops over
-/// layers, dropout, associative scans, windows and other masks of attention.
+/// Convolutions and batch statistics, transposed convolutions, experts that are sorted and scattered or dispatched by
+/// one-hot tensors, recomputed loops over layers, dropout, associative scans, windows and other masks of attention.
 #[test]
 fn small_models_of_many_kinds_as_jax_computes_them() {
-    for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space", "windows"] {
+    for name in ["resnet", "unet", "moe-sorted", "moe-switch", "scanned-remat", "flax-dropout", "state-space", "windows"]
+    {
         let file = |ending: &str| format!("{}/tests/models/{name}.{ending}", env!("CARGO_MANIFEST_DIR"));
         for options in PLANS.into_iter().chain([CHOICES[2]]) {
             // Some models have too few layers or samples for some degrees.
             if name != "state-space" || !options.contains(&"local:8") {
                 agrees(&file("mlir"), options, Some(&file("safetensors")));
             }
+        }
+    }
+}
+
+/// Experts with a capacity per sample, dispatched by products with one-hot tensors: expert parallelism over each axis
+/// and both, and microbatches, since no sample takes the place of another.
+#[test]
+fn experts_in_one_hot_form_are_split_and_samples_stay_apart() {
+    let file = |ending: &str| format!("{}/tests/models/moe-switch.{ending}", env!("CARGO_MANIFEST_DIR"));
+    for options in [
+        "--cluster local:4 --dp 4 --ep 4",
+        "--cluster local:4 --tp 4 --ep 4",
+        "--cluster local:4 --dp 2 --tp 2 --ep 4",
+        "--cluster local:4 --pp 2 --ep 2 --num-microbatches 2",
+    ] {
+        let options: Vec<&str> = options.split(' ').collect();
+        agrees(&file("mlir"), &options, Some(&file("safetensors")));
+        let plan = succeeds(&[&["plan", &file("mlir")], &options[..]].concat());
+        assert!(plan.contains("loss            mean over samples"), "{plan}");
+        for matrix in ["['experts']['up']", "['experts']['down']"] {
+            let mut lines = plan.lines().filter(|l| l.contains(matrix) && l.contains(" f32[4,")).peekable();
+            assert!(lines.peek().is_some() && lines.all(|l| l.contains("expert-parallel over")), "{plan}");
         }
     }
 }
