@@ -8,3 +8,4 @@ pub mod glm;
 pub mod gpt;
 pub mod hybrid;
 pub mod llama;
+pub mod mamba;
