@@ -22,7 +22,7 @@ use altiplano_ir::simplify::simplify;
 use altiplano_transforms::accumulation::part_of_batch;
 use altiplano_transforms::downscale::{Goal, downscale};
 use altiplano_transforms::experts;
-use altiplano_transforms::losses_of_step::other_losses;
+use altiplano_transforms::losses_of_step::{joined, other_losses};
 use altiplano_transforms::rewrite::rewrite;
 use altiplano_transforms::training_step::{self, Fitted, TrainingStep};
 use altiplano_transforms::unstack::unstack;
@@ -116,8 +116,15 @@ pub struct GivenStep {
 pub enum Warning {
     #[error("{doubt}; the batch stays as traced. {remedy}")]
     Batch { doubt: Doubt, remedy: String },
-    #[error("{}", describe_step(*.parameters, [*.frozen, *.no_decay], .optimizer, *.changed))]
-    TrainingStep { parameters: usize, frozen: usize, no_decay: usize, optimizer: Option<Fitted>, changed: bool },
+    #[error("{}", describe_step(*.losses, *.parameters, [*.frozen, *.no_decay], .optimizer, *.changed))]
+    TrainingStep {
+        losses: usize,
+        parameters: usize,
+        frozen: usize,
+        no_decay: usize,
+        optimizer: Option<Fitted>,
+        changed: bool,
+    },
     #[error("the model returns {0} values; the first is taken as the loss, the others are dropped")]
     OtherResults(usize),
     #[error(
@@ -164,6 +171,7 @@ impl Warning {
 }
 
 fn describe_step(
+    losses: usize,
     parameters: usize,
     [frozen, no_decay]: [usize; 2],
     optimizer: &Option<Fitted>,
@@ -186,8 +194,15 @@ fn describe_step(
         0 => String::new(),
         n => format!(" ({n} more stay as they are)"),
     };
+    let (loss, planned) = match losses {
+        1 => ("a loss".to_string(), "Its loss is planned"),
+        n => (
+            format!("{n} losses with parameters of their own"),
+            "Their sum is planned, in which no loss trains the parameters of another",
+        ),
+    };
     format!(
-        "the function is a whole training step: a loss, gradients of {parameters} parameter{s}{frozen} and {update}. Its loss is planned, and the plan's own gradients and updates replace the step's"
+        "the function is a whole training step: {loss}, gradients of {parameters} parameter{s}{frozen} and {update}. {planned}, and the plan's own gradients and updates replace the step's"
     )
 }
 
@@ -223,7 +238,7 @@ pub fn load_all_results(file: &Path, options: &ImportOptions) -> Result<Model, E
     let bytes = read_bytes(file)?;
     let read = |options: &ImportOptions| {
         let Traced { graph, aside, .. } = traced(file, &bytes, options)?;
-        Ok(Loss { states: states(&graph), graph, step: None, aside })
+        Ok(Loss { states: states(&graph), graph, step: None, losses: 1, aside })
     };
     load(file, read(options)?, read, options, true)
 }
@@ -255,6 +270,8 @@ struct Aside {
 struct Loss {
     graph: Graph,
     step: Option<(TrainingStep, GivenStep)>,
+    /// The number of losses whose sum it is.
+    losses: usize,
     states: Vec<String>,
     aside: Aside,
 }
@@ -280,10 +297,11 @@ fn states(graph: &Graph) -> Vec<String> {
     training_step::updated_leaves(graph).into_iter().map(|v| leaf_name(graph, v)).collect()
 }
 
-/// Extracts the loss of a whole training step, and the rest of the step. Any other graph is kept whole. A step with
-/// several losses is rejected: its gradients are not those of one.
+/// Extracts the loss of a whole training step, and the rest of the step. Any other graph is kept whole. Losses with
+/// parameters of their own become their sum. Other steps with several losses are rejected: their gradients are not
+/// those of one. So are those of which the user names a loss.
 fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss, Error> {
-    let Traced { graph, arguments, results, mut aside } = traced;
+    let Traced { mut graph, arguments, results, mut aside } = traced;
     let chosen = !options.params.is_empty()
         || !options.inputs.is_empty()
         || !options.no_decay.is_empty()
@@ -292,10 +310,18 @@ fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss,
         if chosen || graph.outputs.len() < 2 { None } else { training_step::recognise(&graph, &arguments, &results) };
     // The layers of a loop are planned like separate ones, but the experts of a layer stay together.
     let states = states(&graph);
-    let Some(step) = step else {
-        return Ok(Loss { graph: unstack(&experts::recognise(&graph)), step: None, states, aside });
+    let Some(mut step) = step else {
+        return Ok(Loss { graph: unstack(&experts::recognise(&graph)), step: None, losses: 1, states, aside });
     };
-    if let Some(other) = other_losses(&graph, &arguments, &step).first() {
+    let others = other_losses(&graph, &arguments, &step);
+    let all = match options.loss.is_none() && !others.is_empty() {
+        true => joined(&graph, &arguments, &step, &others),
+        false => None,
+    };
+    let losses = 1 + others.len();
+    if let Some(all) = all {
+        (graph, step) = all;
+    } else if let Some(other) = others.first() {
         let name = |at: Option<usize>| {
             let said = at.and_then(|at| results.get(at).cloned().flatten());
             said.unwrap_or_else(|| at.map_or(String::new(), |at| at.to_string()))
@@ -317,12 +343,12 @@ fn loss_of(file: &Path, traced: Traced, options: &ImportOptions) -> Result<Loss,
         loss = part;
         aside.batch = aside.batch.or(Some(batch));
     }
-    Ok(Loss { graph: unstack(&experts::recognise(&loss)), step: Some((step, given)), states, aside })
+    Ok(Loss { graph: unstack(&experts::recognise(&loss)), step: Some((step, given)), losses, states, aside })
 }
 
 fn load(
     file: &Path,
-    Loss { graph: traced, step, mut states, aside }: Loss,
+    Loss { graph: traced, step, losses, mut states, aside }: Loss,
     read: impl Fn(&ImportOptions) -> Result<Loss, Error>,
     options: &ImportOptions,
     all_results: bool,
@@ -388,6 +414,7 @@ fn load(
     // The step's own gradients are those of the model before any reduction.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
     warnings.extend(sizes.map(|[parameters, frozen, no_decay]| Warning::TrainingStep {
+        losses,
         parameters,
         frozen,
         no_decay,

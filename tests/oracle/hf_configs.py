@@ -140,6 +140,27 @@ HYBRID = DECODER | dict(
     mamba_chunk_size=5,
 )
 
+MAMBA = dict(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=3)
+JAMBA = DECODER | dict(
+    num_hidden_layers=4,
+    mamba_d_state=3,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=4,
+    expert_layer_offset=1,
+    num_experts=4,
+)
+ZAMBA2 = DECODER | dict(
+    num_hidden_layers=5,
+    num_key_value_heads=4,
+    layers_block_type=["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+    mamba_d_state=6,
+    n_mamba_heads=4,
+    mamba_ngroups=2,
+    chunk_size=5,
+    num_mem_blocks=2,
+    adapter_rank=3,
+)
 
 SPECIAL = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
 PAIR = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
@@ -307,6 +328,23 @@ CASES = [
     ),
     ("mamba2", model("Mamba2"), STATES, ""),
     ("mamba2-chunk", model("Mamba2"), STATES | dict(chunk_size=64, tie_word_embeddings=True), ""),
+    ("mamba", model("Mamba"), MAMBA, ""),
+    (
+        "mamba-biased",
+        model("Mamba"),
+        MAMBA | dict(use_bias=True, use_conv_bias=False, time_step_rank=2, expand=3, tie_word_embeddings=False),
+        "",
+    ),
+    ("falcon-mamba", model("FalconMamba"), MAMBA, ""),
+    ("jamba", model("Jamba"), JAMBA, "--capacity-factor 2"),
+    ("jamba-dense", model("Jamba"), JAMBA | dict(num_experts=1, num_experts_per_tok=1, mamba_proj_bias=True), ""),
+    ("zamba2", model("Zamba2"), ZAMBA2, ""),
+    (
+        "zamba2-adapters",
+        model("Zamba2"),
+        ZAMBA2 | dict(use_shared_attention_adapter=True, use_mem_rope=True, add_bias_linear=True),
+        "",
+    ),
     ("bamba", model("Bamba"), HYBRID | dict(attn_layer_indices=[1]), ""),
     (
         "nemotron-h",

@@ -99,17 +99,41 @@ fn half_precision() {
     agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
-/// Convolutions and batch statistics, transposed convolutions, sorted and scattered experts, recomputed loops over
-/// layers, dropout, associative scans, windows and other masks of attention.
+/// Convolutions and batch statistics, transposed convolutions, experts that are sorted and scattered or dispatched by
+/// one-hot tensors, recomputed loops over layers, dropout, associative scans, windows and other masks of attention.
 #[test]
 fn small_models_of_many_kinds_as_jax_computes_them() {
-    for name in ["resnet", "unet", "moe-sorted", "scanned-remat", "flax-dropout", "state-space", "windows"] {
+    for name in
+        ["resnet", "unet", "moe-sorted", "moe-switch", "scanned-remat", "flax-dropout", "state-space", "windows"]
+    {
         let file = |ending: &str| format!("{}/tests/models/{name}.{ending}", env!("CARGO_MANIFEST_DIR"));
         for options in PLANS.into_iter().chain([CHOICES[2]]) {
             // Some models have too few layers or samples for some degrees.
             if name != "state-space" || !options.contains(&"local:8") {
                 agrees(&file("mlir"), options, Some(&file("safetensors")));
             }
+        }
+    }
+}
+
+/// Experts with a capacity per sample, dispatched by products with one-hot tensors: expert parallelism over each axis
+/// and both, and microbatches, since no sample takes the place of another.
+#[test]
+fn experts_in_one_hot_form_are_split_and_samples_stay_apart() {
+    let file = |ending: &str| format!("{}/tests/models/moe-switch.{ending}", env!("CARGO_MANIFEST_DIR"));
+    for options in [
+        "--cluster local:4 --dp 4 --ep 4",
+        "--cluster local:4 --tp 4 --ep 4",
+        "--cluster local:4 --dp 2 --tp 2 --ep 4",
+        "--cluster local:4 --pp 2 --ep 2 --num-microbatches 2",
+    ] {
+        let options: Vec<&str> = options.split(' ').collect();
+        agrees(&file("mlir"), &options, Some(&file("safetensors")));
+        let plan = succeeds(&[&["plan", &file("mlir")], &options[..]].concat());
+        assert!(plan.contains("loss            mean over samples"), "{plan}");
+        for matrix in ["['experts']['up']", "['experts']['down']"] {
+            let mut lines = plan.lines().filter(|l| l.contains(matrix) && l.contains(" f32[4,")).peekable();
+            assert!(lines.peek().is_some() && lines.all(|l| l.contains("expert-parallel over")), "{plan}");
         }
     }
 }
@@ -151,6 +175,25 @@ fn a_chained_training_step_is_planned_with_its_settings() {
     assert_eq!(plan.clip_norm, Some(0.5));
     let settings = r#"{"adamw":{"beta1":0.9,"beta2":0.95,"epsilon":1e-8,"weight_decay":0.1,"bias_correction":true}}"#;
     assert_eq!(serde_json::to_string(&plan.optimizer).expect("JSON"), settings);
+}
+
+/// Two losses that train parameters of their own are one step, whose gradients are those of each loss.
+#[test]
+fn a_step_of_two_losses_is_planned_as_their_sum() {
+    let file = format!("{}/tests/models/adversarial-step.mlir", env!("CARGO_MANIFEST_DIR"));
+    for options in [PLANS[0], PLANS[1], PLANS[2], &["--dp", "2", "--num-microbatches", "2"]] {
+        let output = altiplano(&[&["verify", &file], options].concat());
+        assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+        let said =
+            "2 losses with parameters of their own, gradients of 8 parameters and adam with a learning rate of 0.002";
+        assert!(output.stderr.contains(said), "{}", output.stderr);
+        let own = output.stdout.split("against the step's own gradients:").nth(1).unwrap_or_default();
+        assert_eq!(own.matches("agrees").count(), 2, "{}", output.stdout);
+    }
+    // With one of the losses, the step's gradients are not those of the plan.
+    let output = altiplano(&["plan", &file, "--loss", "critic_loss"]);
+    assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+    assert!(output.stderr.contains("are those of 'result[2]['generator_loss']'"), "{}", output.stderr);
 }
 
 /// An unknown update is not replaced by another optimizer unless the user names one.

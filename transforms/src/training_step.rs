@@ -76,6 +76,12 @@ pub(crate) fn updated_by(graph: &Graph, arguments: &[ValueId], loss: ValueId) ->
     found.into_iter().map(|(leaf, (updated, _))| (leaf, updated)).collect()
 }
 
+/// The step whose loss is the output at `loss`. `arguments` are the graph's leaves in the function's order.
+pub(crate) fn recognise_by(graph: &Graph, arguments: &[ValueId], loss: usize) -> Option<TrainingStep> {
+    let reach: Vec<BTreeSet<ValueId>> = graph.outputs.iter().map(|&o| elementwise_leaves(graph, o)).collect();
+    step_of_loss(graph, arguments, &reach, loss)
+}
+
 /// The step whose loss is this output. The loss must depend on everything that is trained, and must not itself be
 /// computed from gradients.
 fn step_of_loss(
@@ -112,7 +118,7 @@ fn step_of_loss(
         // If the loss has a penalty on the weights themselves, the gradient depends on them directly.
         let is_penalty = |u: &&ValueId| {
             let node = graph.node(**u);
-            let keeps = matches!(node.op, Op::Convert(_) | Op::Reshape(_));
+            let keeps = matches!(node.op, Op::Convert(_) | Op::Reshape(_) | Op::Unary(Unary::StopGradient));
             needed[u.index()] && node.op.is_elementwise() && !keeps && node.ty.shape == graph.shape(parameter)
         };
         let penalised = users[parameter.index()].iter().any(|u| is_penalty(&u));

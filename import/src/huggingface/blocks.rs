@@ -22,13 +22,16 @@ pub struct Builder {
     pub notes: Vec<Note>,
     /// The path of the module, such as `model.layers.0.mlp`.
     path: String,
+    /// The length of the path of a module that has the weights of another, and the path of that one.
+    weights_of: Option<(usize, String)>,
 }
 
 impl Builder {
     pub fn new(name: &str, dtype: DType, options: &ConfigOptions) -> Self {
         let batch = options.batch.max(1);
         let graph = Graph { batch, ..Graph::new(name) };
-        Builder { graph, dtype, batch, options: options.clone(), notes: Vec::new(), path: String::new() }
+        let (options, notes) = (options.clone(), Vec::new());
+        Builder { graph, dtype, batch, options, notes, path: String::new(), weights_of: None }
     }
 
     pub fn finish(self) -> Imported {
@@ -75,12 +78,35 @@ impl Builder {
     }
 
     fn name_of(&self, name: &str) -> String {
-        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+        let path = match &self.weights_of {
+            Some((own, first)) => &format!("{first}{}", &self.path[*own..]),
+            None => &self.path,
+        };
+        if path.is_empty() { name.to_string() } else { format!("{path}.{name}") }
+    }
+
+    /// Builds this module with the weights of the module `first`, which may be this one. Weights that `first` does not
+    /// have yet are added to it.
+    pub fn with_weights_of<T>(
+        &mut self,
+        first: &str,
+        build: impl FnOnce(&mut Builder) -> Result<T, ConfigError>,
+    ) -> Result<T, ConfigError> {
+        let outer = self.weights_of.replace((self.path.len(), first.to_string()));
+        let built = build(self);
+        self.weights_of = outer;
+        built
     }
 
     /// A trained weight of this module.
     pub fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(self.dtype, shape));
+        if self.weights_of.is_some() {
+            let known = |v: &ValueId| self.graph.node(*v).op.is_leaf() && self.graph.node(*v).name == name;
+            if let Some(known) = self.graph.values().find(known) {
+                return Ok(known);
+            }
+        }
         self.leaf(Op::Parameter(Parameter::new(name.clone(), ty.clone())), name, ty, false)
     }
 

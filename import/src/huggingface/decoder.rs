@@ -11,6 +11,7 @@ use super::error::ConfigError;
 pub use super::feed::{Feed, GateUp, Gated, Plain};
 use super::latent::Latent;
 use super::rope::{Angles, Rope};
+use super::selective::Selective;
 use super::state_space::StateSpace;
 use altiplano_ir::array::{self, RotaryHalves};
 use altiplano_ir::dtype::DType;
@@ -102,6 +103,7 @@ pub enum Mixer {
     Attention(Box<SelfAttention>),
     Latent(Latent),
     StateSpace(StateSpace),
+    Selective(Selective),
     /// Tokens stay apart; the layer has feeds alone.
     Nothing,
 }
@@ -410,6 +412,7 @@ impl Layer {
             Mixer::Attention(attention) => attention.build(b, x, angles),
             Mixer::Latent(latent) => latent.build(b, x, &angles[0]),
             Mixer::StateSpace(mixer) => mixer.build(b, x),
+            Mixer::Selective(mixer) => mixer.build(b, x),
             Mixer::Nothing => Ok(x),
         })
     }

@@ -4,7 +4,7 @@
 //! Weights have the names and shapes of the published checkpoints, so that their files load. Experts are stacked in one
 //! tensor, as Transformers stacks them when it loads such files. Text decoders share one description, `decoder`, to
 //! which `families` map their configs. Encoders have a file each. The blocks are in `blocks`, `attention`,
-//! `feed`, `moe`, `latent`, `state_space` and `rope`.
+//! `feed`, `moe`, `latent`, `state_space`, `selective` and `rope`.
 
 mod attention;
 mod bert;
@@ -19,10 +19,12 @@ mod latent;
 mod modernbert;
 mod moe;
 mod rope;
+mod selective;
 mod state_space;
 mod t5;
 mod vit;
 mod whisper;
+mod zamba2;
 
 #[cfg(test)]
 mod tests;
@@ -32,7 +34,7 @@ use altiplano_ir::graph::Graph;
 use blocks::Builder;
 use config::{Fields, Keys, MAX_SEQUENCE, MAX_SIZE};
 pub use error::{ConfigError, Note};
-use families::{command, experts, gemma, glm, gpt, hybrid, llama};
+use families::{command, experts, gemma, glm, gpt, hybrid, llama, mamba};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
@@ -162,6 +164,7 @@ const FAMILIES: &[Family] = &[
     decoder_of("deepseek_v3", EXPERTS_NAMES, experts::deepseek_v3),
     decoder("ernie4_5", llama::ernie4_5),
     decoder_of("falcon", FALCON_NAMES, gpt::falcon),
+    decoder("falcon_mamba", mamba::falcon_mamba),
     decoder("gemma", gemma::gemma),
     decoder("gemma2", gemma::gemma2),
     decoder("gemma3_text", gemma::gemma3),
@@ -175,9 +178,11 @@ const FAMILIES: &[Family] = &[
     decoder("granite", llama::granite),
     decoder("granitemoe", experts::granitemoe),
     decoder_of("granitemoehybrid", HYBRID_NAMES, hybrid::granitemoehybrid),
+    decoder_of("jamba", EXPERTS_NAMES, mamba::jamba),
     decoder_of("kimi_k2", EXPERTS_NAMES, experts::deepseek_v3),
     decoder("llama", llama::llama),
     decoder("llama4_text", experts::llama4),
+    decoder("mamba", mamba::mamba),
     decoder("mamba2", hybrid::mamba2),
     decoder("mistral", llama::mistral),
     decoder_of("mixtral", EXPERTS_NAMES, experts::mixtral),
@@ -207,6 +212,7 @@ const FAMILIES: &[Family] = &[
     family("t5", t5::build, Loss::TextToText),
     family("vit", vit::build, Loss::Classes),
     family("whisper", whisper::build, Loss::TextToText),
+    decoder_of("zamba2", HYBRID_NAMES, zamba2::build),
 ];
 
 /// Reads a config and builds the graph of its training loss.

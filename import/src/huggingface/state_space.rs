@@ -46,7 +46,10 @@ impl StateSpace {
         let projected = b.linear("in_proj", x, 2 * inner + 2 * shared + self.heads, self.bias)?;
         let parts = array::split(&mut b.graph, projected, 2, &[inner, inner + 2 * shared, self.heads])?;
         let (gate, mixed, step) = (parts[0], parts[1], parts[2]);
-        let mixed = b.within("conv1d", |b| self.convolved(b, mixed))?;
+        let mixed = b.within("conv1d", |b| {
+            let mixed = causal_convolution(b, mixed, self.kernel, self.conv_bias)?;
+            Ok(self.activation.apply(&mut b.graph, mixed)?)
+        })?;
         let parts = array::split(&mut b.graph, mixed, 2, &[inner, shared, shared])?;
 
         let bias = b.weight("dt_bias", &[self.heads])?;
@@ -70,26 +73,6 @@ impl StateSpace {
         let read = array::reshape(g, read, &[batch, tokens, inner])?;
         let normed = b.within("norm", |b| self.gated_norm(b, read, gate))?;
         b.linear("out_proj", normed, hidden, self.bias)
-    }
-
-    /// A convolution over the last `kernel` tokens of each feature of `[B, S, features]`.
-    fn convolved(&self, b: &mut Builder, x: ValueId) -> Block {
-        let features = b.graph.shape(x)[2];
-        let weight = b.weight("weight", &[features, 1, self.kernel])?;
-        let bias = if self.conv_bias { Some(b.weight("bias", &[features])?) } else { None };
-        let conv = Conv {
-            stride: vec![1],
-            pad_low: vec![self.kernel as i64 - 1],
-            pad_high: vec![0],
-            dilation: vec![1],
-            groups: features,
-            ..Conv::default()
-        };
-        let g = &mut b.graph;
-        let x = array::permute(g, x, &[0, 2, 1])?;
-        let x = array::convolution(g, x, weight, bias, &conv)?;
-        let x = self.activation.apply(g, x)?;
-        Ok(array::permute(g, x, &[0, 2, 1])?)
     }
 
     /// The values that each token reads from the state: `[B, S, heads, width]`. `[values, taken, asked]` are
@@ -179,6 +162,25 @@ impl StateSpace {
         let x = array::reshape(g, x, &shape)?;
         Ok(array::binary(g, Binary::Multiply, x, weight)?)
     }
+}
+
+/// A convolution over the last `kernel` tokens of each feature of `[B, S, features]`.
+pub fn causal_convolution(b: &mut Builder, x: ValueId, kernel: u64, bias: bool) -> Block {
+    let features = b.graph.shape(x)[2];
+    let weight = b.weight("weight", &[features, 1, kernel])?;
+    let bias = if bias { Some(b.weight("bias", &[features])?) } else { None };
+    let conv = Conv {
+        stride: vec![1],
+        pad_low: vec![kernel as i64 - 1],
+        pad_high: vec![0],
+        dilation: vec![1],
+        groups: features,
+        ..Conv::default()
+    };
+    let g = &mut b.graph;
+    let x = array::permute(g, x, &[0, 2, 1])?;
+    let x = array::convolution(g, x, weight, bias, &conv)?;
+    Ok(array::permute(g, x, &[0, 2, 1])?)
 }
 
 /// Converts to f32 at least, in which decays are computed.

@@ -129,6 +129,13 @@ fn weights_are_named_and_shaped_as_in_checkpoints() {
         ("llama4_text", "model.layers.0.feed_forward.gate_proj.weight", &[10, 8]),
         ("falcon", "transformer.h.0.self_attention.query_key_value.weight", &[20, 12]),
         ("mamba2", "backbone.layers.0.mixer.conv1d.weight", &[28, 1, 4]),
+        ("mamba", "backbone.layers.1.mixer.x_proj.weight", &[7, 16]),
+        ("mamba", "backbone.layers.1.mixer.A_log", &[16, 3]),
+        ("jamba", "model.layers.0.mamba.dt_layernorm.weight", &[1]),
+        ("jamba", "model.layers.1.feed_forward.experts.down_proj", &[4, 8, 12]),
+        ("zamba2", "model.layers.0.shared_transformer.self_attn.o_proj.weight", &[8, 16]),
+        ("zamba2", "model.layers.0.shared_transformer.feed_forward.gate_up_proj_adapter_list.1.1.weight", &[64, 2]),
+        ("zamba2", "model.layers.1.mamba_decoder.mamba.in_proj.weight", &[42, 8]),
         ("granitemoehybrid", "model.layers.0.mamba.in_proj.weight", &[42, 8]),
         ("nemotron_h", "model.layers.0.mixer.in_proj.weight", &[48, 8]),
         ("nemotron_h", "model.layers.1.mixer.o_proj.weight", &[8, 16]),
@@ -177,6 +184,12 @@ const SMALL: &[&str] = &[
     r#"{"model_type": "bloom", "vocab_size": 50, "hidden_size": 12, "n_layer": 2, "n_head": 3}"#,
     r#"{"model_type": "mamba2", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 4,
         "state_size": 3, "n_groups": 2, "chunk_size": 3, "time_step_limit": [0.0, Infinity]}"#,
+    r#"{"model_type": "mamba", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 3}"#,
+    r#"{"model_type": "jamba", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4,
+        "mamba_d_state": 3}"#,
+    r#"{"model_type": "zamba2", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "layers_block_type": ["hybrid", "hybrid", "mamba"], "n_mamba_heads": 4, "mamba_d_state": 3, "adapter_rank": 2}"#,
     r#"{"model_type": "granitemoehybrid", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 4,
         "shared_intermediate_size": 10, "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 3, "mamba_chunk_size": 8}"#,
@@ -256,7 +269,7 @@ fn what_is_wrong_is_named() {
         r#"{"model_type": "qwen3_mo"}"#,
         "model_type: 'qwen3_mo' is not known; the nearest of those known are qwen3_moe, qwen3",
     );
-    check(r#"{"model_type": "llava", "text_config": {"model_type": "mamba"}}"#, "model_type: 'mamba' is not known");
+    check(r#"{"model_type": "llava", "text_config": {"model_type": "rwkv"}}"#, "model_type: 'rwkv' is not known");
     check(r#"{"model_type": "gemma3", "text_config": {"hidden_size": "wide"}}"#, "text_config.hidden_size: expected");
     check(&gpt2("n_embd", "0"), "n_embd: expected a whole number from 1 to 2147483648, found 0");
     check(&gpt2("n_embd", "-4"), "n_embd: expected a whole number");

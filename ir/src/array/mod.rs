@@ -19,6 +19,7 @@ mod pool;
 mod recurrent;
 mod reduction;
 mod ring;
+mod scan;
 mod shape;
 mod special;
 
@@ -40,6 +41,7 @@ pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
 pub use ring::{MOST_BLOCKS, ring_attention};
+pub use scan::{linear_recurrence, selective_scan};
 pub use shape::*;
 pub use special::{
     acos, acosh, asin, asinh, atan, atanh, cosh, digamma, erf_inv, lgamma, normal_cdf, normal_quantile, sinh,

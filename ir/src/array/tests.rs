@@ -431,3 +431,41 @@ fn special_functions_have_slopes_everywhere() {
         }
     }
 }
+
+/// Recurrences of every length along either dimension, and what a selective scan reads from its states.
+#[test]
+fn states_of_recurrences_are_those_of_a_loop() {
+    for steps in 1..=11 {
+        for dim in [0, 1] {
+            let shape = if dim == 0 { [steps, 3] } else { [3, steps] };
+            let mut case = Case::new();
+            let (decay, inflow) = (case.leaf(&shape), case.leaf(&shape));
+            let states = linear_recurrence(&mut case.graph, decay, inflow, dim).unwrap();
+            case.check(states, |index, leaves| {
+                let place = |t: u64| if dim == 0 { [t, index[1]] } else { [index[0], t] };
+                (0..=index[dim]).fold(0.0, |state, t| leaves[0].at(&place(t)) * state + leaves[1].at(&place(t)))
+            });
+        }
+    }
+    let (tokens, features, numbers) = (6, 2, 3);
+    let mut case = Case::new();
+    let (x, step) = (case.leaf(&[2, tokens, features]), case.leaf(&[2, tokens, features]));
+    let rate = case.leaf(&[features, numbers]);
+    let (taken, asked) = (case.leaf(&[2, tokens, numbers]), case.leaf(&[2, tokens, numbers]));
+    let read = selective_scan(&mut case.graph, [x, step, rate, taken, asked]).unwrap();
+    case.check(read, |index, leaves| {
+        let &[sample, token, feature] = index else { panic!("three dimensions") };
+        let one = |n: u64| {
+            let state = (0..=token).fold(0.0, |state, t| {
+                let step = leaves[1].at(&[sample, t, feature]);
+                let inflow = step * leaves[0].at(&[sample, t, feature]) * leaves[3].at(&[sample, t, n]);
+                (step * leaves[2].at(&[feature, n])).exp() * state + inflow
+            });
+            state * leaves[4].at(&[sample, token, n])
+        };
+        (0..numbers).map(one).sum()
+    });
+    let mut g = Graph::new("refused");
+    let x = full(&mut g, &[2, 3], 0.0, DType::F32).unwrap();
+    assert!(selective_scan(&mut g, [x; 5]).is_err());
+}

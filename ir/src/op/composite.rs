@@ -73,6 +73,8 @@ pub enum Function {
         contract: usize,
         chunks: u64,
     },
+    /// `selective_scan(x, step, rate, taken, asked)`: see [`array::selective_scan`].
+    SelectiveScan,
 }
 
 /// Attention in one block.
@@ -133,13 +135,14 @@ impl Function {
             Function::Gates { .. } => "gates",
             Function::CrossEntropy { .. } => "cross_entropy",
             Function::LinearCrossEntropy { .. } => "linear_cross_entropy",
+            Function::SelectiveScan => "selective_scan",
         }
     }
 
     /// Returns true if the backward pass always recomputes the values inside, whatever else a plan recomputes. Only the
     /// operands are kept.
     pub fn recomputes_inside(&self) -> bool {
-        matches!(self, Function::LinearCrossEntropy { .. })
+        matches!(self, Function::LinearCrossEntropy { .. } | Function::SelectiveScan)
     }
 
     /// The smallest and the largest number of operands.
@@ -149,6 +152,7 @@ impl Function {
             Function::RmsNorm { .. } | Function::CrossEntropy { .. } => (2, 2),
             Function::Attention { .. } => (3, 4),
             Function::BatchNorm { .. } => (3, 5),
+            Function::SelectiveScan => (5, 5),
             _ => (1, 1),
         }
     }
@@ -192,6 +196,7 @@ impl Function {
             Function::LinearCrossEntropy { contract, chunks } => {
                 array::linear_label_losses(g, [x[0], x[1], x[2]], *contract, *chunks)
             }
+            Function::SelectiveScan => array::selective_scan(g, [x[0], x[1], x[2], x[3], x[4]]),
         }
     }
 }

@@ -636,6 +636,10 @@ fn composites() -> Vec<Case> {
             .integers(0, 5),
         case(Function::LinearCrossEntropy { contract: 1, chunks: 3 }, "f32[12,4] f32[8,4] i32[12]", "f32[12]")
             .integers(0, 7),
+        case(Function::SelectiveScan, "f32[2,6,4] f32[2,6,4] f32[4,2] f32[2,6,2] f32[2,6,2]", "f32[2,6,4]")
+            .reals(-1.0, 1.0),
+        case(Function::SelectiveScan, "f32[7,2] f32[7,2] f32[2,3] f32[7,3] f32[7,3]", "f32[7,2]").reals(-1.0, 1.0),
+        case(Function::SelectiveScan, "bf16[4,1,6] f32[4,1,6] f32[6,1] bf16[4,1,1] bf16[4,1,1]", "bf16[4,1,6]"),
     ]
 }
 

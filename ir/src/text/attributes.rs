@@ -41,7 +41,7 @@ pub(crate) fn hint(nearest: &Option<&'static str>) -> String {
 }
 
 /// The names of all ops that are neither [`Unary`] nor [`Binary`].
-const OTHERS: [&str; 58] = [
+const OTHERS: [&str; 59] = [
     "host_load",
     "host_store",
     "softmax",
@@ -58,6 +58,7 @@ const OTHERS: [&str; 58] = [
     "gates",
     "cross_entropy",
     "linear_cross_entropy",
+    "selective_scan",
     "convolution",
     "reduce_window",
     "select_and_scatter",
@@ -308,7 +309,7 @@ fn function(function: &Function) -> Vec<Attribute> {
         Function::LinearCrossEntropy { contract, chunks } => {
             vec![("contract", (*contract).into()), ("chunks", (*chunks).into())]
         }
-        Function::GeluErf | Function::GeluTanh | Function::Silu => Vec::new(),
+        Function::GeluErf | Function::GeluTanh | Function::Silu | Function::SelectiveScan => Vec::new(),
         Function::Mean { dims } => vec![("dims", list(dims))],
         Function::LayerNorm { eps } | Function::RmsNorm { eps } => vec![("eps", real(*eps))],
         Function::BatchNorm { dim, eps } => vec![("dim", (*dim).into()), ("eps", real(*eps))],
@@ -495,6 +496,7 @@ pub(crate) fn op_from(
         "gelu_erf" => Function::GeluErf.into(),
         "gelu_tanh" => Function::GeluTanh.into(),
         "silu" => Function::Silu.into(),
+        "selective_scan" => Function::SelectiveScan.into(),
         "mean" => Function::Mean { dims: f.dims("dims")? }.into(),
         "layer_norm" => Function::LayerNorm { eps: f.real("eps")? }.into(),
         "rms_norm" => Function::RmsNorm { eps: f.real("eps")? }.into(),

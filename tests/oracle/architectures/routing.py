@@ -18,15 +18,16 @@ def experts_weights(w):
     }
 
 
-def language_model(numbers, mixture):
+def language_model(numbers, mixture, per_sample=False):
+    """Experts choose among the tokens of the batch, or among those of each sample."""
     w = Weights(numbers)
 
     def loss(params, tokens, labels):
         x, extra = params["embedding"][tokens], 0.0
         for p in params["blocks"]:
             x = block(x, p["dense"], 2, causal(x.shape[1]))
-            flat = layer_norm(x, p["experts"]["norm"]).reshape(-1, SIZE)
-            y, balance = mixture(flat, p["experts"])
+            normed = layer_norm(x, p["experts"]["norm"])
+            y, balance = mixture(normed if per_sample else normed.reshape(-1, SIZE), p["experts"])
             x, extra = x + y.reshape(x.shape), extra + 0.01 * balance
         return cross_entropy(x @ params["head"], labels) + extra
 
@@ -78,6 +79,26 @@ def gshard_mixture(x, p):
     return jnp.einsum("tec,ecs->ts", combine, run_experts(inputs, p)), balance
 
 
+def switch_mixture(x, p, chosen=2):
+    """Slots of each sample by cumulative sums, boolean dispatch tensors, and experts before samples, as in T5X."""
+    samples, tokens, _ = x.shape
+    capacity = 5 * tokens * chosen // (4 * EXPERTS)
+    probabilities = jax.nn.softmax(x @ p["router"], axis=-1)
+    _, experts = lax.top_k(probabilities, chosen)
+    # First choices of all tokens come before second ones.
+    ordered = jnp.swapaxes(experts, 1, 2).reshape(samples, -1)
+    mask = jax.nn.one_hot(ordered, EXPERTS, dtype=jnp.int32)
+    place = (jnp.cumsum(mask, axis=1) * mask - 1).reshape(samples, chosen, tokens, EXPERTS).max(axis=1)
+    dispatch = jax.nn.one_hot(place, capacity, dtype=jnp.bool_)
+    combine = jnp.einsum("gse,gsec->gsec", probabilities, dispatch)
+    inputs = jnp.swapaxes(jnp.einsum("gsm,gsec->gecm", x, dispatch), 0, 1)
+    h = jax.nn.silu(jnp.einsum("egcm,emh->egch", inputs, p["up"]))
+    outputs = jnp.swapaxes(jnp.einsum("egch,ehm->egcm", h, p["down"]), 0, 1)
+    used = jax.nn.one_hot(experts, EXPERTS).mean((1, 2))
+    balance = (used * probabilities.mean(1)).sum(-1).mean() * EXPERTS
+    return jnp.einsum("gecm,gsec->gsm", outputs, combine), balance
+
+
 def ragged_mixture(x, p):
     """One expert for each token; products of groups of rows that are as long as the experts' shares."""
     probabilities = jax.nn.softmax(x @ p["router"], axis=-1)
@@ -114,6 +135,7 @@ def graph_network(numbers):
 MODELS = {
     "moe-sorted": lambda numbers: language_model(numbers, sorted_mixture),
     "moe-gshard": lambda numbers: language_model(numbers, gshard_mixture),
+    "moe-switch": lambda numbers: language_model(numbers, switch_mixture, per_sample=True),
     "moe-ragged": lambda numbers: language_model(numbers, ragged_mixture),
     "graph-network": graph_network,
 }

@@ -12,7 +12,7 @@ use crate::huggingface::rope::{Rope, sharpness};
 use altiplano_ir::array::RotaryHalves;
 
 /// The number of experts and the number chosen by each token, by the names of their fields.
-fn counts(
+pub(super) fn counts(
     fields: &Fields<'_>,
     (key, count): (&'static str, u64),
     (chosen_key, chosen): (&'static str, u64),
@@ -28,7 +28,7 @@ fn counts(
 }
 
 /// Gives these experts to all layers for which `which` holds.
-fn mix(decoder: &mut Decoder, name: &'static str, mixture: &Mixture, which: impl Fn(u64) -> bool) {
+pub(super) fn mix(decoder: &mut Decoder, name: &'static str, mixture: &Mixture, which: impl Fn(u64) -> bool) {
     decoder.each(|i, layer| {
         if which(i) {
             layer.feeds = vec![(name, Feed::Mixture(mixture.clone()))];

@@ -8,3 +8,4 @@ pub(crate) mod glm;
 pub(crate) mod gpt;
 pub(crate) mod hybrid;
 pub(crate) mod llama;
+pub(crate) mod mamba;
