@@ -15,6 +15,7 @@ use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use rayon::prelude::*;
 use serde_json::json;
 use std::fmt;
+use std::sync::Arc;
 
 /// A change with which there is a plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -174,7 +175,7 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         change("--recompute left free".into(), &|r| r.recompute = None);
     }
     if !request.graph.pins.is_empty() {
-        change("no --pin and no shardings of the model".into(), &|r| r.graph.pins.clear());
+        change("no --pin and no shardings of the model".into(), &|r| Arc::make_mut(&mut r.graph).pins.clear());
     }
     let total = changes.len();
     let planned = |(i, (change, request)): (usize, (String, Request))| {

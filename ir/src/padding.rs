@@ -6,6 +6,7 @@ use crate::graph::{Graph, ValueId};
 use crate::types::{MAX_ELEMENTS, TensorType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// A factor of a dimension: its size in the model, and its padded size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -81,7 +82,7 @@ pub fn is_padded(dim: &[Extent]) -> bool {
 #[serde(deny_unknown_fields)]
 pub struct Padding {
     /// The model without padding.
-    pub graph: Graph,
+    pub graph: Arc<Graph>,
     /// Values of the model through which no gradient flows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stop_gradients: Vec<ValueId>,

@@ -480,7 +480,7 @@ pub struct Plan {
     pub layers: Vec<u32>,
     pub stages: Vec<Stage>,
     /// The forward graph at microbatch size.
-    pub graph: Graph,
+    pub graph: Arc<Graph>,
     /// The graph before its sizes were padded. Absent if the sizes are the model's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Arc<Padding>>,

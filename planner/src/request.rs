@@ -21,7 +21,7 @@ pub struct Request {
     /// Name of the model, for display.
     pub model: String,
     /// The forward graph with its batch found (see [`altiplano_ir::batch`]) and simplified; its first output is the loss.
-    pub graph: Graph,
+    pub graph: Arc<Graph>,
     pub loss: LossKind,
     pub stop_gradients: Vec<ValueId>,
     /// How the graph is smaller than the user's model, for display.
@@ -119,7 +119,8 @@ pub struct Training {
 
 impl Request {
     /// Creates a request with defaults: degrees, microbatches and schedule are searched, and nothing is offloaded.
-    pub fn new(model: impl Into<String>, graph: Graph, loss: LossKind, cluster: Cluster) -> Self {
+    pub fn new(model: impl Into<String>, graph: impl Into<Arc<Graph>>, loss: LossKind, cluster: Cluster) -> Self {
+        let graph = graph.into();
         let execution = execution(Target::Altiplano, &cluster, &graph, None);
         let loss_scale = LossScale::of_model(&graph);
         Request {

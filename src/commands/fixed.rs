@@ -7,6 +7,7 @@ use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::Request;
 use altiplano_ir::recompute::Recompute;
 use clap::{Args, ValueEnum};
+use std::sync::Arc;
 
 /// Fixed choices of plans, such as degrees.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
@@ -190,6 +191,6 @@ impl FixedOptions {
     /// As [`Self::fix`], with pins, which name values of the plan's model.
     pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
         self.fix(request)?;
-        apply_pins(&mut request.graph, &self.pin, [self.replicas(), self.tp])
+        apply_pins(Arc::make_mut(&mut request.graph), &self.pin, [self.replicas(), self.tp])
     }
 }

@@ -143,7 +143,7 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
     let mut graph =
         rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
     pin_positions(&mut graph, row.cp);
-    let mut wanted = Request { graph: graph.with_free_pins(), ..request(&model, cluster) };
+    let mut wanted = Request { graph: graph.with_free_pins().into(), ..request(&model, cluster) };
     wanted.execution = Execution {
         bucket_bytes: u64::MAX,
         overlap: row.sharded_optimizer,
@@ -169,7 +169,7 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
     let mut deduped = lower_deduped(&plan, &derived.map_err(|e| failed(e.into()))?, &cost, true);
     let work = predict::work_of(&plan, &deduped, &cost);
     // The graphs are no longer needed.
-    plan.graph = Graph::new("");
+    plan.graph = Graph::new("").into();
     plan.stages.iter_mut().for_each(|s| s.shardings.clear());
     deduped.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order::of(&plan);

@@ -14,6 +14,7 @@ use altiplano_planner::programs;
 use altiplano_runtime::{Options, Session};
 #[cfg(feature = "mpi")]
 use altiplano_runtime::{RuntimeError, mpi::RankEvaluation};
+use std::sync::Arc;
 
 /// Options of evaluation.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,7 +57,7 @@ impl Evaluation {
         let mut plan =
             Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
         // Only the loss is needed.
-        plan.graph.outputs.truncate(1);
+        Arc::make_mut(&mut plan.graph).outputs.truncate(1);
         let devices = match engine {
             Engine::Cpu(_) => {
                 let options = Options { check_nan: training.check_nan, ..Options::default() };

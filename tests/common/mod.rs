@@ -210,7 +210,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
         for value in graph.values().filter(|v| attends(graph.node(*v))).collect::<Vec<_>>() {
             let dim = |axes: &[&str]| PinnedDim { axes: axes.iter().map(ToString::to_string).collect(), open: false };
             let dims = vec![dim(&[]), dim(&["ring"]), dim(&[]), dim(&[])];
-            graph.pin(Pin { value, mesh: vec![("ring".into(), blocks.into())], dims });
+            std::sync::Arc::make_mut(graph).pin(Pin { value, mesh: vec![("ring".into(), blocks.into())], dims });
         }
     }
     let offload = Offload { optimizer: has("offload"), activations: has("away") };

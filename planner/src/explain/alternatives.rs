@@ -192,7 +192,7 @@ pub(crate) mod tests {
             alternatives: Vec::new(),
             layers: vec![0, 1],
             stages: Vec::new(),
-            graph,
+            graph: graph.into(),
             padding: None,
         }
     }

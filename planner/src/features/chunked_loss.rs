@@ -150,7 +150,7 @@ fn in_chunks(request: &Request, heads: &[Head], chunks: impl Fn(&Head) -> u64) -
         let op = Function::LinearCrossEntropy { contract: head.contract, chunks: *chunks }.into();
         Some(to.append(Node { op, operands, ..graph.node(v).clone() }))
     });
-    Some(Request { graph, stop_gradients, ..request.clone() })
+    Some(Request { graph: graph.into(), stop_gradients, ..request.clone() })
 }
 
 /// The request with as many chunks as it asks for; an error if no loss can be cut so.

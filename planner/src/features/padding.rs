@@ -30,7 +30,7 @@ pub fn padded(request: &Request) -> Vec<(Request, Padding)> {
         };
         let larger = Request {
             stop_gradients: request.stop_gradients.iter().map(of).collect(),
-            graph: padded.graph,
+            graph: padded.graph.into(),
             baselines: false,
             ..request.clone()
         };
@@ -41,6 +41,6 @@ pub fn padded(request: &Request) -> Vec<(Request, Padding)> {
 
 /// Attaches the original graph to a plan of the padded one, at the plan's microbatch size.
 pub fn with_padding(plan: Plan, padding: &Padding) -> Plan {
-    let graph = rebatch(&padding.graph, plan.microbatch).unwrap_or_else(|_| padding.graph.clone());
+    let graph = rebatch(&padding.graph, plan.microbatch).map_or_else(|_| padding.graph.clone(), Arc::new);
     Plan { padding: Some(Arc::new(Padding { graph, ..padding.clone() })), ..plan }
 }

@@ -28,7 +28,7 @@ pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
     if request.degrees.ep.is_none() && request.degrees.cp.is_none() {
         return Ok(Cow::Borrowed(request));
     }
-    let mut graph = request.graph.clone();
+    let mut graph = Graph::clone(&request.graph);
     if let Some(ep) = request.degrees.ep {
         let refused = |problem| Err(PlanFailure::Option { option: "ep", value: ep.into(), problem });
         let experts = expert_products(&graph);
@@ -57,7 +57,7 @@ pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
         }
         None => {}
     }
-    Ok(Cow::Owned(Request { graph, ..request.clone() }))
+    Ok(Cow::Owned(Request { graph: graph.into(), ..request.clone() }))
 }
 
 /// Pins the split of a dimension into `parts`, and leaves all other dimensions open.

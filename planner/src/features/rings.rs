@@ -82,7 +82,7 @@ pub fn with_blocks(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
     }
     let all = attentions(&request.graph, true).map(|v| (v, blocks)).collect();
     match in_blocks(&request.graph, &all) {
-        Some(graph) => Ok(Cow::Owned(Request { graph, ring: Ring::None, ..request.clone() })),
+        Some(graph) => Ok(Cow::Owned(Request { graph: graph.into(), ring: Ring::None, ..request.clone() })),
         None => refused("blocks are what no attention of the model can be cut into"),
     }
 }
@@ -100,7 +100,7 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>, costs: &dyn 
         Err(_) => return None,
     };
     let graph = in_blocks(&request.graph, &blocks)?;
-    Some(Request { graph, baselines: false, ..request.clone() })
+    Some(Request { graph: graph.into(), baselines: false, ..request.clone() })
 }
 
 /// The attentions whose positions a plan splits, and the number of parts.
@@ -143,7 +143,7 @@ fn ringed(plan: &Plan, graph: Graph, blocks: &BTreeMap<ValueId, u64>) -> Option<
             }
         }
     }
-    Some(Plan { graph_hash: graph_hash(&graph), graph, stages, padding: None, ..plan.clone() })
+    Some(Plan { graph_hash: graph_hash(&graph), graph: graph.into(), stages, padding: None, ..plan.clone() })
 }
 
 /// Returns true if a plan is faster with these blocks, or needs notably less memory for an acceptable time. If that

@@ -76,9 +76,9 @@ impl<'a> LayeredAtBatch<'a> {
 }
 
 /// The graph at the microbatch size that follows from the number of microbatches; unchanged if its batch is unknown.
-pub fn at_microbatches(request: &Request, count: u32) -> Option<Graph> {
+pub fn at_microbatches(request: &Request, count: u32) -> Option<Arc<Graph>> {
     match request.graph.batch {
         0 => Some(request.graph.clone()),
-        _ => rebatch(&request.graph, request.global_batch_size() / u64::from(count)).ok(),
+        _ => rebatch(&request.graph, request.global_batch_size() / u64::from(count)).ok().map(Arc::new),
     }
 }

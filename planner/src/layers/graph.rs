@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 
 /// A forward graph cut into layers.
 pub struct LayeredGraph {
-    pub graph: Graph,
+    pub graph: Arc<Graph>,
     /// See [`altiplano_ir::plan::Plan::layers`].
     pub starts: Vec<u32>,
     pub layer_of: Vec<Option<u32>>,
@@ -78,7 +78,8 @@ impl LayeredGraph {
     }
 
     /// `trains`: true if values have gradients at all.
-    pub fn new(graph: Graph, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> LayeredGraph {
+    pub fn new(graph: impl Into<Arc<Graph>>, starts: Vec<u32>, stops: &[ValueId], trains: bool) -> LayeredGraph {
+        let graph = graph.into();
         let layer_of = layers_of(&graph, &starts);
         let mut needs_gradient = vec![false; graph.len()];
         for v in graph.values() {

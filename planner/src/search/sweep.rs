@@ -82,7 +82,7 @@ impl<'a> Configurations<'a> {
         let new = || {
             let mut graph = at_microbatches(self.request, count)?;
             if let Some(cp) = self.request.degrees.cp {
-                pin_positions(&mut graph, cp);
+                pin_positions(Arc::make_mut(&mut graph), cp);
             }
             let request = Request { graph, ..self.request.clone() };
             Some(AtSize { layered: finely_layered(&request), request })
