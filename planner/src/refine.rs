@@ -7,9 +7,9 @@
 
 use crate::assemble::{Shardings, with_shardings};
 use crate::cache::{self, Digest};
+use crate::intra_op::ilp::{Kept, Model, Variable};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use crate::intra_op::statement::{Kept, Model, Variable};
 use crate::layers::graph::LayeredGraph;
 use crate::lower::Prices;
 use crate::predict::predict_with;
@@ -180,7 +180,7 @@ pub fn as_given_but(
     };
     let mut allowed: Vec<(ValueId, Kept)> = program.kept().filter(|&(p, k)| kept(p, k, spaces)).collect();
     let mut other = None;
-    match change.map(|(at, choice)| (&program.statement.variables[at], choice)) {
+    match change.map(|(at, choice)| (&program.ilp.variables[at], choice)) {
         Some((Variable::Node(v, space), choice)) => other = Some((*v, space.choices[choice].strategy.clone())),
         Some((Variable::Parameter(p, kept), choice)) => {
             allowed.retain(|(known, _)| known != p);

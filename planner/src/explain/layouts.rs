@@ -3,9 +3,9 @@
 //! of the stage's problem ([`crate::intra_op::stage`]), by which shardings are chosen. A plan that differs only in this
 //! layout is predicted like any plan.
 
+use crate::intra_op::ilp::{Model, Variable};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
-use crate::intra_op::statement::{Model, Variable};
 use crate::layers::graph::LayeredGraph;
 use crate::lower::Prices;
 use crate::predict::predict_with;
@@ -127,7 +127,7 @@ impl Question<'_> {
             Variable::Node(v, _) | Variable::Parameter(v, _) => *v == value,
             _ => false,
         };
-        let at = program.statement.variables.iter().position(is_it)?;
+        let at = program.ilp.variables.iter().position(is_it)?;
         let given = as_given(&program, &plan.graph, stage, &mut spaces)?;
         // Other layouts may use the memory that the plan is predicted to leave free, beyond the problem's estimate of
         // the plan.
@@ -198,7 +198,7 @@ fn layouts_of(
         Err(SolveError::Malformed { .. } | SolveError::Infeasible) => return None,
         Err(_) => Vec::new(),
     };
-    let text = |strategy: usize| match &program.statement.variables[at] {
+    let text = |strategy: usize| match &program.ilp.variables[at] {
         Variable::Node(_, space) => spaces.layout(space.choices[strategy].result).display(spaces.mesh()).to_string(),
         Variable::Parameter(_, kept) => {
             let layout = spaces.layout(kept[strategy].layout).display(spaces.mesh());
@@ -244,7 +244,7 @@ fn fullest(plan: &Plan, program: &StageProgram, given: &StageSolution, nodes: &[
         None => format!("the forward of {}", named(nodes[point])),
         Some(back) if back < nodes.len() => format!("the backward of {}", named(nodes[nodes.len() - 1 - back])),
         Some(back) => {
-            let parameters = program.statement.variables.iter().filter_map(|v| match v {
+            let parameters = program.ilp.variables.iter().filter_map(|v| match v {
                 Variable::Parameter(p, _) => Some(*p),
                 _ => None,
             });

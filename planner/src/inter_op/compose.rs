@@ -4,15 +4,15 @@
 //! their tables. Runs of equal layers are equal, so each product is computed once per sequence of layer kinds, not per
 //! pair of ends ([`Runs`]).
 
+use crate::intra_op::ilp::StageCost;
 use crate::intra_op::layer::Boundary;
-use crate::intra_op::statement::Terms;
 use rustc_hash::FxHashMap;
 use std::rc::Rc;
 
 /// The cheapest paths through a run of layers, by the layout in which the last layer leaves its result.
 pub struct Chain {
     /// Objective, terms and the layout in which the last layer is entered.
-    ends: Vec<Option<(f64, Terms, usize)>>,
+    ends: Vec<Option<(f64, StageCost, usize)>>,
     /// The run without its last layer.
     prefix: Option<Rc<Chain>>,
     /// Largest temporary of any layer.
@@ -40,7 +40,7 @@ impl Chain {
         let free = self.best().map(|(cost, terms, _)| (cost, terms));
         let ends = (0..outs)
             .map(|o| {
-                let step = |i: usize, row: &Vec<Option<(f64, Terms)>>| {
+                let step = |i: usize, row: &Vec<Option<(f64, StageCost)>>| {
                     let (cost, terms) = row[o]?;
                     let (before, so_far) = match joined {
                         true => self.ends[i].map(|(c, t, _)| (c, t))?,
@@ -61,7 +61,7 @@ impl Chain {
     }
 
     /// Objective, terms and leaving layout of the cheapest path.
-    pub fn best(&self) -> Option<(f64, Terms, usize)> {
+    pub fn best(&self) -> Option<(f64, StageCost, usize)> {
         let ends = self.ends.iter().enumerate();
         ends.filter_map(|(o, e)| e.map(|(c, t, _)| (c, t, o))).min_by(|a, b| a.0.total_cmp(&b.0))
     }

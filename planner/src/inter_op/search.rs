@@ -7,10 +7,10 @@ use super::compose::Runs;
 use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_stages};
 use super::submesh::{Block, SubmeshShape, shapes};
 use super::tables::boundaries;
+use crate::intra_op::ilp::StageCost;
 use crate::intra_op::layer::Variant;
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::{AxisRoles, Spaces};
-use crate::intra_op::statement::Terms;
 use crate::layers::graph::LayeredGraph;
 use crate::lower::{CompositeCosts, Prices};
 use crate::predict::timing::{host_copy_s, queue_s};
@@ -168,7 +168,7 @@ struct CandidatesOfMesh {
 
 /// Makes the candidate of a run of layers. `away`: activations are in host memory between the passes.
 fn candidate(
-    terms: &Terms,
+    terms: &StageCost,
     transient_bytes: f64,
     microbatch_s: f64,
     fraction: RecomputeFraction,

@@ -1,9 +1,9 @@
 //! Costs of a model's layers on one mesh. Each kind and each part of a layer is solved once, or read from the cache.
 
 use crate::cache::Digest;
+use crate::intra_op::ilp::Model;
 use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solve_layer};
 use crate::intra_op::space::Spaces;
-use crate::intra_op::statement::Model;
 use crate::layers::graph::{LayeredGraph, Unit};
 use crate::request::Request;
 use std::collections::BTreeMap;

@@ -1,13 +1,13 @@
 //! States one layer on one mesh as an integer program.
 //!
-//! The layer's nodes are stated as a run (`statement`) in which all parameters have the same storage.
+//! The layer's nodes are stated as a run (`ilp`) in which all parameters have the same storage.
 //! All variables are eliminated except the layouts in which the main value enters and leaves. Costs are seconds
 //! per microbatch, forward and backward. They include the per-step cost of gradient reduction and update,
 //! divided by the number of microbatches. The result is a table over boundary layouts, from which layers are
 //! joined.
 
+use super::ilp::{Ends, Ilp, Kept, Model, StageCost, Variable, state};
 use super::space::{Choice, LayoutId, Spaces};
-use super::statement::{Ends, Kept, Model, Statement, Terms, Variable, state};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;
 use altiplano_ir::sharding::Sharding;
@@ -42,7 +42,7 @@ pub struct Boundary {
     pub in_layouts: Vec<LayoutId>,
     pub out_layouts: Vec<LayoutId>,
     /// Objective and terms by entering and leaving layout. Index 0 is used if there is no such layout.
-    pub entries: Vec<Vec<Option<(f64, Terms)>>>,
+    pub entries: Vec<Vec<Option<(f64, StageCost)>>>,
     /// Largest temporary, in bytes: a few of the largest local values.
     pub transient_bytes: f64,
 }
@@ -52,7 +52,7 @@ pub struct Boundary {
 pub struct BoundaryRecord {
     in_layouts: Vec<Sharding>,
     out_layouts: Vec<Sharding>,
-    entries: Vec<Vec<Option<(f64, Terms)>>>,
+    entries: Vec<Vec<Option<(f64, StageCost)>>>,
     transient_bytes: f64,
 }
 
@@ -67,7 +67,7 @@ enum Made {
 }
 
 struct Solved {
-    statement: Statement,
+    ilp: Ilp,
     table: BoundaryTable,
     has_in: bool,
     has_out: bool,
@@ -88,18 +88,18 @@ const GAP: f64 = 1e-6;
 /// The program of one layer, stated but not solved.
 pub struct LayerProgram {
     pub problem: Problem,
-    statement: Statement,
+    ilp: Ilp,
 }
 
 /// States the program of the nodes `range`.
 pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>, variant: Variant) -> LayerProgram {
-    let statement = state(model, range, spaces, &[variant.zero], &variant.execution, Ends::Joined);
+    let ilp = state(model, range, spaces, &[variant.zero], &variant.execution, Ends::Joined);
     let lean_s_per_byte =
         if variant.lean { LEAN_FULL_MEMORY_S / spaces.prices.cost.device().memory_bytes.max(1) as f64 } else { 0.0 };
-    let problem = statement.problem(|t: &Terms| {
+    let problem = ilp.problem(|t: &StageCost| {
         t.objective_s(variant.num_microbatches) + lean_s_per_byte * (t.kept_bytes + t.static_bytes)
     });
-    LayerProgram { problem, statement }
+    LayerProgram { problem, ilp }
 }
 
 /// States the program of the nodes `range` and eliminates all but its boundary.
@@ -109,8 +109,8 @@ pub fn solve_layer(
     spaces: &mut Spaces<'_>,
     variant: Variant,
 ) -> Result<LayerTable, SolveError> {
-    let LayerProgram { problem, statement } = state_layer(model, range, spaces, variant);
-    let variables = &statement.variables;
+    let LayerProgram { problem, ilp } = state_layer(model, range, spaces, variant);
+    let variables = &ilp.variables;
     let of_ends = |(_, v): &(usize, &Variable)| matches!(v, Variable::In(..) | Variable::Out(_));
     let keep: Vec<usize> = variables.iter().enumerate().filter(of_ends).map(|(i, _)| i).collect();
     let table = solve::boundary_table(&problem, &keep, &Options { gap: GAP, ..Options::default() })?;
@@ -122,16 +122,16 @@ pub fn solve_layer(
         Variable::Out(layouts) => Some(layouts.clone()),
         _ => None,
     });
-    let solved = Solved { has_in: entering.is_some(), has_out: leaving.is_some(), statement, table };
+    let solved = Solved { has_in: entering.is_some(), has_out: leaving.is_some(), ilp, table };
     let (in_layouts, out_layouts) = (entering.unwrap_or_default(), leaving.unwrap_or_default());
     let entry = |i: usize, o: usize| {
         let kept = solved.kept(i, o);
         let cost = solved.table.cost(&kept);
-        cost.is_finite().then(|| (cost, solved.statement.terms(&solved.table.choice(&kept))))
+        cost.is_finite().then(|| (cost, solved.ilp.cost(&solved.table.choice(&kept))))
     };
     let row = |i: usize| (0..out_layouts.len().max(1)).map(|o| entry(i, o)).collect();
     let entries = (0..in_layouts.len().max(1)).map(row).collect();
-    let transient_bytes = solved.statement.transient_bytes;
+    let transient_bytes = solved.ilp.transient_bytes;
     let boundary = Rc::new(Boundary { in_layouts, out_layouts, entries, transient_bytes });
     Ok(LayerTable { boundary, made: Made::Solved(Box::new(solved)) })
 }
@@ -194,10 +194,10 @@ fn joined(parts: &[Rc<Boundary>]) -> Option<(Boundary, Entered)> {
         for row in &mut entries {
             let (mut new, mut by) = (Vec::new(), Vec::new());
             for o in 0..part.out_layouts.len().max(1) {
-                let way = |(m, so_far): (usize, &Option<(f64, Terms)>)| {
+                let way = |(m, so_far): (usize, &Option<(f64, StageCost)>)| {
                     let ((before, terms), (cost, more)) = ((*so_far)?, part.entries[m][o]?);
                     // Only the first part's entering value enters the joined layer.
-                    Some((before + cost, terms + Terms { entering_bytes: 0.0, ..more }, m))
+                    Some((before + cost, terms + StageCost { entering_bytes: 0.0, ..more }, m))
                 };
                 let best = row.iter().enumerate().filter_map(way).min_by(|a, b| a.0.total_cmp(&b.0));
                 new.push(best.map(|(cost, terms, _)| (cost, terms)));
@@ -226,7 +226,7 @@ impl LayerTable {
         let (parts, entered) = match &self.made {
             Made::Joined { parts, entered } => (parts, entered),
             Made::Solved(solved) => {
-                let (strategies, parameters) = solved.statement.chosen(&solved.table.choice(&solved.kept(i, o)));
+                let (strategies, parameters) = solved.ilp.chosen(&solved.table.choice(&solved.kept(i, o)));
                 return vec![LayerChoice { strategies, parameters }];
             }
         };

@@ -5,7 +5,7 @@
 //! cotangent therefore has the layout of the operand, and is partial over axes that split factors that the
 //! operand does not have.
 
-use super::statement::{Table, TableKey};
+use super::ilp::{Table, TableKey};
 use crate::features::parallelism::expert_products;
 use crate::lower::{CompositeCost, Prices};
 use altiplano_cost_models::timeline::Price;
@@ -74,7 +74,7 @@ pub struct Spaces<'a> {
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
     given: FxHashMap<ValueId, Strategy>,
-    /// Cached cost tables between pairs of choices, see [`super::statement`].
+    /// Cached cost tables between pairs of choices, see [`super::ilp`].
     pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
     /// See [`input_dims`]; empty until it is needed.
     input_dims: Vec<u32>,

@@ -1,6 +1,6 @@
 //! States a run of layers on one mesh as one integer program: a whole stage, up to the whole model.
 //!
-//! The nodes are stated as for a layer (`statement`), with three differences. Nothing is fixed at the
+//! The nodes are stated as for a layer (`ilp`), with three differences. Nothing is fixed at the
 //! borders of layers, every parameter has its own storage sharding, and the problem includes the bytes that are
 //! held at every point of a step. A solution gives all shardings of a stage, with a bound on its distance from
 //! the optimum.
@@ -10,8 +10,8 @@
 //! needs it. If the backward pass reads it, it is held once for each microbatch in flight. This is an estimate:
 //! lowering decides the actual program, and [`crate::predict`] gives the final prediction.
 
+use super::ilp::{Ends, Ilp, Kept, Model, StageCost, User, Variable, state};
 use super::space::{Choice, LayoutId, Space, Spaces};
-use super::statement::{Ends, Kept, Model, Statement, Terms, User, Variable, state};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::lower::CompositeCost;
 use crate::lower::repeat::Repeats;
@@ -61,7 +61,7 @@ impl Demand {
 
 /// A stage's problem, stated but not solved.
 pub struct StageProgram {
-    pub statement: Statement,
+    pub ilp: Ilp,
     /// The problem, with the held bytes at each point but without a limit.
     pub problem: Problem,
     /// Points of a step.
@@ -106,33 +106,33 @@ pub fn state_stage(
     spaces: &mut Spaces<'_>,
     demand: &Demand,
 ) -> StageProgram {
-    let statement = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
+    let ilp = state(model, range.clone(), spaces, &demand.levels, &demand.execution, Ends::Open);
     let nodes = model.nodes(&range);
     let layers: BTreeSet<u32> = nodes.iter().filter_map(|v| model.layer_of[v.index()]).collect();
-    let again = RecomputeFraction::of(&demand.recompute, layers.len());
+    let fraction = RecomputeFraction::of(&demand.recompute, layers.len());
     let mut problem =
-        statement.problem(|t: &Terms| t.objective_s(demand.num_microbatches) + t.again_s(again, layers.len()));
+        ilp.problem(|t: &StageCost| t.objective_s(demand.num_microbatches) + t.recompute_s(fraction, layers.len()));
     let trains = model.optimizer.is_some();
     let num_nodes = nodes.len() as u32;
-    let updates = statement.variables.iter().filter(|v| matches!(v, Variable::Parameter(..))).count() as u32;
+    let updates = ilp.variables.iter().filter(|v| matches!(v, Variable::Parameter(..))).count() as u32;
     let num_points = if trains { 2 * num_nodes + updates } else { num_nodes };
     let mut lives = Lives {
         model,
         spaces,
         demand,
-        statement: &statement,
+        ilp: &ilp,
         position: nodes.iter().copied().zip(0..).collect(),
         num_nodes,
         num_points,
         num_updates: 0,
         trains,
-        holds: vec![Vec::new(); statement.variables.len()],
+        holds: vec![Vec::new(); ilp.variables.len()],
     };
     lives.find(&nodes, readers);
     for (node, holds) in problem.nodes.iter_mut().zip(lives.holds) {
         node.holds = holds;
     }
-    StageProgram { statement, problem, num_points }
+    StageProgram { ilp, problem, num_points }
 }
 
 impl StageProgram {
@@ -150,7 +150,7 @@ impl StageProgram {
         options: &Options,
     ) -> Result<StageSolution, SolveError> {
         let mut problem = self.problem.clone();
-        for (node, variable) in problem.nodes.iter_mut().zip(&self.statement.variables) {
+        for (node, variable) in problem.nodes.iter_mut().zip(&self.ilp.variables) {
             let mut keep = |allowed: &dyn Fn(usize) -> bool| {
                 node.cost.iter_mut().enumerate().filter(|(c, _)| !allowed(*c)).for_each(|(_, s)| *s = f64::INFINITY);
             };
@@ -168,12 +168,11 @@ impl StageProgram {
 
     fn solution(&self, problem: &Problem, options: &Options) -> Result<StageSolution, SolveError> {
         let solution = solve::solve(problem, options)?;
-        let (strategies, parameters) = self.statement.chosen(&solution.choice);
-        let entering =
-            self.statement.variables.iter().zip(&solution.choice).filter_map(|(variable, &c)| match variable {
-                Variable::In(v, layouts) => Some((*v, layouts[c])),
-                _ => None,
-            });
+        let (strategies, parameters) = self.ilp.chosen(&solution.choice);
+        let entering = self.ilp.variables.iter().zip(&solution.choice).filter_map(|(variable, &c)| match variable {
+            Variable::In(v, layouts) => Some((*v, layouts[c])),
+            _ => None,
+        });
         Ok(StageSolution {
             strategies,
             parameters,
@@ -194,7 +193,7 @@ impl StageProgram {
 
     /// All ways to keep each parameter.
     pub fn kept(&self) -> impl Iterator<Item = (ValueId, Kept)> {
-        self.statement.variables.iter().flat_map(|variable| match variable {
+        self.ilp.variables.iter().flat_map(|variable| match variable {
             Variable::Parameter(p, kept) => kept.iter().map(|&k| (*p, k)).collect(),
             _ => Vec::new(),
         })
@@ -211,7 +210,7 @@ struct Lives<'a, 's, 'p> {
     model: &'a Model<'a>,
     spaces: &'s mut Spaces<'p>,
     demand: &'a Demand,
-    statement: &'a Statement,
+    ilp: &'a Ilp,
     position: BTreeMap<ValueId, u32>,
     num_nodes: u32,
     num_points: u32,
@@ -255,7 +254,7 @@ impl Lives<'_, '_, '_> {
         };
         let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
         let read = if self.trains { self.read_back(nodes, &again, readers) } else { BTreeMap::new() };
-        for (id, variable) in self.statement.variables.iter().enumerate() {
+        for (id, variable) in self.ilp.variables.iter().enumerate() {
             match variable {
                 Variable::Node(v, space) => {
                     self.node(*v, id, space, again.contains(v), read.get(v).copied());
@@ -319,17 +318,17 @@ impl Lives<'_, '_, '_> {
             && saved.is_none()
             && matches!(self.model.users[v.index()].as_slice(), [user] if elementwise(*user));
 
-        let uses = self.statement.uses.get(&v).map_or(&[][..], Vec::as_slice);
+        let uses = self.ilp.uses.get(&v).map_or(&[][..], Vec::as_slice);
         // The variable that holds the copy for users, the bytes of that copy, and the point from which it
         // replaces the result.
-        let (holder, copies, from) = match (self.statement.relays.get(&v), uses) {
-            (Some(&relay), _) => match &self.statement.variables[relay] {
+        let (holder, copies, from) = match (self.ilp.relays.get(&v), uses) {
+            (Some(&relay), _) => match &self.ilp.variables[relay] {
                 Variable::Relay(_, forms) => {
                     (relay, forms.iter().map(|f| self.spaces.local_bytes(ty, f.0)).collect(), at + 1)
                 }
                 _ => (id, own.clone(), at + 1),
             },
-            (None, &[User::Operand(user, k)]) => match &self.statement.variables[user] {
+            (None, &[User::Operand(user, k)]) => match &self.ilp.variables[user] {
                 Variable::Node(u, space) => {
                     let copies = space.choices.iter().map(|c| self.spaces.local_bytes(ty, c.operands[k])).collect();
                     (user, copies, self.position[u] + 1)

@@ -1,9 +1,9 @@
 //! The forward graph as layers: the values of each layer, and the layers that are alike.
 
 use crate::cache::{Digest, Key};
+use crate::intra_op::ilp::Model;
 use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
-use crate::intra_op::statement::Model;
 use crate::lower::TrainingGraphs;
 use crate::lower::repeat::{Repeats, second_products};
 use altiplano_ir::autodiff::AutodiffError;

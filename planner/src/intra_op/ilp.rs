@@ -63,7 +63,7 @@ impl Model<'_> {
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "[f64; 12]", into = "[f64; 12]")]
-pub struct Terms {
+pub struct StageCost {
     /// Seconds on the device, including communication that the next op waits for.
     pub forward_s: f64,
     pub backward_s: f64,
@@ -87,12 +87,12 @@ pub struct Terms {
     pub entering_bytes: f64,
 }
 
-/// Terms by position, since caches keep thousands of them.
-impl From<[f64; 12]> for Terms {
-    fn from(all: [f64; 12]) -> Terms {
+/// StageCost by position, since caches keep thousands of them.
+impl From<[f64; 12]> for StageCost {
+    fn from(all: [f64; 12]) -> StageCost {
         let [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..] = all;
         let [.., step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes] = all;
-        Terms {
+        StageCost {
             forward_s,
             backward_s,
             forward_sent_s,
@@ -109,21 +109,22 @@ impl From<[f64; 12]> for Terms {
     }
 }
 
-impl From<Terms> for [f64; 12] {
-    fn from(terms: Terms) -> [f64; 12] {
-        let Terms { forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, .. } =
-            terms;
-        let Terms { step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, .. } = terms;
+impl From<StageCost> for [f64; 12] {
+    fn from(terms: StageCost) -> [f64; 12] {
+        let StageCost {
+            forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..
+        } = terms;
+        let StageCost { step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, .. } = terms;
         let seconds = [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s];
         let rest = [step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes];
         std::array::from_fn(|i| if i < 6 { seconds[i] } else { rest[i - 6] })
     }
 }
 
-impl Add for Terms {
-    type Output = Terms;
-    fn add(self, o: Terms) -> Terms {
-        Terms {
+impl Add for StageCost {
+    type Output = StageCost;
+    fn add(self, o: StageCost) -> StageCost {
+        StageCost {
             forward_s: self.forward_s + o.forward_s,
             backward_s: self.backward_s + o.backward_s,
             forward_sent_s: self.forward_sent_s + o.forward_sent_s,
@@ -140,8 +141,8 @@ impl Add for Terms {
     }
 }
 
-impl Terms {
-    const NONE: Terms = Terms {
+impl StageCost {
+    const NONE: StageCost = StageCost {
         forward_s: 0.0,
         backward_s: 0.0,
         forward_sent_s: 0.0,
@@ -155,16 +156,16 @@ impl Terms {
         growing_s: 0.0,
         entering_bytes: 0.0,
     };
-    const FORBIDDEN: Terms = Terms { forward_s: f64::INFINITY, ..Terms::NONE };
+    const FORBIDDEN: StageCost = StageCost { forward_s: f64::INFINITY, ..StageCost::NONE };
 
     /// The terms without training: no gradients, no updates, and no activations.
-    fn forward_only(&self) -> Terms {
-        Terms {
+    fn forward_only(&self) -> StageCost {
+        StageCost {
             forward_s: self.forward_s,
             forward_sent_s: self.forward_sent_s,
             forward_issue_s: self.forward_issue_s,
             static_bytes: self.static_bytes,
-            ..Terms::default()
+            ..StageCost::default()
         }
     }
 
@@ -180,16 +181,16 @@ impl Terms {
     }
 
     /// Seconds of the forward pass of `layers` layers that the backward pass repeats.
-    pub fn again_s(&self, again: RecomputeFraction, layers: usize) -> f64 {
-        let (full, selective) = again.shares(layers);
+    pub fn recompute_s(&self, fraction: RecomputeFraction, layers: usize) -> f64 {
+        let (full, selective) = fraction.shares(layers);
         // A factor of zero would give NaN, since forbidden choices have infinite seconds.
         let share = |share: f64, seconds: f64| if share > 0.0 { share * seconds } else { 0.0 };
         share(full, self.forward_s) + share(selective, self.growing_s)
     }
 
     /// Bytes of a microbatch that are held from its forward to its backward pass, for `layers` layers.
-    pub fn in_flight_bytes(&self, again: RecomputeFraction, layers: usize) -> f64 {
-        let (full, selective) = again.shares(layers);
+    pub fn in_flight_bytes(&self, fraction: RecomputeFraction, layers: usize) -> f64 {
+        let (full, selective) = fraction.shares(layers);
         full * self.entering_bytes + (1.0 - full) * self.kept_bytes - selective * self.growing_bytes
     }
 
@@ -197,13 +198,13 @@ impl Terms {
     /// layers. The time is that of the longest stream, or the sum of the streams on a runtime without overlap.
     /// The host issues the backward pass right after the forward pass. It is ahead of the device by at most the
     /// kernels that it issues in `queue_s`.
-    pub fn passes_s(&self, again: RecomputeFraction, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
-        let full = again.shares(layers).0;
+    pub fn passes_s(&self, fraction: RecomputeFraction, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
+        let full = fraction.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
             true => device_s + sent_s,
             false => device_s.max(sent_s).max(issue_s),
         };
-        let backward_s = self.backward_s + self.again_s(again, layers);
+        let backward_s = self.backward_s + self.recompute_s(fraction, layers);
         let backward_issue_s = self.backward_issue_s + full * self.forward_issue_s;
         let pass_s = whole(self.forward_s, self.forward_sent_s, self.forward_issue_s);
         let queued_s = pass_s * queue_s / self.forward_issue_s;
@@ -212,8 +213,8 @@ impl Terms {
     }
 }
 
-impl AddAssign for Terms {
-    fn add_assign(&mut self, o: Terms) {
+impl AddAssign for StageCost {
+    fn add_assign(&mut self, o: StageCost) {
         *self = *self + o;
     }
 }
@@ -285,8 +286,8 @@ pub struct Pair {
     terms: Rc<Table>,
 }
 
-/// Terms by the keys of both sides.
-pub type Table = Vec<Vec<Terms>>;
+/// StageCost by the keys of both sides.
+pub type Table = Vec<Vec<StageCost>>;
 
 /// All inputs of a table, on one mesh and for one way of training: the value's type, its role in the backward
 /// pass, and the keys.
@@ -309,9 +310,9 @@ pub enum User {
 }
 
 /// The problem of a run of nodes: its variables and their costs.
-pub struct Statement {
+pub struct Ilp {
     pub variables: Vec<Variable>,
-    pub unary: Vec<Vec<Terms>>,
+    pub unary: Vec<Vec<StageCost>>,
     pub pairs: Vec<Pair>,
     /// The variable of each value, its users within the run, and the relay that serves them, if any.
     pub variable_of: BTreeMap<ValueId, usize>,
@@ -329,7 +330,7 @@ pub fn state(
     levels: &[u8],
     execution: &Execution,
     ends: Ends,
-) -> Statement {
+) -> Ilp {
     let mut builder = Builder {
         model,
         spaces,
@@ -349,13 +350,14 @@ pub fn state(
     if model.optimizer.is_none() {
         unary.iter_mut().flatten().for_each(|terms| *terms = terms.forward_only());
     }
-    Statement { variables, unary, pairs, variable_of, uses, relays, transient_bytes }
+    Ilp { variables, unary, pairs, variable_of, uses, relays, transient_bytes }
 }
 
-impl Statement {
+impl Ilp {
     /// The problem that minimises the sum of an objective over the choices, without a memory limit.
-    pub fn problem(&self, objective: impl Fn(&Terms) -> f64) -> Problem {
-        let node = |terms: &Vec<Terms>| solve::Node { cost: terms.iter().map(&objective).collect(), holds: Vec::new() };
+    pub fn problem(&self, objective: impl Fn(&StageCost) -> f64) -> Problem {
+        let node =
+            |terms: &Vec<StageCost>| solve::Node { cost: terms.iter().map(&objective).collect(), holds: Vec::new() };
         let mut small: FxHashMap<*const Table, Vec<Vec<f64>>> = FxHashMap::default();
         let mut edges = Vec::with_capacity(self.pairs.len());
         for p in &self.pairs {
@@ -372,8 +374,8 @@ impl Statement {
     }
 
     /// The sum of all terms of a choice.
-    pub fn terms(&self, choice: &[usize]) -> Terms {
-        let mut terms = Terms::default();
+    pub fn cost(&self, choice: &[usize]) -> StageCost {
+        let mut terms = StageCost::default();
         self.unary.iter().zip(choice).for_each(|(t, &c)| terms += t[c]);
         self.pairs.iter().for_each(|p| terms += p.terms[p.from_key[choice[p.from]]][p.to_key[choice[p.to]]]);
         terms
@@ -400,7 +402,7 @@ struct Builder<'m, 's, 'p> {
     execution: &'m Execution,
     ends: Ends,
     variables: Vec<Variable>,
-    unary: Vec<Vec<Terms>>,
+    unary: Vec<Vec<StageCost>>,
     pairs: Vec<Pair>,
     variable_of: BTreeMap<ValueId, usize>,
     uses: BTreeMap<ValueId, Vec<User>>,
@@ -410,7 +412,7 @@ struct Builder<'m, 's, 'p> {
 }
 
 impl Builder<'_, '_, '_> {
-    fn add(&mut self, variable: Variable, terms: Vec<Terms>) -> usize {
+    fn add(&mut self, variable: Variable, terms: Vec<StageCost>) -> usize {
         self.variables.push(variable);
         self.unary.push(terms);
         self.leaves.push(false);
@@ -448,7 +450,7 @@ impl Builder<'_, '_, '_> {
                     let mut forms: Vec<Form> = many.iter().flat_map(|u| self.forms(*u)).collect();
                     forms.sort_unstable();
                     forms.dedup();
-                    let terms = vec![Terms::default(); forms.len()];
+                    let terms = vec![StageCost::default(); forms.len()];
                     let relay = self.add(Variable::Relay(v, forms), terms);
                     self.relays.insert(v, relay);
                     self.connect(v, source, User::Out(relay));
@@ -488,7 +490,7 @@ impl Builder<'_, '_, '_> {
         }
         if let Some(v) = main_out {
             let layouts = self.spaces.boundary_layouts(graph.ty(v), graph.node(v).batch_dims);
-            let terms = vec![Terms::default(); layouts.len()];
+            let terms = vec![StageCost::default(); layouts.len()];
             let id = self.add(Variable::Out(layouts), terms);
             self.uses.entry(v).or_default().push(User::Out(id));
         }
@@ -502,7 +504,7 @@ impl Builder<'_, '_, '_> {
             .iter()
             .map(|&l| {
                 let bytes = self.spaces.local_bytes(graph.ty(v), l) as f64;
-                Terms { kept_bytes: bytes, entering_bytes: bytes, ..Terms::default() }
+                StageCost { kept_bytes: bytes, entering_bytes: bytes, ..StageCost::default() }
             })
             .collect();
         let id = self.add(Variable::In(v, layouts), terms);
@@ -547,7 +549,7 @@ impl Builder<'_, '_, '_> {
                 let backward_issue_s = c.inside.map_or(c.issue_s * wanted as f64, |inside| inside.backward_issue_s);
                 let backward_issue_s = if needs_gradient[v.index()] { backward_issue_s } else { 0.0 };
                 let forward_issue_s = c.issue_s;
-                Terms {
+                StageCost {
                     forward_s,
                     backward_s,
                     forward_issue_s,
@@ -555,7 +557,7 @@ impl Builder<'_, '_, '_> {
                     kept_bytes,
                     growing_bytes,
                     growing_s,
-                    ..Terms::default()
+                    ..StageCost::default()
                 }
             })
             .collect();
@@ -610,7 +612,7 @@ impl Builder<'_, '_, '_> {
         let trained = graph.is_trained(p);
         let terms = kept.iter().map(|&k| match self.honours_pins(p, k.layout) {
             true => self.parameter_terms(graph.ty(p), trained, k),
-            false => Terms::FORBIDDEN,
+            false => StageCost::FORBIDDEN,
         });
         let terms = terms.collect();
         let id = self.add(Variable::Parameter(p, kept), terms);
@@ -623,12 +625,12 @@ impl Builder<'_, '_, '_> {
     }
 
     /// The per-step cost and the bytes of a parameter with this storage.
-    fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> Terms {
+    fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> StageCost {
         let rests = kept.rests(self.spaces);
         let gradient_ty = self.execution.accumulator(ty);
         let parameter_bytes = self.spaces.local_bytes(ty, rests.parameter) as f64;
         let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
-            return Terms { static_bytes: parameter_bytes, ..Terms::default() };
+            return StageCost { static_bytes: parameter_bytes, ..StageCost::default() };
         };
         let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state) as f64;
         let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
@@ -644,10 +646,10 @@ impl Builder<'_, '_, '_> {
         };
         let bucket_bytes = self.execution.bucket_bytes;
         let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
-        Terms {
+        StageCost {
             step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, bucket_bytes),
             static_bytes: parameter_bytes + gradient_bytes + held_bytes,
-            ..Terms::default()
+            ..StageCost::default()
         }
     }
 
@@ -711,7 +713,7 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    fn price(&mut self, ty: &TensorType, backward: Backward, from: Source, (to, cotangent): Form) -> Terms {
+    fn price(&mut self, ty: &TensorType, backward: Backward, from: Source, (to, cotangent): Form) -> StageCost {
         let terms = match from {
             Source::Parameter(kept) => self.parameter_use(ty, backward, kept, to, cotangent),
             Source::Value(layout, resting) => {
@@ -731,17 +733,17 @@ impl Builder<'_, '_, '_> {
         kept: Kept,
         to: LayoutId,
         cotangent: LayoutId,
-    ) -> Terms {
+    ) -> StageCost {
         let rests = kept.rests(self.spaces);
         if backward != Backward::Gradient {
             let gathered = self.spaces.reshard(ty, rests.parameter, to);
             let again = if backward == Backward::Read { gathered } else { Price::default() };
-            return Terms {
+            return StageCost {
                 forward_sent_s: gathered.seconds,
                 forward_issue_s: gathered.issue_s,
                 backward_sent_s: again.seconds,
                 backward_issue_s: again.issue_s,
-                ..Terms::default()
+                ..StageCost::default()
             };
         }
         let accumulator = match kept.level {
@@ -769,7 +771,7 @@ impl Builder<'_, '_, '_> {
         // of the previous gradient, so both are waited for.
         let both_s = gathered.seconds + reduced.seconds;
         let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
-        Terms {
+        StageCost {
             forward_s: copied_forward_s,
             forward_sent_s: gathered.seconds,
             forward_issue_s: gathered.issue_s,
@@ -777,7 +779,7 @@ impl Builder<'_, '_, '_> {
             backward_sent_s: sent_s,
             backward_issue_s: gathered.issue_s + reduced.issue_s,
             step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.execution.bucket_bytes),
-            ..Terms::default()
+            ..StageCost::default()
         }
     }
 
@@ -818,15 +820,15 @@ fn there_and_back(
     ty: &TensorType,
     there: (LayoutId, LayoutId),
     back: Option<(LayoutId, LayoutId)>,
-) -> Terms {
+) -> StageCost {
     let forward = spaces.reshard(ty, there.0, there.1);
     let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(ty, from, to));
-    Terms {
+    StageCost {
         forward_s: forward.seconds,
         backward_s: backward.seconds,
         forward_issue_s: forward.issue_s,
         backward_issue_s: backward.issue_s,
-        ..Terms::default()
+        ..StageCost::default()
     }
 }
 
