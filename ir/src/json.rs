@@ -135,12 +135,12 @@ fn object_of(node: &Node) -> String {
 /// let text = r#"{"format": "altiplano.graph", "version": 1, "outputs": [1], "nodes": [
 ///     {"op": "input", "attributes": {"name": "x"}, "type": {"dtype": "f32", "shape": [8, 64]}},
 ///     {"op": "tanh", "operands": [0]}]}"#;
-/// let graph = altiplano_ir::import::json::read(text)?;
+/// let graph = altiplano_ir::json::read(text)?;
 /// assert_eq!(graph.nodes[1].ty.to_string(), "f32[8,64]");
 ///
-/// let error = altiplano_ir::import::json::read(&text.replace("tanh", "tahn")).unwrap_err();
+/// let error = altiplano_ir::json::read(&text.replace("tanh", "tahn")).unwrap_err();
 /// assert_eq!(error.to_string(), "nodes[1].op: there is no op 'tahn'; the nearest is 'tan'");
-/// # Ok::<(), altiplano_ir::import::json::JsonError>(())
+/// # Ok::<(), altiplano_ir::json::JsonError>(())
 /// ```
 pub fn read(text: &str) -> Result<Graph, JsonError> {
     let document: Value = serde_json::from_str(text).map_err(JsonError::Syntax)?;

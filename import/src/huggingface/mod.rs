@@ -218,13 +218,13 @@ const FAMILIES: &[Family] = &[
 /// Reads a config and builds the graph of its training loss.
 ///
 /// ```
-/// use altiplano_ir::import::huggingface::{ConfigOptions, import};
+/// use altiplano_import::huggingface::{ConfigOptions, import};
 ///
 /// let config = r#"{"model_type": "gpt2", "vocab_size": 100, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}"#;
 /// let options = ConfigOptions { batch: 4, ..Default::default() };
 /// let graph = import(config, &options)?.graph;
 /// assert_eq!(graph.inputs().map(|(_, name)| name).collect::<Vec<_>>(), ["input_ids", "labels"]);
-/// # Ok::<(), altiplano_ir::import::huggingface::ConfigError>(())
+/// # Ok::<(), altiplano_import::huggingface::ConfigError>(())
 /// ```
 pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigError> {
     let Keys { map, twice } = serde_json::from_str(&finite_numbers(text)).map_err(ConfigError::Syntax)?;

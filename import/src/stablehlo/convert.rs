@@ -69,9 +69,9 @@ pub struct Argument {
 ///     %0 = stablehlo.tanh %arg0 : tensor<2xf32>
 ///     return %0 : tensor<2xf32>
 /// }";
-/// let imported = altiplano_ir::import::stablehlo::import(text)?;
+/// let imported = altiplano_import::stablehlo::import(text)?;
 /// assert_eq!(imported.graph.len(), 2);
-/// # Ok::<(), altiplano_ir::import::stablehlo::ImportError>(())
+/// # Ok::<(), altiplano_import::stablehlo::ImportError>(())
 /// ```
 pub fn import(text: &str) -> Result<Imported, ImportError> {
     import_with(text, &[])

@@ -74,7 +74,7 @@ fn model(layers: usize) -> String {
         at += 5;
     }
     text += &format!(
-        "%{at}: f32[] = downscale(%{x}) {{\"reducer\":\"sum\",\"dims\":[0,1,2]}}\n%{}: f32[] = constant {{\"value\":1152.0,\"batch_power\":1}}\n%{}: f32[] = divide(%{at}, %{})\n",
+        "%{at}: f32[] = reduce(%{x}) {{\"reducer\":\"sum\",\"dims\":[0,1,2]}}\n%{}: f32[] = constant {{\"value\":1152.0,\"batch_power\":1}}\n%{}: f32[] = divide(%{at}, %{})\n",
         at + 1,
         at + 2,
         at + 1
