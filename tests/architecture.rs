@@ -49,3 +49,55 @@ fn files_stay_readable() {
         }
     }
 }
+
+/// The paths that documents name in backticks, with `{a, b}` written out.
+fn named_paths(text: &str) -> Vec<String> {
+    const TOP: [&str; 12] = [
+        "ir",
+        "transforms",
+        "import",
+        "cost_models",
+        "solver",
+        "planner",
+        "runtime",
+        "src",
+        "tests",
+        "benches",
+        "examples",
+        "fuzz",
+    ];
+    let mut paths = Vec::new();
+    for quoted in text.split('`').skip(1).step_by(2) {
+        let Some((top, _)) = quoted.split_once('/') else { continue };
+        let plain = quoted.chars().all(|c| c.is_ascii_alphanumeric() || "/_-.{}, ".contains(c));
+        if !TOP.contains(&top) || !plain || quoted.contains(' ') && !quoted.contains('{') {
+            continue;
+        }
+        match (quoted.split_once('{'), quoted.rsplit_once('}')) {
+            (Some((before, rest)), Some((_, after))) => {
+                let inside = rest.split('}').next().unwrap_or_default();
+                paths.extend(inside.split(',').map(|name| format!("{before}{}{after}", name.trim())));
+            }
+            _ => paths.push(quoted.to_string()),
+        }
+    }
+    paths
+}
+
+#[test]
+fn paths_in_documents_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut pages: Vec<_> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|page| root.join(page)).to_vec();
+    let docs = std::fs::read_dir(root.join("docs")).expect("the folder of documents");
+    pages.extend(docs.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "md")));
+    let mut seen = 0;
+    for page in pages {
+        let text = std::fs::read_to_string(&page).expect("a readable page");
+        for path in named_paths(&text) {
+            let exists = root.join(&path).exists() || root.join(format!("{path}.rs")).exists();
+            assert!(exists, "{} names {path}, which does not exist", page.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 100, "only {seen} paths were found");
+}

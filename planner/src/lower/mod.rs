@@ -2,7 +2,7 @@
 //! collectives.
 //!
 //! The forward graph is differentiated once. Each stage then gets four bodies: forward, backward, reduction of
-//! gradients and update. The forward body holds the stage's nodes under the plan's strategies. The backward body holds
+//! gradients and update. Some have more: gradients of weights apart, a norm of all gradients, sums over microbatches. The forward body holds the stage's nodes under the plan's strategies. The backward body holds
 //! their backward nodes, under strategies that follow from the forward ones.
 //!
 //! Forward values that the backward pass needs are saved or recomputed. Results of elementwise ops are cheaper to
