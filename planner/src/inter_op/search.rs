@@ -593,77 +593,88 @@ pub struct SearchResult {
 /// the best without a pipeline if it is worth a look, and the best whose stages share devices. More microbatches shrink
 /// the bubble and the activations held, but leave less work per call; once that only costs, it stays so.
 pub fn search(cx: &SearchContext<'_>) -> SearchResult {
-    let SearchContext { request, space, layered, progress, .. } = *cx;
-    let counts = &space.num_microbatches;
-    let total = counts.len();
-    let composites: Vec<CompositeCosts> = request.cluster.groups.iter().map(|_| CompositeCosts::default()).collect();
-    let mut found: Vec<CandidatesAtMicrobatch> = Vec::new();
-    let mut least = [f64::INFINITY; 3];
-    let mut done = 0;
-    // Compares a number of microbatches with those before it; `None` if nothing fits.
-    let mut tried = |i: usize| -> Option<Compared> {
-        let count = counts[i];
-        progress.step(&format!("{count} microbatches"), done, total);
-        done += 1;
-        let at_size = layered.at(count)?;
-        if i + 1 < total && least_bytes(&at_size, request) > space.memory_bytes.iter().copied().max().unwrap_or(0) {
+    let counts = &cx.space.num_microbatches;
+    let start = counts.partition_point(|&count| count < filling(cx)).min(counts.len().saturating_sub(1));
+    let composites = cx.request.cluster.groups.iter().map(|_| CompositeCosts::default()).collect();
+    let mut climb = Climb { cx, composites, found: Vec::new(), least: [f64::INFINITY; 3], tried: 0, any_fits: false };
+    // More microbatches may fit where fewer do not. The other way, nothing that does not fit is followed by what fits.
+    climb.go(start..counts.len(), 0);
+    climb.go((0..start).rev(), 1);
+    cx.progress.step("done", counts.len(), counts.len());
+    climb.found.sort_by_key(|c| c.num_microbatches);
+    SearchResult { candidates: climb.found }
+}
+
+/// The number of microbatches that fills the deepest pipeline.
+fn filling(cx: &SearchContext<'_>) -> u32 {
+    let groups = cx.request.cluster.groups.iter().enumerate().filter(|(group, _)| cx.space.allows(*group));
+    let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
+    let most = cx.space.num_microbatches.last().copied().unwrap_or(1);
+    let layers = || cx.layered.at(most).map_or(u32::MAX, |layered| layered.layers.len() as u32);
+    let stages = cx.space.degrees.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
+    if nodes == 1 || stages == 1 { 1 } else { FULL.saturating_mul(stages) }
+}
+
+/// A search over numbers of microbatches.
+struct Climb<'a> {
+    cx: &'a SearchContext<'a>,
+    /// Costs of composites that are known already, by group.
+    composites: Vec<CompositeCosts>,
+    found: Vec<CandidatesAtMicrobatch>,
+    /// Least seconds of a step so far: of any plan, without a pipeline, and with stages that share devices.
+    least: [f64; 3],
+    tried: usize,
+    any_fits: bool,
+}
+
+impl Climb<'_> {
+    /// Tries numbers of microbatches until two in a row are no better, or one is far worse. One at which nothing fits
+    /// counts as `unfit` of the two.
+    fn go(&mut self, counts: impl Iterator<Item = usize>, unfit: u32) {
+        let mut worse = 0;
+        for i in counts {
+            if worse >= 2 || self.any_fits && self.cx.progress.stopped() {
+                break;
+            }
+            let compared = self.try_count(i);
+            self.any_fits |= compared.is_some();
+            worse = match compared {
+                Some(Compared::Better) => 0,
+                Some(Compared::NoBetter) => worse + 1,
+                Some(Compared::FarWorse) => 2,
+                None => worse + unfit,
+            };
+        }
+    }
+
+    /// Compares a number of microbatches with those before it; `None` if nothing fits.
+    fn try_count(&mut self, i: usize) -> Option<Compared> {
+        let SearchContext { request, space, layered, progress, .. } = *self.cx;
+        let (count, total) = (space.num_microbatches[i], space.num_microbatches.len());
+        progress.step(&format!("{count} microbatches"), self.tried, total);
+        self.tried += 1;
+        let layered = layered.at(count)?;
+        if i + 1 < total && least_bytes(&layered, request) > space.memory_bytes.iter().copied().max().unwrap_or(0) {
             return None;
         }
-        let candidates = candidates(cx, &composites, at_size, count);
-        let step_s = |pp| candidates.best(cx, &space.memory_bytes, pp).ok().map(|found| found.step_s);
+        let candidates = candidates(self.cx, &self.composites, layered, count);
+        let step_s = |pp| candidates.best(self.cx, &space.memory_bytes, pp).ok().map(|found| found.step_s);
         let best = step_s(space.degrees.pp);
         let single = if space.degrees.pp.is_none() { step_s(Some(1)) } else { None };
         let shared = candidates.interleaved_s(space);
-        found.push(candidates);
+        self.found.push(candidates);
         let mut better = false;
         for (i, step_s) in [best, single, shared].into_iter().enumerate() {
             let step_s = step_s.unwrap_or(f64::INFINITY);
-            better |= step_s < least[i] && step_s <= WORTH_A_LOOK * least[0];
-            least[i] = least[i].min(step_s);
+            better |= step_s < self.least[i] && step_s <= WORTH_A_LOOK * self.least[0];
+            self.least[i] = self.least[i].min(step_s);
         }
         best.map(|step_s| match better {
             true => Compared::Better,
-            false if step_s > FAR_WORSE * least[0] => Compared::FarWorse,
+            false if step_s > FAR_WORSE * self.least[0] => Compared::FarWorse,
             false => Compared::NoBetter,
         })
-    };
-    let mut any = false;
-    let groups = request.cluster.groups.iter().enumerate().filter(|(group, _)| space.allows(*group));
-    let nodes: u32 = groups.map(|(_, group)| group.nodes).sum();
-    let layers = || layered.at(counts[total - 1]).map_or(u32::MAX, |at_size| at_size.layers.len() as u32);
-    let stages = space.degrees.pp.unwrap_or_else(|| if nodes > 1 { nodes.min(layers()) } else { 1 });
-    let full = if nodes == 1 || stages == 1 { 1 } else { FULL.saturating_mul(stages) };
-    let start = counts.partition_point(|&c| c < full).min(total.saturating_sub(1));
-    let mut worse = 0;
-    for i in start..total {
-        let better = tried(i);
-        any |= better.is_some();
-        worse = match better {
-            Some(Compared::Better) => 0,
-            Some(Compared::NoBetter) => worse + 1,
-            Some(Compared::FarWorse) => 2,
-            None => worse,
-        };
-        if worse >= 2 || any && progress.stopped() {
-            break;
-        }
     }
-    worse = 0;
-    for i in (0..start).rev() {
-        if worse >= 2 || any && progress.stopped() {
-            break;
-        }
-        let better = tried(i);
-        any |= better.is_some();
-        worse = match better {
-            Some(Compared::Better) => 0,
-            Some(Compared::FarWorse) => 2,
-            Some(Compared::NoBetter) | None => worse + 1,
-        };
-    }
-    progress.step("done", total, total);
-    found.sort_by_key(|c| c.num_microbatches);
-    SearchResult { candidates: found }
 }
 
 /// Comparison of a number of microbatches with the best of those before it.
