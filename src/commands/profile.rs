@@ -10,7 +10,7 @@ use altiplano::planner::Progress;
 #[cfg(feature = "mpi")]
 use altiplano::profiled::{load_profile, with_links};
 use altiplano::profiled::{measured_gpu_profile, measured_profile};
-use altiplano::training::engine::Team;
+use altiplano::training::team::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};

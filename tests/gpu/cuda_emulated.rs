@@ -4,7 +4,7 @@
 use crate::common::{Scratch, emulator, planned};
 use altiplano::ImportOptions;
 use altiplano::planner::programs;
-use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession, Running};
+use altiplano::runtime::devices::cuda::{CudaOptions, Running};
 use altiplano::runtime::{Options, RuntimeError, Session};
 use altiplano::training::{Training, scalars, start};
 use std::path::PathBuf;
@@ -71,7 +71,7 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
         let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
         let (weights, mut batches) = start(&plan, &training).expect("weights and batches");
         let mut cpu = Session::new(&programs, &Options::default()).expect("the programs run");
-        let mut gpu = CudaSession::new(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let mut gpu = Session::on_gpus(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
         assert_eq!(gpu.uses_nccl(), gpus > 1, "{words}");
         for (name, tensor) in &weights {
             cpu.load_parameter(name, tensor).expect("a parameter");
@@ -123,7 +123,7 @@ fn profilers_are_told_what_runs() {
     for (words, devices) in [("local:1 micro2", 1), ("local:2 dp2 tp1 pp1 micro2 sgd", 2)] {
         let plan = planned(&file, &import, words).expect("a plan");
         let _ = std::fs::remove_file(&log);
-        let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+        let mut gpu = Session::on_gpus(&programs(&plan).expect("programs"), &options).expect("it starts");
         let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
         weights.iter().for_each(|(name, tensor)| gpu.load_parameter(name, tensor).expect("a parameter"));
         let batch = batches.take().expect("a batch");
@@ -179,7 +179,7 @@ fn stops_at_a_nan(gpus: u32, plan: &str) {
     let file = PathBuf::from(scratch.file("log.mlir", model));
     let plan = planned(&file, &ImportOptions::default(), plan).expect("a plan");
     let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
-    let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+    let mut gpu = Session::on_gpus(&programs(&plan).expect("programs"), &options).expect("it starts");
     // The logarithm of a negative number.
     for (name, tensor) in &weights {
         let negative = vec![-1.0; tensor.ty.elements() as usize];
