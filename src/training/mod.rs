@@ -1,7 +1,8 @@
 //! Trains a plan on the workers of this machine.
 //!
-//! Workers, GPUs and ranks go through one loop of steps ([`train_on`]), which all processes of a run execute together. Steps of less than a tenth of a second are queued on devices ahead
-//! of time if nobody reads the state in between. A step is timed from the end of the step before to its own end on all devices.
+//! Workers, GPUs and ranks go through one loop of steps ([`train_on`]), which all processes of a run execute together.
+//! Steps of less than a tenth of a second are queued on devices ahead of time if nobody reads the state in between. A
+//! step is timed from the end of the step before to its own end on all devices.
 
 mod bounds;
 pub mod checkpoint;

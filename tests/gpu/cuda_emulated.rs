@@ -94,6 +94,37 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
     }
 }
 
+/// A model that is not trained has the same results, whose parts come from all devices.
+#[test]
+fn models_run_on_gpus_as_on_the_cpu() {
+    let scratch = Scratch::new();
+    let Some(search) = emulator(&scratch, 2) else { return };
+    let options = CudaOptions { search, cache: Some(scratch.path("kernels")), ..CudaOptions::default() };
+    let file = PathBuf::from(scratch.file("gpt2.json", GPT2));
+    let import = ImportOptions { batch: Some(8), sequence: Some(4), ..ImportOptions::default() };
+    for words in ["local:1 inference micro2", "local:2 inference dp2 tp1 pp1 micro2", "local:2 inference dp1 tp2 pp1"] {
+        let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let programs = programs(&plan).expect("a plan has programs");
+        let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
+        let mut cpu = Session::new(&programs, &Options::default()).expect("the programs run");
+        let mut gpu = Session::on_gpus(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        for (name, tensor) in &weights {
+            cpu.load_parameter(name, tensor).expect("a parameter");
+            gpu.load_parameter(name, tensor).expect("a parameter");
+        }
+        let batch = batches.take().expect("a batch");
+        let (_, expected) = cpu.evaluate(&batch).expect("results");
+        let (_, found) = gpu.evaluate(&batch).unwrap_or_else(|error| panic!("{words}: {error}"));
+        assert_eq!(expected.len(), found.len(), "{words}");
+        for (expected, found) in expected.values().flatten().zip(found.values().flatten()) {
+            assert_eq!(expected.ty, found.ty, "{words}");
+            let (expected, found) = (expected.to_f64(), found.to_f64());
+            let worst = expected.iter().zip(&found).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
+            assert!(worst <= 1e-5 && expected.iter().any(|&x| x != 0.0), "{words}: results are {worst:e} off");
+        }
+    }
+}
+
 /// A library that records NVTX calls: `+NAME` and `-`.
 const NVTX: &str = r#"
 #include <stdio.h>
