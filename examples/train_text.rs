@@ -9,10 +9,10 @@ use altiplano::ir::plan::Plan;
 use altiplano::ir::types::TensorType;
 use altiplano::planner::Silent;
 use altiplano::runtime::{HostTensor, Options, Session};
-use altiplano::training::engine::Engine;
 use altiplano::training::evaluation::{Evaluation, EvaluationOptions};
 use altiplano::training::noise::{NoiseEstimate, NoiseScale};
 use altiplano::training::rate::{RateSchedule, Shape};
+use altiplano::training::team::Team;
 use altiplano::training::{DataOptions, Training, scalars, session, start};
 use altiplano::{Error, ImportOptions, load_cluster, load_model, one_line, plan, request};
 use std::collections::BTreeMap;
@@ -129,11 +129,11 @@ fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result
         data: data(as_ids("train.u16", train)?, Some(asked.seed)),
         ..Training::default()
     };
-    let mut engine = Engine::new(&plan, &training)?;
-    let mut evaluations = Evaluation::new(&plan, &training, &evaluation, &engine)?;
+    let mut workers = Team::Alone.session(&plan, &training)?;
+    let mut evaluations = Evaluation::new(&plan, &training, &evaluation, &mut workers)?;
     let (weights, mut batches) = start(&plan, &training)?;
     for (name, tensor) in &weights {
-        engine.load_parameter(name, tensor)?;
+        workers.load_parameter(name, tensor)?;
     }
     let (mut losses, mut times) = (Vec::new(), Vec::new());
     let mut noise = NoiseScale::new(plan.global_batch);
@@ -142,13 +142,13 @@ fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result
         let rate = training.rate_schedule.at(number, training.learning_rate);
         let batch = batches.take()?;
         let begun = Instant::now();
-        losses.push(engine.step(&batch, &scalars(rate, number))?.0);
+        losses.push(workers.step(&batch, &scalars(rate, number))?.loss);
         if asked.measure_noise {
-            noise.measure(&mut engine)?;
+            noise.measure(&mut workers)?;
         }
         times.push(begun.elapsed().as_secs_f64());
         if number.is_multiple_of(evaluation.every) || number == asked.steps {
-            held_out_loss = evaluations.loss(&mut engine)?;
+            held_out_loss = evaluations.loss(&mut workers)?;
             say(format!("step {number}: loss {:.3}, held out {held_out_loss:.3}", tail(&losses)));
         }
     }
@@ -156,7 +156,7 @@ fn learn_in(folder: &Path, asked: &Asked, say: &mut dyn FnMut(String)) -> Result
     let of_one = planned(folder, 1, Some("none"), 1)?;
     let mut writer = session(&of_one, &Options::default())?;
     for name in weights.keys() {
-        writer.load_parameter(name, &engine.parameter(name)?)?;
+        writer.load_parameter(name, &workers.parameter(name)?)?;
     }
     let written = write(&mut writer, "## ", asked.characters, asked.seed)?;
     Ok(Learnt {

@@ -15,9 +15,8 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_ir::types::TensorType;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent, programs};
 use altiplano_runtime::data::{read_safetensors, tensor_named};
-use altiplano_runtime::devices::cuda::CudaSession;
 use altiplano_runtime::random::Stream;
-use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, evaluate};
+use altiplano_runtime::{HostTensor, Options, Session, evaluate};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
@@ -217,7 +216,7 @@ pub fn verify(
     let ours = match &training.cuda {
         None => outcome(plan, &weights, &batch, training.learning_rate)?,
         Some(options) => {
-            let mut session = CudaSession::new(&programs(plan)?, options)?;
+            let mut session = Session::on_gpus(&programs(plan)?, options)?;
             outcome_on(&mut session, plan, &weights, &batch, training.learning_rate)?
         }
     };
@@ -303,52 +302,6 @@ fn recorded_results<'a>(
     names.map(find).collect()
 }
 
-/// Devices that run a step and whose state can then be read.
-trait Devices {
-    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError>;
-    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError>;
-    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError>;
-    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError>;
-}
-
-impl Devices for Session {
-    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        self.load_parameter(name, tensor)
-    }
-
-    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError> {
-        let loss = self.step(batch, scalars)?.loss;
-        self.flush()?;
-        Ok(loss)
-    }
-
-    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
-        self.accumulator(name)
-    }
-
-    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
-        self.parameter(name)
-    }
-}
-
-impl Devices for CudaSession {
-    fn load(&mut self, name: &str, tensor: &HostTensor) -> Result<(), RuntimeError> {
-        self.load_parameter(name, tensor)
-    }
-
-    fn loss_of_step(&mut self, batch: &Batch, scalars: &BTreeMap<String, f64>) -> Result<f64, RuntimeError> {
-        Ok(self.step(batch, scalars)?.loss)
-    }
-
-    fn gradient(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
-        self.accumulator(name)
-    }
-
-    fn updated(&mut self, name: &str) -> Result<HostTensor, RuntimeError> {
-        self.parameter(name)
-    }
-}
-
 /// Runs one step from these weights, on CPU workers.
 fn outcome(
     plan: &Plan,
@@ -360,24 +313,25 @@ fn outcome(
 }
 
 fn outcome_on(
-    devices: &mut dyn Devices,
+    session: &mut Session,
     plan: &Plan,
     weights: &BTreeMap<String, HostTensor>,
     batch: &Batch,
     learning_rate: f64,
 ) -> Result<Outcome, Error> {
     for (name, tensor) in weights {
-        devices.load(name, tensor)?;
+        session.load_parameter(name, tensor)?;
     }
-    let loss = devices.loss_of_step(batch, &scalars(learning_rate, 1))?;
+    let loss = session.step(batch, &scalars(learning_rate, 1))?.loss;
+    session.flush()?;
     // Accumulators hold sums over microbatches.
     let scale = if plan.loss == LossKind::Sum { 1.0 } else { 1.0 / plan.num_microbatches as f64 };
     let (mut gradients, mut updated) = (BTreeMap::new(), BTreeMap::new());
     for name in weights.keys() {
-        updated.insert(name.clone(), devices.updated(name)?.to_f64());
+        updated.insert(name.clone(), session.parameter(name)?.to_f64());
     }
     for (_, name) in plan.graph.trained_parameters() {
-        let sum = devices.gradient(name)?.to_f64();
+        let sum = session.accumulator(name)?.to_f64();
         gradients.insert(name.to_string(), sum.into_iter().map(|g| g * scale).collect());
     }
     Ok(Outcome { loss, gradients, weights: updated })

@@ -39,6 +39,8 @@ pub struct Plan {
 
 /// Commands from the session to a device.
 pub enum Command {
+    /// Joins the groups with which the device runs collectives, when all devices are set up.
+    Join,
     /// Loads this device's part of a global tensor.
     Load { buffer: BufferId, tensor: Arc<HostTensor> },
     /// Returns this device's part of a buffer.
@@ -53,6 +55,11 @@ pub enum Command {
     },
     /// Runs the remaining calls of the last step, then those that update copies of the weights.
     Flush,
+    /// Prepares a program that runs the model forward with this device's weights: pairs of a buffer here and the buffer
+    /// there that reads it. Other devices send all other weights.
+    Prepare { plan: Arc<Plan>, weights: Vec<(BufferId, BufferId)> },
+    /// Runs the prepared program and returns its results.
+    Evaluate { inputs: Arc<BTreeMap<String, HostTensor>> },
 }
 
 /// One device's part of a result of one microbatch.
@@ -64,8 +71,7 @@ pub struct ResultPart {
 
 /// Replies from a device to the session.
 pub enum Reply {
-    Loaded,
-    Flushed,
+    Done,
     Fetched(HostTensor),
     Stepped {
         /// The loss of each microbatch, from the first device of the program that computes it.
@@ -92,6 +98,9 @@ struct StepState {
     zeroed: FxHashSet<BufferId>,
 }
 
+/// First number of the messages of an evaluation. It keeps them apart from those of a step in progress.
+const MESSAGES_OF_EVALUATION: u32 = 1 << 31;
+
 pub struct Device {
     pub id: u32,
     pub position: u32,
@@ -103,7 +112,9 @@ pub struct Device {
     pub mailbox: Mailbox,
     pub threads: usize,
     /// Number of the first transfer message. It separates the messages of several sets of programs.
-    pub first_message: u32,
+    first_message: u32,
+    /// The device of the prepared evaluation, and pairs of buffers, as in [`Command::Prepare`].
+    evaluation: Option<Box<(Device, Vec<(BufferId, BufferId)>)>>,
     /// Buffers that outlive steps. Accumulators have two instances if two steps use them at once; all others have one.
     lasting: FxHashMap<(BufferId, u32), Arc<Storage>>,
     overlap: Overlap,
@@ -154,6 +165,7 @@ impl Device {
             mailbox,
             threads,
             first_message: 0,
+            evaluation: None,
             lasting: FxHashMap::default(),
             overlap,
             last_of_microbatch,
@@ -170,8 +182,27 @@ impl Device {
         })
     }
 
+    /// Creates a device that holds zeros.
+    pub fn with_zeros(
+        id: u32,
+        position: u32,
+        plan: Arc<Plan>,
+        arena: Arc<Arena>,
+        mailbox: Mailbox,
+        threads: usize,
+    ) -> Result<Device, RuntimeError> {
+        let activity = "allocating parameters and state".to_string();
+        let place = Place { device: id, program: plan.index, activity, microbatch: None, op: None };
+        let made = Device::new(id, position, plan, arena, mailbox, threads);
+        let filled = made.and_then(|mut device| device.allocate_persistent().map(|()| device));
+        filled.map_err(|error| RuntimeError::Device { place: Box::new(place), error })
+    }
+
     /// Executes one command. An error carries the place where it occurred.
     pub(crate) fn answer_here(&mut self, command: Command) -> Result<Reply, RuntimeError> {
+        if let Command::Evaluate { inputs } = command {
+            return self.evaluate(inputs);
+        }
         let outcome = catch_unwind(AssertUnwindSafe(|| self.answer(command)));
         let failed =
             |panic: Box<dyn std::any::Any + Send>| Err(KernelError::Panic { message: panic_message(panic.as_ref()) });
@@ -197,12 +228,19 @@ impl Device {
         self.place.op = None;
         self.place.microbatch = None;
         match command {
+            Command::Join => Ok(Reply::Done),
+            Command::Prepare { plan, weights } => {
+                self.place.activity = "preparing to evaluate".to_string();
+                self.prepare(plan, weights).map(|()| Reply::Done)
+            }
+            // Its errors have a place of their own: see `answer_here`.
+            Command::Evaluate { .. } => Err(KernelError::Closed),
             Command::Load { buffer, tensor } => {
                 self.place.activity = format!("loading '{}'", self.plan.program.buffer(buffer).name);
                 self.lasting.remove(&(buffer, 0));
                 let storage = self.cut(buffer, &tensor, None)?;
                 self.lasting.insert((buffer, 0), Arc::new(storage));
-                Ok(Reply::Loaded)
+                Ok(Reply::Done)
             }
             Command::Fetch { buffer } => {
                 let plan = self.plan.clone();
@@ -239,27 +277,36 @@ impl Device {
                         Call::Run { .. } => {}
                     }
                 }
-                Ok(Reply::Flushed)
+                Ok(Reply::Done)
             }
         }
     }
 
-    /// Shares weights with another device of this process, which may read them until this one runs again.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn lend(&self, buffer: BufferId) -> Result<Arc<Storage>, KernelError> {
-        self.persistent(buffer).cloned()
+    /// Creates the device of an evaluation.
+    fn prepare(&mut self, plan: Arc<Plan>, weights: Vec<(BufferId, BufferId)>) -> Result<(), KernelError> {
+        // A placeholder: while the device runs, it uses this one's mailbox.
+        let mailbox = Mailbox::network(1, false).pop().ok_or(KernelError::Closed)?;
+        let mut device = Device::new(self.id, self.position, plan, Arena::new(None), mailbox, self.threads)?;
+        device.first_message = MESSAGES_OF_EVALUATION;
+        self.evaluation = Some(Box::new((device, weights)));
+        Ok(())
     }
 
-    /// Reads a buffer from the storage of another device.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn hold(&mut self, buffer: BufferId, storage: Arc<Storage>) {
-        self.lasting.insert((buffer, 0), storage);
-    }
-
-    /// Releases all buffers that outlive steps.
-    #[cfg(feature = "mpi")]
-    pub(crate) fn give_back(&mut self) {
-        self.lasting.clear();
+    /// Runs the prepared evaluation with the weights of this device.
+    fn evaluate(&mut self, inputs: Arc<BTreeMap<String, HostTensor>>) -> Result<Reply, RuntimeError> {
+        let mut evaluation = self.evaluation.take().ok_or(RuntimeError::NoStep)?;
+        let (device, weights) = &mut *evaluation;
+        for &(held, read) in &*weights {
+            let storage = self.persistent(held).map_err(RuntimeError::Carrier)?;
+            device.lasting.insert((read, 0), storage.clone());
+        }
+        std::mem::swap(&mut self.mailbox, &mut device.mailbox);
+        let reply = device.answer_here(Command::Step { inputs, scalars: Arc::default(), results: true, origin: None });
+        std::mem::swap(&mut self.mailbox, &mut device.mailbox);
+        // Drop the shared weights; otherwise the next update would have to copy them.
+        device.lasting.clear();
+        self.evaluation = Some(evaluation);
+        reply
     }
 
     /// Copies this device's part of a buffer to a host tensor.

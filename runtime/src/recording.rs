@@ -28,6 +28,36 @@ pub struct Span {
     pub held_bytes: u64,
 }
 
+impl Span {
+    /// Number of words of a span.
+    pub(crate) const WORDS: usize = 6;
+
+    /// The span as words, for another process.
+    pub(crate) fn words(&self) -> [u64; Span::WORDS] {
+        let Span { what, start_s, end_s, waited_s, held_bytes } = *self;
+        let (position, node) = match what {
+            What::Call { position } => (position as u64, 0),
+            What::Behind { position, node } => (position as u64, BEHIND | node.index() as u64),
+            What::Kernel { position, node } => (position as u64, node.index() as u64 + 1),
+        };
+        [position, node, start_s.to_bits(), end_s.to_bits(), waited_s.to_bits(), held_bytes]
+    }
+
+    pub(crate) fn of_words(words: &[u64; Span::WORDS]) -> Span {
+        let position = words[0] as usize;
+        let what = match words[1].checked_sub(1) {
+            None => What::Call { position },
+            _ if words[1] & BEHIND != 0 => What::Behind { position, node: ValueId(words[1] as u32) },
+            Some(node) => What::Kernel { position, node: ValueId(node as u32) },
+        };
+        let [start_s, end_s, waited_s] = [words[2], words[3], words[4]].map(f64::from_bits);
+        Span { what, start_s, end_s, waited_s, held_bytes: words[5] }
+    }
+}
+
+/// Flag on nodes that marks asynchronous collectives, in words.
+const BEHIND: u64 = 1 << 32;
+
 /// The recorded step of the first device of a program.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
@@ -67,5 +97,22 @@ impl Recorder {
 
     pub fn finish(self) -> Vec<Span> {
         self.spans
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_are_read_as_they_were_written() {
+        for what in [
+            What::Call { position: 3 },
+            What::Behind { position: 4, node: ValueId(5) },
+            What::Kernel { position: 9, node: ValueId(0) },
+        ] {
+            let span = Span { what, start_s: 0.25, end_s: 0.5, waited_s: 0.125, held_bytes: 17 };
+            assert_eq!(Span::of_words(&span.words()), span);
+        }
     }
 }

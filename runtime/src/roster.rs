@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The programs of a session. Ranks number the devices of all programs in order.
+#[derive(Clone)]
 pub struct Roster {
     pub plans: Vec<Arc<Plan>>,
     pub loss_is_mean: bool,

@@ -10,7 +10,7 @@ use altiplano::cost_models::profile::Profile as Measured;
 use altiplano::measured_costs::{load_profile, with_links};
 use altiplano::measured_costs::{measured_gpu_profile, measured_profile};
 use altiplano::planner::Progress;
-use altiplano::training::engine::Team;
+use altiplano::training::team::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
 use clap::{Args, ValueEnum};

@@ -8,7 +8,7 @@ use altiplano::runtime::error::RendezvousError;
 use altiplano::runtime::ranks::World;
 use altiplano::runtime::ranks::rendezvous::{Place, Rendezvous, meet};
 use altiplano::runtime::ranks::watch::{Ends, leave};
-use altiplano::training::engine::Team;
+use altiplano::training::team::Team;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;

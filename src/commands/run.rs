@@ -10,11 +10,12 @@ use altiplano::cost_models::profile::Profile;
 use altiplano::inference::{Pass, infer};
 use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
+use altiplano::runtime::Session;
 use altiplano::runtime::data::write_safetensors;
 use altiplano::simulate::Simulation;
 use altiplano::training::checkpoint::Checkpoints;
-use altiplano::training::engine::{Engine, Team};
 use altiplano::training::evaluation::EvaluationOptions;
+use altiplano::training::team::Team;
 use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, train_on, train_until};
 use altiplano::units::{digits, percent, seconds};
 use altiplano::{Error, expect_writable, held, one_line, write_file};
@@ -193,11 +194,11 @@ impl Run {
             }
             event => bar.suspend(|| tell(&event, training.steps)),
         };
-        let (ran, engine): (Ran, Option<Engine>) = match team {
+        let (ran, session): (Ran, Option<Session>) = match team {
             Team::Alone => (train_until(&plan, &training, signal, on_event)?, None),
             team => {
-                let mut engine = team.engine(&plan, &training)?;
-                (train_on(&mut engine, &plan, &training, signal, on_event)?, Some(engine))
+                let mut session = team.session(&plan, &training)?;
+                (train_on(&mut session, &plan, &training, signal, on_event)?, Some(session))
             }
         };
         drop(bar);
@@ -216,8 +217,8 @@ impl Run {
         if leads {
             self.end(&plan, profile.as_ref(), &ran)?;
         }
-        match engine {
-            Some(engine) => Ok(engine.finish()?),
+        match session {
+            Some(session) => Ok(session.finish()?),
             None => Ok(()),
         }
     }

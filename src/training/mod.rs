@@ -1,12 +1,12 @@
 //! Trains a plan on the workers of this machine.
 //!
-//! Workers, GPUs and ranks go through one loop of steps ([`train_on`]). Steps of less than a tenth of a second are queued on devices ahead
-//! of time if nobody reads the state in between. A step is timed from the end of the step before to its own end on all devices.
+//! Workers, GPUs and ranks go through one loop of steps ([`train_on`]), which all processes of a run execute together.
+//! Steps of less than a tenth of a second are queued on devices ahead of time if nobody reads the state in between. A
+//! step is timed from the end of the step before to its own end on all devices.
 
 mod bounds;
 pub mod checkpoint;
 mod data;
-pub mod engine;
 pub mod evaluation;
 mod loader;
 mod metrics;
@@ -15,6 +15,7 @@ pub(crate) mod onnx_weights;
 pub mod rate;
 mod shuffle;
 mod source;
+pub mod team;
 
 pub use bounds::{Bound, bound};
 pub use data::{Batch, Batches, DataOptions};
@@ -26,16 +27,16 @@ use altiplano_import::torch_export;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::loss_scale::{self, LossScale};
 use altiplano_ir::plan::Plan;
-use altiplano_ir::program::{GRADIENT_SQUARES, Programs};
+use altiplano_ir::program::{ALL_PARAMETERS, GRADIENT_SQUARES, Programs};
 use altiplano_planner::predict::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano_planner::programs;
 use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
 use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
-use altiplano_runtime::{HostTensor, Options, RuntimeError, Session};
+use altiplano_runtime::ranks::World;
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, StepReport};
 use checkpoint::{CheckpointProblem, Checkpoints, DataState, Folder, Manifest, Writer, Written, load, newest};
-use engine::{Begun, Engine};
 use evaluation::{Evaluation, EvaluationOptions};
 use loader::{Loaded, Loader};
 use metrics::Metrics;
@@ -44,6 +45,7 @@ use rate::RateSchedule;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use team::Team;
 
 /// Maximum number of devices that run as threads of one machine.
 pub const MAX_WORKERS: u32 = 64;
@@ -167,32 +169,32 @@ pub fn train_until(
     mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
 ) -> Result<Ran, Error> {
     let folder = training.checkpoints.as_ref().map(Folder::open).transpose()?;
-    train_in(plan, training, &mut Engine::new(plan, training)?, folder, signal, &mut on_event)
+    train_in(plan, training, &mut Team::Alone.session(plan, training)?, folder, signal, &mut on_event)
 }
 
 /// As [`train_until`], as one of the processes that run the plan together. Only the leader reports events and writes
 /// files.
 pub fn train_on(
-    engine: &mut Engine,
+    session: &mut Session,
     plan: &Plan,
     training: &Training,
     signal: impl Fn() -> Option<i32>,
     mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
 ) -> Result<Ran, Error> {
-    let checkpoints = training.checkpoints.as_ref().filter(|_| engine.leads());
+    let checkpoints = training.checkpoints.as_ref().filter(|_| session.leads());
     let folder = checkpoints.map(Folder::open).transpose()?;
-    train_in(plan, training, engine, folder, signal, &mut on_event)
+    train_in(plan, training, session, folder, signal, &mut on_event)
 }
 
 /// The newest checkpoint from which the run can resume, as found by the leader.
 fn resumed(
     plan: &Plan,
-    engine: &Engine,
+    session: &Session,
     options: &Checkpoints,
     mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
 ) -> Result<Option<(Manifest, PathBuf)>, Error> {
     let mut said = String::new();
-    if engine.leads() {
+    if session.leads() {
         let found = newest(&options.folder, |error| on_event(Event::Damaged { error }))?;
         if let Some((manifest, place)) = &found {
             manifest.expect_fits(plan).map_err(|problem| problem.at(place))?;
@@ -200,7 +202,7 @@ fn resumed(
             said = format!("{name}\n{}", manifest.to_json());
         }
     }
-    let said = engine.hear_first(said)?;
+    let said = session.world().map_or_else(|| Ok(said.clone()), |world| world.hear_first(&said))?;
     let Some((name, manifest)) = said.split_once('\n') else { return Ok(None) };
     let place = options.folder.join(name);
     let manifest = Manifest::from_json(manifest).map_err(|problem| problem.at(&place))?;
@@ -210,14 +212,14 @@ fn resumed(
 fn train_in(
     plan: &Plan,
     training: &Training,
-    engine: &mut Engine,
+    session: &mut Session,
     folder: Option<Folder>,
     signal: impl Fn() -> Option<i32>,
     on_event: &mut dyn FnMut(Event<'_>) -> Result<(), Error>,
 ) -> Result<Ran, Error> {
     let checkpoints = training.checkpoints.as_ref();
     let from = match checkpoints {
-        Some(options) if options.resume => resumed(plan, engine, options, &mut *on_event)?,
+        Some(options) if options.resume => resumed(plan, session, options, &mut *on_event)?,
         _ => None,
     };
     let resumes = checkpoints.is_some_and(|options| options.resume);
@@ -231,21 +233,21 @@ fn train_in(
         (training.seed, training.data.shuffle) = (manifest.data.seed, manifest.data.shuffle);
     }
     let training = &training;
-    let (weights, mut batches) = start_of(plan, training, |name| from.is_none() && engine.holds(name))?;
+    let (weights, mut batches) = start_of(plan, training, |name| from.is_none() && session.holds(name))?;
     let mut done = 0;
     match &from {
         Some((manifest, place)) => {
             let same = manifest.data.expect_same(&data_state(training, &batches));
             same.map_err(|problem| problem.at(place))?;
-            engine.note(|| format!("loading {}", place.display()));
-            load(plan, engine, manifest, place)?;
+            note(session, || format!("loading {}", place.display()));
+            load(plan, session, manifest, place)?;
             batches.seek(manifest.data.position);
             done = manifest.step;
             on_event(Event::Resumed { step: done, place })?;
         }
         None => {
             for (name, weights) in weights {
-                engine.load_parameter(&name, &weights)?;
+                session.load_parameter(&name, &weights)?;
             }
             if resumes {
                 on_event(Event::FromTheStart)?;
@@ -256,20 +258,20 @@ fn train_in(
         on_event(Event::Data { description: &description })?;
     }
     let mut metrics =
-        training.metrics.as_ref().filter(|_| engine.leads()).map(|file| Metrics::open(file, done)).transpose()?;
+        training.metrics.as_ref().filter(|_| session.leads()).map(|file| Metrics::open(file, done)).transpose()?;
     let evaluation = training.evaluation.as_ref();
-    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options, engine)).transpose()?;
+    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options, session)).transpose()?;
     let mut noise = NoiseScale::new(plan.global_batch);
     let data_state = data_state(training, &batches);
     let mut scales = plan.loss_scale.filter(|_| plan.staleness() == 0).map(Scales::new);
     if let Some(scales) = scales.as_mut().filter(|_| from.is_some()) {
-        scales.read(plan, engine)?;
+        scales.read(plan, session)?;
     }
-    batches.read_only(|input, dim, rows| engine.rows_read(input, dim, rows));
+    batches.read_only(|input, dim, rows| session.rows_read(input, dim, rows));
     let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
     let mut last = Recorded::default();
     let mut failed: Option<(u64, Error)> = None;
-    let overlaps = engine.overlaps();
+    let overlaps = session.overlaps();
     let evaluates_at = evaluation.map(|options| options.every.max(1));
     // After these steps a checkpoint needs weights that include all gradients.
     let writes = |number: u64| {
@@ -278,7 +280,7 @@ fn train_in(
     };
     let looks = |number: u64| writes(number) || evaluates_at.is_some_and(|every| number.is_multiple_of(every));
     // If state is read after each step, the next one must wait.
-    let queues = engine.queues() && !asks_for_norm(plan, training) && scales.is_none();
+    let queues = session.queues() && !asks_for_norm(plan, training) && scales.is_none();
     let mut begun: VecDeque<Ahead> = VecDeque::new();
     let (mut next, mut interrupted) = (done + 1, None);
     // Recent duration of a step.
@@ -299,26 +301,28 @@ fn train_in(
             && !begun.back().is_some_and(|last| looks(last.number))
         {
             let number = next;
-            engine.note(|| format!("waiting for the data of step {number}"));
+            note(session, || format!("waiting for the data of step {number}"));
             let Some((Loaded { batch, position }, data_wait_s)) = loader.next()? else { break };
             let learning_rate = training.rate_schedule.at(number, training.learning_rate);
-            let running = engine.begin(&batch, &scalars(learning_rate, number), signal());
-            let running = running.map_err(|error| at_step(number, error))?;
-            begun.push_back(Ahead { number, learning_rate, data_wait_s, position, running });
+            session.say(word_of(signal()));
+            let running = session.begin_step(&batch, &scalars(learning_rate, number));
+            running.map_err(|error| at_step(number, error))?;
+            begun.push_back(Ahead { number, learning_rate, data_wait_s, position });
             next += 1;
         }
         // Wait until half of them are done.
         if refills && begun.len() > most / 2 && most > 2 {
             std::thread::sleep(Duration::from_secs_f64(pace_s * (begun.len() - most / 2) as f64));
         }
-        let Some(Ahead { number, learning_rate, data_wait_s, position, running }) = begun.pop_front() else { break };
-        let (loss, recorded, signal) = engine.end(running, signal()).map_err(|error| at_step(number, error))?;
-        interrupted = interrupted.or(signal);
-        let seconds = recorded.seconds;
+        let Some(Ahead { number, learning_rate, data_wait_s, position }) = begun.pop_front() else { break };
+        session.say(word_of(signal()));
+        let report = session.end_step().map_err(|error| at_step(number, error))?;
+        let StepReport { loss, seconds, recordings, said, .. } = report;
+        interrupted = interrupted.or(i32::try_from(said).ok().filter(|&signal| signal != 0));
         let samples_per_s = plan.global_batch as f64 / seconds;
-        let gradient_norm = measured(plan, training, engine, &mut noise)?;
+        let gradient_norm = measured(plan, training, session, &mut noise)?;
         let noise_scale = noise.now();
-        let scaling = scales.as_mut().map(|scales| scales.read(plan, engine)).transpose()?;
+        let scaling = scales.as_mut().map(|scales| scales.read(plan, session)).transpose()?;
         let step = Step {
             number,
             loss,
@@ -335,7 +339,7 @@ fn train_in(
             metrics.write(&step)?;
         }
         on_event(Event::Step(&step))?;
-        last = recorded;
+        last = Recorded { seconds, recordings };
         // A single slow step says little about the next.
         pace_s = last.seconds.min(1.25 * pace_s).max(1e-6);
         if !loss.is_finite() {
@@ -344,13 +348,13 @@ fn train_in(
         // First complete the steps begun ahead.
         let signal = interrupted.filter(|_| begun.is_empty());
         if signal.is_some() || writes(number) {
-            engine.flush().map_err(|error| at_step(number, error))?;
+            session.flush().map_err(|error| at_step(number, error))?;
         }
         if let Some(evaluation) = &mut evaluates
             && (evaluates_at.is_some_and(|every| number.is_multiple_of(every)) || number == training.steps)
         {
             let start = Instant::now();
-            let loss = evaluation.loss(engine)?;
+            let loss = evaluation.loss(session)?;
             if let Some(metrics) = &mut metrics {
                 metrics.write_evaluation(number, loss)?;
             }
@@ -361,22 +365,22 @@ fn train_in(
             if signal.is_some() || writes(number) {
                 tell(writer.finish(), &mut failed, &mut *on_event)?;
                 let data = DataState { position, ..data_state.clone() };
-                engine.note(|| format!("gathering the checkpoint of step {number}"));
-                writer.start(plan, engine, Manifest::new(plan, number, data))?;
+                note(session, || format!("gathering the checkpoint of step {number}"));
+                writer.start(plan, session, Manifest::new(plan, number, data))?;
             }
         }
         if let Some(signal) = signal {
             if let Some(writer) = &mut writer {
-                engine.note(|| format!("writing the checkpoint of step {number}"));
+                note(session, || format!("writing the checkpoint of step {number}"));
                 tell(writer.finish(), &mut failed, &mut *on_event)?;
             }
             // No process may end the run before everything is written.
-            engine.meet()?;
+            session.world().map_or(Ok(()), World::meet)?;
             return Err(Error::Interrupted { signal, step: number });
         }
     }
     if let Some(writer) = &mut writer {
-        engine.note(|| "writing the last checkpoint".to_string());
+        note(session, || "writing the last checkpoint".to_string());
         tell(writer.finish(), &mut failed, &mut *on_event)?;
     }
     match (failed, &training.checkpoints) {
@@ -384,7 +388,11 @@ fn train_in(
         (Some((step, error)), Some(options)) => {
             Err(CheckpointProblem::NotWritten { step, error: Box::new(error) }.at(&options.folder))
         }
-        _ => Ok(Ran { peak_bytes: engine.peak_bytes()?, last: engine.recorded(last)?, noise: noise.estimate() }),
+        _ => {
+            let recordings = session.all_recordings(last.recordings)?;
+            let last = Recorded { recordings, ..last };
+            Ok(Ran { peak_bytes: session.all_peak_bytes()?, last, noise: noise.estimate() })
+        }
     }
 }
 
@@ -414,7 +422,25 @@ struct Ahead {
     data_wait_s: f64,
     /// Position in the data after the step.
     position: checkpoint::Position,
-    running: Begun,
+}
+
+/// The number of a signal as a word for the other processes; 0 is none.
+fn word_of(signal: Option<i32>) -> u64 {
+    signal.map_or(0, i32::unsigned_abs).into()
+}
+
+/// Records the activity between steps, for the message if this process is lost.
+fn note(session: &Session, activity: impl FnOnce() -> String) {
+    if let Some(world) = session.world() {
+        world.note(&activity());
+    }
+}
+
+/// A scalar of optimizer state for all parameters together, as the plan's last step left it. NaN unless this process
+/// leads. All processes must call it.
+fn state_of_step(session: &mut Session, slot: &str) -> Result<f64, RuntimeError> {
+    let state = session.gather_state(ALL_PARAMETERS, slot)?;
+    Ok(state.and_then(|state| state.to_f64().first().copied()).unwrap_or(f64::NAN))
 }
 
 /// The loss scale over the steps of a run.
@@ -429,10 +455,10 @@ impl Scales {
     }
 
     /// Reads the state that the last step left. All ranks must call it.
-    fn read(&mut self, plan: &Plan, engine: &mut Engine) -> Result<Scaling, Error> {
-        let skipped_steps = engine.state_of_step(loss_scale::SKIPPED_STEPS)? as u64;
+    fn read(&mut self, plan: &Plan, session: &mut Session) -> Result<Scaling, Error> {
+        let skipped_steps = state_of_step(session, loss_scale::SKIPPED_STEPS)? as u64;
         let is_kept = self.of_plan.slots().contains(&loss_scale::SCALE);
-        let kept = if is_kept { engine.state_of_step(loss_scale::SCALE)? } else { 0.0 };
+        let kept = if is_kept { state_of_step(session, loss_scale::SCALE)? } else { 0.0 };
         let first = || self.of_plan.first(plan.graph.ty(plan.graph.outputs[0]).dtype);
         let scale = if kept == 0.0 { first() } else { kept };
         let skipped = skipped_steps > self.skipped_steps;
@@ -445,13 +471,13 @@ impl Scales {
 fn measured(
     plan: &Plan,
     training: &Training,
-    engine: &mut Engine,
+    session: &mut Session,
     noise: &mut NoiseScale,
 ) -> Result<Option<f64>, Error> {
     if plan.measure_noise {
-        noise.measure(engine)?;
+        noise.measure(session)?;
     }
-    Ok(if asks_for_norm(plan, training) { Some(engine.state_of_step(GRADIENT_SQUARES)?.sqrt()) } else { None })
+    Ok(if asks_for_norm(plan, training) { Some(state_of_step(session, GRADIENT_SQUARES)?.sqrt()) } else { None })
 }
 
 /// Returns whether the gradient norm is read after each step. Without metrics no one would see it, so it is not

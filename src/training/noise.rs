@@ -6,8 +6,9 @@
 //! averaged over steps before taking their ratio.
 
 use crate::error::Error;
-use crate::training::engine::Engine;
+use crate::training::state_of_step;
 use altiplano_ir::program::{GRADIENT_VARIANCE, MEASURED_SQUARES};
+use altiplano_runtime::Session;
 use std::fmt;
 
 /// Number of blocks of steps for the jackknife error of the ratio.
@@ -37,17 +38,17 @@ impl NoiseScale {
         NoiseScale { global_batch, steps: Vec::new(), sums: vec![[0.0; 2]] }
     }
 
-    /// Adds the measurement of the engine's last step, under a plan with `measure_noise`.
+    /// Adds the measurement of the session's last step, under a plan with `measure_noise`.
     ///
     /// # Errors
     /// Fails if the whole batch's gradient was one part.
-    pub fn measure(&mut self, engine: &mut Engine) -> Result<(), Error> {
-        let squares = engine.state_of_step(MEASURED_SQUARES)?;
+    pub fn measure(&mut self, session: &mut Session) -> Result<(), Error> {
+        let squares = state_of_step(session, MEASURED_SQUARES)?;
         if squares == 0.0 {
             let problem = "needs several microbatches, or data parallelism with one reduction of gradients per step";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
         }
-        let variance = engine.state_of_step(GRADIENT_VARIANCE)?;
+        let variance = state_of_step(session, GRADIENT_VARIANCE)?;
         // A step whose gradients overflowed measured nothing.
         if squares.is_finite() && variance.is_finite() {
             self.add(squares, variance);

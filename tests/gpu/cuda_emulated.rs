@@ -4,7 +4,7 @@
 use crate::common::{Scratch, emulator, planned};
 use altiplano::ImportOptions;
 use altiplano::planner::programs;
-use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession, Running};
+use altiplano::runtime::devices::cuda::{CudaOptions, Running};
 use altiplano::runtime::{Options, RuntimeError, Session};
 use altiplano::training::{Training, scalars, start};
 use std::path::PathBuf;
@@ -71,7 +71,7 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
         let training = Training { steps: 3, learning_rate: 1e-2, ..Training::default() };
         let (weights, mut batches) = start(&plan, &training).expect("weights and batches");
         let mut cpu = Session::new(&programs, &Options::default()).expect("the programs run");
-        let mut gpu = CudaSession::new(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let mut gpu = Session::on_gpus(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
         assert_eq!(gpu.uses_nccl(), gpus > 1, "{words}");
         for (name, tensor) in &weights {
             cpu.load_parameter(name, tensor).expect("a parameter");
@@ -90,6 +90,37 @@ fn trains(gpus: u32, (config, sequence): (&str, u64), plans: &[&str]) {
             let most = expected.iter().fold(0f64, |m, x| m.max(x.abs()));
             let worst = expected.iter().zip(&found).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
             assert!(worst <= 1e-4 * most.max(1.0), "{words}: {name} is {worst:e} off");
+        }
+    }
+}
+
+/// A model that is not trained has the same results, whose parts come from all devices.
+#[test]
+fn models_run_on_gpus_as_on_the_cpu() {
+    let scratch = Scratch::new();
+    let Some(search) = emulator(&scratch, 2) else { return };
+    let options = CudaOptions { search, cache: Some(scratch.path("kernels")), ..CudaOptions::default() };
+    let file = PathBuf::from(scratch.file("gpt2.json", GPT2));
+    let import = ImportOptions { batch: Some(8), sequence: Some(4), ..ImportOptions::default() };
+    for words in ["local:1 inference micro2", "local:2 inference dp2 tp1 pp1 micro2", "local:2 inference dp1 tp2 pp1"] {
+        let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let programs = programs(&plan).expect("a plan has programs");
+        let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
+        let mut cpu = Session::new(&programs, &Options::default()).expect("the programs run");
+        let mut gpu = Session::on_gpus(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        for (name, tensor) in &weights {
+            cpu.load_parameter(name, tensor).expect("a parameter");
+            gpu.load_parameter(name, tensor).expect("a parameter");
+        }
+        let batch = batches.take().expect("a batch");
+        let (_, expected) = cpu.evaluate(&batch).expect("results");
+        let (_, found) = gpu.evaluate(&batch).unwrap_or_else(|error| panic!("{words}: {error}"));
+        assert_eq!(expected.len(), found.len(), "{words}");
+        for (expected, found) in expected.values().flatten().zip(found.values().flatten()) {
+            assert_eq!(expected.ty, found.ty, "{words}");
+            let (expected, found) = (expected.to_f64(), found.to_f64());
+            let worst = expected.iter().zip(&found).map(|(a, b)| (a - b).abs()).fold(0f64, f64::max);
+            assert!(worst <= 1e-5 && expected.iter().any(|&x| x != 0.0), "{words}: results are {worst:e} off");
         }
     }
 }
@@ -123,7 +154,7 @@ fn profilers_are_told_what_runs() {
     for (words, devices) in [("local:1 micro2", 1), ("local:2 dp2 tp1 pp1 micro2 sgd", 2)] {
         let plan = planned(&file, &import, words).expect("a plan");
         let _ = std::fs::remove_file(&log);
-        let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+        let mut gpu = Session::on_gpus(&programs(&plan).expect("programs"), &options).expect("it starts");
         let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
         weights.iter().for_each(|(name, tensor)| gpu.load_parameter(name, tensor).expect("a parameter"));
         let batch = batches.take().expect("a batch");
@@ -179,7 +210,7 @@ fn stops_at_a_nan(gpus: u32, plan: &str) {
     let file = PathBuf::from(scratch.file("log.mlir", model));
     let plan = planned(&file, &ImportOptions::default(), plan).expect("a plan");
     let (weights, mut batches) = start(&plan, &Training::default()).expect("weights and batches");
-    let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+    let mut gpu = Session::on_gpus(&programs(&plan).expect("programs"), &options).expect("it starts");
     // The logarithm of a negative number.
     for (name, tensor) in &weights {
         let negative = vec![-1.0; tensor.ty.elements() as usize];

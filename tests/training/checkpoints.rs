@@ -5,11 +5,11 @@ use crate::common::{DEMO, Output, Scratch, altiplano, planned, succeeds};
 use altiplano::ImportOptions;
 use altiplano::ir::dtype::DType;
 use altiplano::ir::plan::Plan;
-use altiplano::runtime::HostTensor;
 use altiplano::runtime::data::synthetic;
+use altiplano::runtime::{HostTensor, Session};
 use altiplano::training::Training;
 use altiplano::training::checkpoint::{Checkpoints, DataState, Folder, Manifest, Writer, list, load, newest, verify};
-use altiplano::training::engine::Engine;
+use altiplano::training::team::Team;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -39,36 +39,36 @@ const KINDS: [&str; 3] = ["", "bf16", "sgd"];
 
 type Tensors = BTreeMap<(String, Option<String>), HostTensor>;
 
-/// All parameters and state of an engine.
-fn held(plan: &Plan, engine: &mut Engine) -> Tensors {
+/// All parameters and state of a session.
+fn held(plan: &Plan, session: &mut Session) -> Tensors {
     let mut tensors = Tensors::new();
     for (v, name) in plan.graph.parameters() {
-        tensors.insert((name.to_string(), None), engine.parameter(name).expect("a parameter"));
+        tensors.insert((name.to_string(), None), session.parameter(name).expect("a parameter"));
         for slot in plan.optimizer.slots(plan.graph.ty(v).dtype) {
-            let state = engine.state(name, slot).expect("state");
+            let state = session.state(name, slot).expect("state");
             tensors.insert((name.to_string(), Some(slot.to_string())), state);
         }
     }
     tensors
 }
 
-/// An engine whose tensors all have different values.
-fn filled(plan: &Plan, seed: u64) -> Engine {
-    let mut engine = Engine::new(plan, &Training::default()).expect("an engine");
+/// A session whose tensors all have different values.
+fn filled(plan: &Plan, seed: u64) -> Session {
+    let mut session = Team::Alone.session(plan, &Training::default()).expect("a session");
     for (v, name) in plan.graph.parameters() {
         let ty = plan.graph.ty(v);
-        engine.load_parameter(name, &synthetic(name, ty, 2, seed)).expect("it loads");
+        session.load_parameter(name, &synthetic(name, ty, 2, seed)).expect("it loads");
         for slot in plan.optimizer.slots(ty.dtype) {
             let state = synthetic(&format!("{slot} {name}"), &ty.with_dtype(DType::F32), 2, seed);
-            engine.load_state(name, slot, &state).expect("it loads");
+            session.load_state(name, slot, &state).expect("it loads");
         }
     }
-    engine
+    session
 }
 
-fn write(plan: &Plan, engine: &mut Engine, options: &Checkpoints, step: u64) {
+fn write(plan: &Plan, session: &mut Session, options: &Checkpoints, step: u64) {
     let mut writer = Writer::new(Folder::open(options).expect("the folder"));
-    writer.start(plan, engine, Manifest::new(plan, step, DataState::default())).expect("it starts");
+    writer.start(plan, session, Manifest::new(plan, step, DataState::default())).expect("it starts");
     writer.finish().expect("one was started").result.expect("it is written");
 }
 
@@ -97,9 +97,9 @@ fn check_pairs(count: u64, seed: u64) {
         if shard_bytes == 1 {
             assert_eq!(manifest.files.len(), expected.len(), "a file for each tensor");
         }
-        let mut engine = Engine::new(&plans[&b], &Training::default()).expect("an engine");
-        load(&plans[&b], &mut engine, &manifest, &place).expect("it loads");
-        let found = held(&plans[&b], &mut engine);
+        let mut session = Team::Alone.session(&plans[&b], &Training::default()).expect("a session");
+        load(&plans[&b], &mut session, &manifest, &place).expect("it loads");
+        let found = held(&plans[&b], &mut session);
         assert!(found == expected, "pair {pair}: {a} -> {b}");
     }
 }
@@ -328,20 +328,20 @@ fn a_checkpoint_that_cannot_be_written_costs_nothing_else() {
     let scratch = Scratch::new();
     let plan = planned(Path::new(DEMO), &ImportOptions::default(), "local:1").expect("a plan");
     let options = Checkpoints { resume: true, ..Checkpoints::new(scratch.path("checkpoints")) };
-    let mut engine = filled(&plan, 3);
-    write(&plan, &mut engine, &options, 1);
+    let mut session = filled(&plan, 3);
+    write(&plan, &mut session, &options, 1);
     let before = content(&options.folder.join("step-000001"));
     let mut writer = Writer::new(Folder::open(&options).expect("the folder"));
     // A file in the way stands for any error of the system.
     std::fs::write(options.folder.join("step-000002.part"), "").expect("a file");
-    writer.start(&plan, &mut engine, Manifest::new(&plan, 2, DataState::default())).expect("it starts");
+    writer.start(&plan, &mut session, Manifest::new(&plan, 2, DataState::default())).expect("it starts");
     let written = writer.finish().expect("one was started");
     assert_eq!(written.step, 2);
     let error = written.result.expect_err("there is a file in the way").to_string();
     assert!(error.contains("step-000002.part"), "{error}");
     assert!(content(&options.folder.join("step-000001")) == before);
     std::fs::remove_file(options.folder.join("step-000002.part")).expect("a file");
-    writer.start(&plan, &mut engine, Manifest::new(&plan, 3, DataState::default())).expect("it starts");
+    writer.start(&plan, &mut session, Manifest::new(&plan, 3, DataState::default())).expect("it starts");
     assert!(writer.finish().expect("one was started").result.is_ok());
 }
 

@@ -6,7 +6,7 @@ use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::plan::Plan;
 use altiplano::ir::program::ALL_PARAMETERS;
 use altiplano::planner::programs;
-use altiplano::runtime::devices::cuda::{CudaOptions, CudaSession};
+use altiplano::runtime::devices::cuda::CudaOptions;
 use altiplano::runtime::tape::check::check;
 use altiplano::runtime::tape::host::Host;
 use altiplano::runtime::tape::{self, build};
@@ -241,7 +241,7 @@ fn gpus_skip_the_same_steps() {
     for words in ["local:1 micro2", "local:2 dp2 tp1 pp1 zero1", "local:2 dp1 tp1 pp2 micro2 clip"] {
         let plan = mixed(&scratch, words);
         let (seen, expected) = course(&plan, 9);
-        let mut gpu = CudaSession::new(&programs(&plan).expect("programs"), &options).expect("it starts");
+        let mut gpu = Session::on_gpus(&programs(&plan).expect("programs"), &options).expect("it starts");
         let (weights, batch) = given(&plan);
         weights.iter().for_each(|(name, tensor)| gpu.load_parameter(name, tensor).expect("a parameter"));
         for (number, cpu) in (1u64..).zip(&seen) {

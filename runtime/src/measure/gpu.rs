@@ -5,8 +5,9 @@
 //! difference to a step that runs it once, which cancels the overhead of a step.
 
 use super::{Harness, Measurements, floats};
-use crate::devices::cuda::{CudaOptions, CudaSession, Survey};
+use crate::devices::cuda::{CudaOptions, Survey};
 use crate::error::RuntimeError;
+use crate::session::Session;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -98,7 +99,7 @@ impl Gauge<'_> {
     /// Seconds of a step with `runs` runs.
     fn step_s(&mut self, subject: &Subject, runs: u32) -> Result<f64, RuntimeError> {
         let (warm, samples) = if self.harness.quick { (1, 3) } else { (2, 7) };
-        let mut session = CudaSession::new(&subject.programs(runs), self.options)?;
+        let mut session = Session::on_gpus(&subject.programs(runs), self.options)?;
         let mut step = || Ok::<f64, RuntimeError>(session.step(&BTreeMap::new(), &BTreeMap::new())?.seconds);
         for _ in 0..warm {
             step()?;

@@ -12,5 +12,5 @@ pub mod session;
 mod sys;
 pub mod wire;
 
-pub use session::{RankEvaluation, RankOptions, RankSession, Started};
+pub use session::{RankOptions, Started};
 pub use sys::Communicator;

@@ -2,10 +2,9 @@
 
 use crate::error::Error;
 use crate::training::checkpoint::{CheckpointProblem, MANIFEST, Manifest, TensorOf, list, tensors_of, verify};
-use crate::training::engine::Engine;
 use altiplano_ir::plan::Plan;
-use altiplano_runtime::HostTensor;
 use altiplano_runtime::data::read_safetensors;
+use altiplano_runtime::{HostTensor, Session};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -53,7 +52,7 @@ pub fn for_each_tensor(
 }
 
 /// Loads all parameters and state of a checkpoint, all of which must be present.
-pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path) -> Result<(), Error> {
+pub fn load(plan: &Plan, session: &mut Session, manifest: &Manifest, place: &Path) -> Result<(), Error> {
     let name = |of: TensorOf<'_>| match of {
         TensorOf::Parameter { name } => (name.to_string(), None),
         TensorOf::State { parameter, slot } => (parameter.to_string(), Some(slot.to_string())),
@@ -65,11 +64,11 @@ pub fn load(plan: &Plan, engine: &mut Engine, manifest: &Manifest, place: &Path)
             match of {
                 TensorOf::Parameter { name } if !of_state => {
                     missing.remove(&(name.to_string(), None));
-                    engine.load_parameter(name, &tensor)?;
+                    session.load_parameter(name, &tensor)?;
                 }
                 TensorOf::State { parameter, slot } if of_state => {
                     missing.remove(&(parameter.to_string(), Some(slot.to_string())));
-                    engine.load_state(parameter, slot, &tensor)?;
+                    session.load_state(parameter, slot, &tensor)?;
                 }
                 _ => {}
             }

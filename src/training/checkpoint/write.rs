@@ -3,11 +3,12 @@
 
 use crate::error::Error;
 use crate::training::checkpoint::folder::sync_folder;
-use crate::training::checkpoint::{CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, hex, tensors_of};
-use crate::training::engine::Engine;
+use crate::training::checkpoint::{
+    CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, TensorOf, hex, tensors_of,
+};
 use altiplano_ir::plan::Plan;
-use altiplano_runtime::HostTensor;
 use altiplano_runtime::data::encode_safetensors;
+use altiplano_runtime::{HostTensor, Session};
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -47,11 +48,11 @@ impl Writer {
         Writer { folder: None, options, in_flight: None }
     }
 
-    /// Copies the engine's tensors and starts to write them. The previous checkpoint must be [`Self::finish`]ed.
-    pub fn start(&mut self, plan: &Plan, engine: &mut Engine, manifest: Manifest) -> Result<(), Error> {
+    /// Copies the session's tensors and starts to write them. The previous checkpoint must be [`Self::finish`]ed.
+    pub fn start(&mut self, plan: &Plan, session: &mut Session, manifest: Manifest) -> Result<(), Error> {
         let options = self.options.clone();
         if self.folder.is_none() {
-            return hand_over(plan, engine, options.shard_bytes, None);
+            return hand_over(plan, session, options.shard_bytes, None);
         }
         let step = manifest.step;
         let (sender, receiver) = sync_channel(WAITING);
@@ -61,7 +62,7 @@ impl Writer {
             .spawn(move || write(&options.folder, step, options.keep, &receiver))
             .map_err(|error| CheckpointProblem::Io(error).at(&place))?;
         self.in_flight = Some((step, thread));
-        hand_over(plan, engine, self.options.shard_bytes, Some(&sender))?;
+        hand_over(plan, session, self.options.shard_bytes, Some(&sender))?;
         // If the thread ended early, `finish` returns its error.
         let _ = sender.send(Part::Manifest(Box::new(manifest)));
         Ok(())
@@ -87,10 +88,10 @@ impl Drop for Writer {
     }
 }
 
-/// Copies all parameters and state of an engine, in files of about `shard_bytes`.
+/// Copies all parameters and state of a session, in files of about `shard_bytes`.
 fn hand_over(
     plan: &Plan,
-    engine: &mut Engine,
+    session: &mut Session,
     shard_bytes: u64,
     sender: Option<&SyncSender<Part>>,
 ) -> Result<(), Error> {
@@ -99,7 +100,11 @@ fn hand_over(
     let mut gone = false;
     let (mut tensors, mut bytes) = (Vec::new(), 0);
     for of in tensors_of(plan) {
-        let Some(tensor) = engine.gather(of)? else { continue };
+        let gathered = match of {
+            TensorOf::Parameter { name } => session.gather_parameter(name)?,
+            TensorOf::State { parameter, slot } => session.gather_state(parameter, slot)?,
+        };
+        let Some(tensor) = gathered else { continue };
         if gone {
             continue;
         }

@@ -44,6 +44,11 @@ pub enum ExecutorError {
 }
 
 impl ExecutorError {
+    /// Returns whether the device failed only because another did.
+    pub fn is_consequence(&self) -> bool {
+        matches!(self, ExecutorError::Exchange { error, .. } if **error == KernelError::Disconnected)
+    }
+
     /// Returns whether the error concerns a group of devices, another of which may be gone.
     pub fn is_of_group(&self) -> bool {
         match self {

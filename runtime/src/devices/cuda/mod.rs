@@ -28,5 +28,5 @@ pub use error::CudaError;
 pub use executor::{Executor, ExecutorError, Running};
 pub use library::{Found, Kind, Search, Version};
 pub use nccl::{Channel, GroupId, Nccl, Watchdog};
-pub use session::{CudaOptions, CudaSession, CudaStep};
+pub use session::CudaOptions;
 pub use survey::Survey;

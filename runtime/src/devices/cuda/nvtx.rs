@@ -4,7 +4,7 @@
 
 use super::library::Search;
 use crate::tape::{Content, Tape, What};
-use altiplano_ir::program::{Call, Programs};
+use altiplano_ir::program::{Call, Program};
 use std::ffi::{CString, c_char, c_int};
 use std::fmt::Write;
 
@@ -39,11 +39,10 @@ pub struct Range<'a>(&'a Ranges);
 
 impl Ranges {
     /// The ranges of a device's tape, if the library is installed.
-    pub fn new(search: &Search, programs: &Programs, tape: &Tape) -> Option<Ranges> {
+    pub fn new(search: &Search, program: &Program, tape: &Tape) -> Option<Ranges> {
         let library = search.open_if_there(&NAMES)?;
         // SAFETY: the signatures are those of nvToolsExt.h, and the library is never closed.
         let (push, pop) = unsafe { (*library.get(b"nvtxRangePushA\0").ok()?, *library.get(b"nvtxRangePop\0").ok()?) };
-        let program = &programs.programs[tape.program as usize];
         let call = |call: &Call| {
             let (what, microbatch) = match *call {
                 Call::Run { body, microbatch } => (program.bodies[body as usize].name.clone(), microbatch),
@@ -57,7 +56,7 @@ impl Ranges {
             pop,
             step: text(format!("step of device {}", tape.rank)),
             calls: program.schedule.iter().map(|c| text(call(c))).collect(),
-            commands: tape.commands.iter().map(|c| text(title(programs, tape, &c.what))).collect(),
+            commands: tape.commands.iter().map(|c| text(title(program, tape, &c.what))).collect(),
         })
     }
 
@@ -117,12 +116,11 @@ fn text(name: String) -> CString {
 }
 
 /// Names a command by its operation and the model's value: `matmul: transformer.h.0.mlp (dot_general)`.
-fn title(programs: &Programs, tape: &Tape, what: &What) -> String {
+fn title(program: &Program, tape: &Tape, what: &What) -> String {
     let mut title = what.verb().to_string();
     let accesses = tape.accesses(what);
     // Named after the value that it writes or, if it writes none here, the one that it reads.
     let Some(access) = accesses.iter().rev().find(|a| a.writes).or(accesses.first()) else { return title };
-    let program = &programs.programs[tape.program as usize];
     // Writing to a string cannot fail.
     let _ = match tape.region(access.region).content {
         Content::Buffer { buffer, .. } => write!(title, ": {}", program.buffer(buffer).name),
