@@ -12,8 +12,8 @@ use crate::element::{Class, Element, integer_from_f64, with_class, with_width};
 use crate::error::KernelError;
 use crate::kernel::copy::Copy;
 use crate::kernel::instruction::{float_reducer, integer_binary};
-use crate::lent::Lent;
 use crate::mailbox::{Mailbox, Payload, Tag};
+use crate::shared_tensor::SharedTensor;
 use crate::view::row_major;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
@@ -68,7 +68,7 @@ impl Member<'_> {
             match self.mailbox.receive(self.ranks[i], Tag::Collective)? {
                 Payload::Shared(storage) => all.push(storage),
                 Payload::Words(words) => all.push(Arc::new(arena.adopt(words, tensor.bytes())?)),
-                Payload::Lent(_) | Payload::Done => return Err(KernelError::Disconnected),
+                Payload::SharedTensor(_) | Payload::Done => return Err(KernelError::Disconnected),
             }
         }
         Ok(all)
@@ -215,7 +215,7 @@ impl Member<'_> {
                         expect_bytes(bytes, operand.bytes())?;
                         result.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(&bytes[..operand.bytes()]);
                     }
-                    Payload::Lent(_) | Payload::Done => return Err(KernelError::Disconnected),
+                    Payload::SharedTensor(_) | Payload::Done => return Err(KernelError::Disconnected),
                 }
                 if !self.mailbox.copies() {
                     self.mailbox.send(self.ranks[from], Tag::Collective, Payload::Done);
@@ -277,10 +277,10 @@ impl Member<'_> {
             let result = operand.arena().allocate(class, elements)?;
             (Some(operand), result)
         };
-        let mine = Arc::new(Terms { operand, result: Lent::new(result), taken: AtomicUsize::new(0) });
+        let mine = Arc::new(Terms { operand, result: SharedTensor::new(result), taken: AtomicUsize::new(0) });
         for (i, &rank) in self.ranks.iter().enumerate() {
             if i != self.me {
-                self.mailbox.send(rank, Tag::Collective, Payload::Lent(mine.clone()));
+                self.mailbox.send(rank, Tag::Collective, Payload::SharedTensor(mine.clone()));
             }
         }
         let mut all = Vec::with_capacity(self.ranks.len());
@@ -290,7 +290,7 @@ impl Member<'_> {
                 continue;
             }
             match self.mailbox.receive(rank, Tag::Collective)? {
-                Payload::Lent(terms) => all.push(terms),
+                Payload::SharedTensor(terms) => all.push(terms),
                 _ => return Err(KernelError::Disconnected),
             }
         }
@@ -379,7 +379,7 @@ impl Member<'_> {
 pub struct Terms {
     /// The operand; absent if it lies in the storage of the result.
     operand: Option<Arc<Storage>>,
-    result: Lent,
+    result: SharedTensor,
     /// Number of blocks taken so far. All members use the counter of the group's first member.
     taken: AtomicUsize,
 }

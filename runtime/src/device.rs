@@ -2,7 +2,7 @@
 //! holds.
 
 use crate::arena::{Arena, Storage};
-use crate::behind::{Begun, Behind, Early, Operand, early};
+use crate::async_collectives::{AsyncCollective, AsyncCollectives, Begun, Operand, early};
 use crate::collective::{Member, own};
 use crate::element::{Class, Element, with_class, with_width};
 use crate::error::{KernelError, Place, RuntimeError};
@@ -125,8 +125,8 @@ pub struct Device {
     /// The previous step, if some of its calls remain.
     before: Option<StepState>,
     /// The position of the late call at which asynchronous collectives start, and these collectives.
-    early: (usize, Arc<[Early]>),
-    behind: Behind,
+    early: (usize, Arc<[AsyncCollective]>),
+    behind: AsyncCollectives,
     losses: Vec<f64>,
     /// Parts of the results, if the session asked for them.
     results: Option<Vec<ResultPart>>,
@@ -172,7 +172,7 @@ impl Device {
             now: StepState::default(),
             before: None,
             early: (first, all.into()),
-            behind: Behind::default(),
+            behind: AsyncCollectives::default(),
             losses: Vec::new(),
             results: None,
             recorder: None,
@@ -442,7 +442,7 @@ impl Device {
         }
         self.before = None;
         // A flush runs the remaining calls one after the other.
-        self.behind = Behind::default();
+        self.behind = AsyncCollectives::default();
         if program.late.is_empty() {
             self.end();
         } else {
@@ -549,7 +549,7 @@ impl Device {
                 }
             };
             let since = self.behind.since.take();
-            self.record(What::Behind { position: item.position, node: step.node }, since);
+            self.record(What::AsyncCollective { position: item.position, node: step.node }, since);
             self.behind.next += 1;
             match all.get(self.behind.next) {
                 Some(next) if next.operand == Operand::Before => self.behind.carried = Some(result),
@@ -560,7 +560,12 @@ impl Device {
     }
 
     /// Advances one collective, which it first begins if it is not in flight. Returns the result once it is complete.
-    fn advance_collective(&mut self, item: &Early, step: &Step, wait: bool) -> Result<Option<Storage>, KernelError> {
+    fn advance_collective(
+        &mut self,
+        item: &AsyncCollective,
+        step: &Step,
+        wait: bool,
+    ) -> Result<Option<Storage>, KernelError> {
         let Kernel::Collective { collective, dtype, shape, .. } = &step.kernel else { return Ok(None) };
         if self.behind.begun.is_none() {
             let operand = match item.operand {
@@ -668,7 +673,7 @@ impl Device {
         // Steps with an asynchronous collective take its result instead of running it.
         let all = self.early.1.clone();
         let of_call = all.iter().filter(|item| self.behind.on && item.position == position);
-        let early: Vec<&Early> = of_call.collect();
+        let early: Vec<&AsyncCollective> = of_call.collect();
         let is_taken = |value: ValueId| {
             early.iter().any(|item| matches!(item.operand, Operand::Sum { leaf, .. } if leaf == value))
         };
@@ -689,7 +694,7 @@ impl Device {
             let start = self.start();
             if early.iter().any(|item| item.step == number) {
                 // The next collective consumes this one's result, so the step has no value to store.
-                let continues = |pair: &[Early]| {
+                let continues = |pair: &[AsyncCollective]| {
                     (pair[0].position, pair[0].step) == (position, number) && pair[1].operand == Operand::Before
                 };
                 if all.windows(2).any(continues) {

@@ -6,7 +6,7 @@
 
 pub mod arena;
 pub mod array_file;
-mod behind;
+mod async_collectives;
 mod check;
 pub mod collective;
 pub mod compile;
@@ -22,7 +22,6 @@ pub mod host;
 pub mod init;
 pub mod kernel;
 pub mod layout;
-pub mod lent;
 pub mod loops;
 pub mod mailbox;
 pub mod math;
@@ -34,9 +33,10 @@ pub mod ranks;
 pub mod recording;
 mod roster;
 pub mod session;
+pub mod shared_tensor;
 pub mod step;
 pub mod tape;
-mod team;
+mod thread_pool;
 pub mod work;
 
 pub use altiplano_ir::storage::view;

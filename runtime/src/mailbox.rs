@@ -25,7 +25,7 @@ pub enum Tag {
     },
     Collective,
     /// Belongs to an asynchronous collective. All members run these in the same order, too.
-    Behind,
+    AsyncCollectives,
     /// From one device to another, in an order known to both.
     Channel,
     /// A device's report to all others on the step that it has run.
@@ -40,7 +40,7 @@ pub enum Payload {
     /// A tensor that its owner keeps unchanged until all members of a collective are done.
     Shared(Arc<Storage>),
     /// A member's operand and result of an all-reduce.
-    Lent(Arc<Terms>),
+    SharedTensor(Arc<Terms>),
     /// The sender no longer accesses the tensors that others shared.
     Done,
 }
@@ -198,7 +198,7 @@ impl Mailbox {
                     }
                 }
                 #[cfg(feature = "mpi")]
-                Wire::Ranks(wire) if tag == Tag::Behind => wire.receive_behind(from).map(|words| {
+                Wire::Ranks(wire) if tag == Tag::AsyncCollectives => wire.receive_behind(from).map(|words| {
                     let payload = Payload::Words(words);
                     (from, tag, payload)
                 }),
@@ -222,7 +222,7 @@ impl Mailbox {
                     let Packet::Message { from, tag, payload } = packet else { return Err(KernelError::Disconnected) };
                     self.waiting.entry((from, tag)).or_default().push_back(payload);
                 }
-                Ok(self.waiting.get_mut(&(from, Tag::Behind)).and_then(VecDeque::pop_front))
+                Ok(self.waiting.get_mut(&(from, Tag::AsyncCollectives)).and_then(VecDeque::pop_front))
             }
             #[cfg(feature = "mpi")]
             Wire::Ranks(wire) => Ok(wire.try_receive_behind(from)?.map(Payload::Words)),

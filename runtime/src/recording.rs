@@ -11,7 +11,7 @@ pub enum What {
     Call { position: usize },
     /// An asynchronous collective that makes a node's value for the call at a position, from its start until its result
     /// is complete.
-    Behind { position: usize, node: ValueId },
+    AsyncCollective { position: usize, node: ValueId },
     /// The kernel that makes a node's value, within the call at a position.
     Kernel { position: usize, node: ValueId },
 }
@@ -37,7 +37,7 @@ impl Span {
         let Span { what, start_s, end_s, waited_s, held_bytes } = *self;
         let (position, node) = match what {
             What::Call { position } => (position as u64, 0),
-            What::Behind { position, node } => (position as u64, BEHIND | node.index() as u64),
+            What::AsyncCollective { position, node } => (position as u64, BEHIND | node.index() as u64),
             What::Kernel { position, node } => (position as u64, node.index() as u64 + 1),
         };
         [position, node, start_s.to_bits(), end_s.to_bits(), waited_s.to_bits(), held_bytes]
@@ -47,7 +47,7 @@ impl Span {
         let position = words[0] as usize;
         let what = match words[1].checked_sub(1) {
             None => What::Call { position },
-            _ if words[1] & BEHIND != 0 => What::Behind { position, node: ValueId(words[1] as u32) },
+            _ if words[1] & BEHIND != 0 => What::AsyncCollective { position, node: ValueId(words[1] as u32) },
             Some(node) => What::Kernel { position, node: ValueId(node as u32) },
         };
         let [start_s, end_s, waited_s] = [words[2], words[3], words[4]].map(f64::from_bits);
@@ -108,7 +108,7 @@ mod tests {
     fn spans_are_read_as_they_were_written() {
         for what in [
             What::Call { position: 3 },
-            What::Behind { position: 4, node: ValueId(5) },
+            What::AsyncCollective { position: 4, node: ValueId(5) },
             What::Kernel { position: 9, node: ValueId(0) },
         ] {
             let span = Span { what, start_s: 0.25, end_s: 0.5, waited_s: 0.125, held_bytes: 17 };

@@ -94,7 +94,7 @@ impl Simulation {
                 events.push(self.call_event(lane, stage as usize, Phase::Update, None, start_s, end_s));
             }
             for span in &recording.spans {
-                if let What::Behind { position, node } = span.what
+                if let What::AsyncCollective { position, node } = span.what
                     && let Some(&Call::Run { body, .. }) = program.schedule.get(position)
                     && let Some(node) = program.bodies[body as usize].graph.nodes.get(node.index())
                 {
@@ -330,7 +330,7 @@ fn track(is_sent: bool) -> u32 {
 fn calls(recording: &Recording) -> impl Iterator<Item = (usize, &Span)> {
     recording.spans.iter().filter_map(|span| match span.what {
         What::Call { position } => Some((position, span)),
-        What::Behind { .. } | What::Kernel { .. } => None,
+        What::AsyncCollective { .. } | What::Kernel { .. } => None,
     })
 }
 
@@ -339,13 +339,13 @@ fn kernels_of(recording: &Recording, call: usize) -> impl Iterator<Item = (Value
     // Calls of the previous step may be interleaved, so positions need not increase.
     recording.spans.iter().filter(move |span| position(span) == call).filter_map(|span| match span.what {
         What::Kernel { node, .. } => Some((node, span)),
-        What::Call { .. } | What::Behind { .. } => None,
+        What::Call { .. } | What::AsyncCollective { .. } => None,
     })
 }
 
 fn position(span: &Span) -> usize {
     match span.what {
-        What::Call { position } | What::Behind { position, .. } | What::Kernel { position, .. } => position,
+        What::Call { position } | What::AsyncCollective { position, .. } | What::Kernel { position, .. } => position,
     }
 }
 

@@ -6,7 +6,7 @@ use crate::element::{Class, Element, integer_from_f64, round_float, with_class, 
 use crate::kernel::instruction::{
     Instruction, Registers, combine, integer_binary, load_floats, load_integers, neutral, reduce_row,
 };
-use crate::team::INSTRUCTIONS;
+use crate::thread_pool::INSTRUCTIONS;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::work::{Term, Work};

@@ -9,7 +9,7 @@ use super::matrix::{Strides, multiply};
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
-use crate::team::{COPIED, PRODUCTS, spreads};
+use crate::thread_pool::{COPIED, PRODUCTS, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Convolution, GATHERED_ROWS, WindowDim};

@@ -1,6 +1,6 @@
 //! Copies between strided layouts: transposes, slices, concatenation, padding, and the parts of collectives.
 
-use crate::team::{COPIED, spreads};
+use crate::thread_pool::{COPIED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::work::Work;
 use bytemuck::Pod;

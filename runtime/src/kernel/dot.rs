@@ -4,7 +4,7 @@
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
-use crate::team::{PRODUCTS, spreads};
+use crate::thread_pool::{PRODUCTS, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::DotGeneral;

@@ -57,7 +57,7 @@ impl Grouped {
 
     fn work(&self, sizes: [usize; 3], sides: Sides, threads: usize) -> Work {
         let mut work = Work::new(1);
-        let spread = crate::team::spreads(threads, sizes.iter().product(), crate::team::PRODUCTS);
+        let spread = crate::thread_pool::spreads(threads, sizes.iter().product(), crate::thread_pool::PRODUCTS);
         let term = product_term(sizes, sides, if spread { threads } else { 1 });
         work.add(Term { dtype: self.class.dtype(), times: self.groups as f64, ..term });
         let moved = self.rows as f64 * self.share * (self.terms + self.columns) as f64;

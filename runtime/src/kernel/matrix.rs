@@ -1,6 +1,6 @@
 //! Matrix products of slices, with checked bounds.
 
-use crate::team::{PRODUCTS, spreads};
+use crate::thread_pool::{PRODUCTS, spreads};
 use gemm::Parallelism;
 
 /// The layout of a matrix in a slice; its first element is at 0.

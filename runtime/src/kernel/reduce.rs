@@ -5,7 +5,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral, reduce_row};
-use crate::team::{REDUCED, spreads};
+use crate::thread_pool::{REDUCED, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;

@@ -5,7 +5,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, round_float, with_class, with_width, wrap};
 use crate::kernel::chain::integer_neutral;
 use crate::kernel::instruction::{combine, float_reducer, integer_binary, neutral};
-use crate::team::{VISITED, spreads};
+use crate::thread_pool::{VISITED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 use rayon::prelude::*;

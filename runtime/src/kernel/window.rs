@@ -3,7 +3,7 @@
 use super::instruction::{combine, float_reducer, integer_binary};
 use crate::arena::Storage;
 use crate::element::{Class, Element, integer_from_f64, with_class};
-use crate::team::{VISITED, spreads};
+use crate::thread_pool::{VISITED, spreads};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{Extremum, Reducer, WindowDim};
 use altiplano_ir::work::Work;

@@ -18,7 +18,7 @@ pub(crate) mod network;
 mod steps;
 
 use crate::error::RuntimeError;
-use crate::team;
+use crate::thread_pool;
 use altiplano_ir::dtype::DType;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +80,7 @@ pub fn measure(
 ) -> Result<Measurements, RuntimeError> {
     let cores = options.cores.max(1);
     // The pool of a device that has all cores.
-    team::with(cores, "measuring", || measure_here(options.quick, cores, tell))
+    thread_pool::with(cores, "measuring", || measure_here(options.quick, cores, tell))
 }
 
 fn measure_here(

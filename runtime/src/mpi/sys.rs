@@ -44,7 +44,7 @@ pub struct Receiving {
 pub enum Stream {
     Main = 0,
     /// Messages of asynchronous collectives.
-    Behind = 2,
+    AsyncCollectives = 2,
 }
 
 /// The tag by which members of a new group communicate. The standard keeps it apart from messages. Open MPI 4 confuses
@@ -180,7 +180,7 @@ impl Communicator {
         // SAFETY: a successful probe writes message and status, which are read only then. The vector has room for the
         // whole message, and its elements do not move while the request lives.
         unsafe {
-            let (tag, message, status) = (Stream::Behind as c_int, message.as_mut_ptr(), status.as_mut_ptr());
+            let (tag, message, status) = (Stream::AsyncCollectives as c_int, message.as_mut_ptr(), status.as_mut_ptr());
             let code = ffi::MPI_Improbe(from as c_int, tag, self.raw, &mut found, message, status);
             checked("MPI_Improbe", code)?;
             if found == 0 {

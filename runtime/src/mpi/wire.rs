@@ -48,10 +48,10 @@ impl RankWire {
             Payload::Words(words) => words,
             Payload::Shared(storage) => storage.words().to_vec(),
             // Copies need neither sharing nor acknowledgement.
-            Payload::Lent(_) | Payload::Done => return,
+            Payload::SharedTensor(_) | Payload::Done => return,
         };
         // Other messages need not wait for this one.
-        let stream = if tag == Tag::Behind { Stream::Behind } else { Stream::Main };
+        let stream = if tag == Tag::AsyncCollectives { Stream::AsyncCollectives } else { Stream::Main };
         if stream == Stream::Main {
             words.extend(encode(tag));
         }
@@ -150,7 +150,7 @@ fn encode(tag: Tag) -> [u64; 2] {
         Tag::Collective => [1 << 32, 0],
         Tag::Channel => [2 << 32, 0],
         Tag::Report => [3 << 32, 0],
-        Tag::Behind => [4 << 32, 0],
+        Tag::AsyncCollectives => [4 << 32, 0],
     }
 }
 
@@ -164,7 +164,7 @@ fn decode([first, second]: [u64; 2]) -> Tag {
         1 => Tag::Collective,
         2 => Tag::Channel,
         3 => Tag::Report,
-        _ => Tag::Behind,
+        _ => Tag::AsyncCollectives,
     }
 }
 
@@ -183,7 +183,7 @@ mod tests {
             Tag::Collective,
             Tag::Channel,
             Tag::Report,
-            Tag::Behind,
+            Tag::AsyncCollectives,
         ];
         for tag in all {
             assert_eq!(decode(encode(tag)), tag);

@@ -8,10 +8,10 @@
 //! No process decides alone what the others must do too: signals, checkpoints and losses are agreed on through the [`World`].
 
 pub mod connect;
-mod deputy;
+mod failover;
+mod hub;
 pub mod place;
 pub mod rendezvous;
-mod star;
 pub mod watch;
 mod world;
 

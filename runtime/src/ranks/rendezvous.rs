@@ -7,7 +7,7 @@
 
 use crate::error::{RendezvousError, RuntimeError, WatchError};
 use crate::ranks::connect::{Address, Channel, Hello, Hub, host_name};
-use crate::ranks::star::Star;
+use crate::ranks::hub::HubLinks;
 use crate::ranks::watch::{Ends, Peer, Watch};
 use crate::ranks::world::World;
 use std::collections::BTreeMap;
@@ -157,9 +157,10 @@ pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: 
     let nodes = hosts.iter().map(first_on).collect();
     let peers = hosts.iter().cloned().enumerate().map(|(rank, host)| Peer { rank, host }).collect();
     let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
-    let star = Star::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
+    let hub_links =
+        HubLinks::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
     let watch = Watch::start(place.rank, peers, watch, lost_after, ends).map_err(watch_error)?;
-    World::new(Box::new(star), watch, nodes)
+    World::new(Box::new(hub_links), watch, nodes)
 }
 
 impl Meeting<'_> {

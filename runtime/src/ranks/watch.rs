@@ -3,10 +3,10 @@
 //! Every rank holds a TCP connection to the first one, the *hub*, apart from MPI and NCCL, which may wait for a lost
 //! peer forever. Heartbeats report each rank's activity twice a second. A process that dies closes its connection at
 //! once; one that is stopped or cut off falls silent. A separate thread does all this, whatever the rank itself is
-//! doing. If the hub is lost, the remaining ranks find out who reports (`deputy.rs`).
+//! doing. If the hub is lost, the remaining ranks find out who reports (`failover.rs`).
 
 use crate::error::WatchError;
-use crate::ranks::deputy::Deputy;
+use crate::ranks::failover::Failover;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -66,7 +66,7 @@ struct Shared {
     failed: Option<(u8, String, bool)>,
     finished: bool,
     /// Finds out who reports if the hub is lost.
-    deputy: Option<Deputy>,
+    failover: Option<Failover>,
     /// Connections of a finished rank, kept open while its process runs.
     kept: Vec<Link>,
 }
@@ -213,8 +213,8 @@ impl Watch {
     }
 
     /// Lets one rank alone report if the hub is lost from now on.
-    pub fn deputy(&self, deputy: Deputy) {
-        self.shared(|shared| shared.deputy = Some(deputy));
+    pub fn failover(&self, failover: Failover) {
+        self.shared(|shared| shared.failover = Some(failover));
     }
 
     /// Ends all ranks with this message and exit code; does not return. With `follows`, the error may be a consequence
@@ -410,14 +410,14 @@ impl Watcher {
     }
 
     fn end(mut self, Ending { code, message }: Ending) {
-        let mut deputy = self.shared.lock().unwrap_or_else(PoisonError::into_inner).deputy.take();
+        let mut failover = self.shared.lock().unwrap_or_else(PoisonError::into_inner).failover.take();
         if let Some(message) = &message {
-            if self.me > 0 && deputy.as_mut().is_some_and(Deputy::is_spoken_for) {
+            if self.me > 0 && failover.as_mut().is_some_and(Failover::is_spoken_for) {
                 return (self.ends.exit)(code);
             }
             (self.ends.say)(message);
             if self.me > 0 {
-                deputy.into_iter().for_each(Deputy::spoken);
+                failover.into_iter().for_each(Failover::spoken);
             }
         }
         if self.me == 0 {

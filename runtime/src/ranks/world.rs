@@ -4,7 +4,7 @@
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::ranks::connect::{Address, Hub};
-use crate::ranks::deputy::Deputy;
+use crate::ranks::failover::Failover;
 use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl World {
         let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
         let addresses = carrier.tell_text(&hub.address.encode()).map_err(RuntimeError::Carrier)?;
         let addresses: Vec<Option<Address>> = addresses.iter().map(|text| Address::decode(text)).collect();
-        watch.deputy(Deputy::new(carrier.rank(), hub, &addresses, &nodes));
+        watch.failover(Failover::new(carrier.rank(), hub, &addresses, &nodes));
         Ok(World { carrier, watch: Arc::new(watch), nodes, _thread: PhantomData })
     }
 

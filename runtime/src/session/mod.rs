@@ -1,6 +1,6 @@
 //! A session runs the programs of a plan, wherever their devices are: threads of this process, MPI ranks, or GPUs of one
 //! process or of several. [`Session`] has all that they share: inputs, steps in progress, losses, parameters, state, and
-//! what processes agree on. [`Devices`] has what differs: how a device of this process gets a command and answers it,
+//! what processes agree on. `Devices` has what differs: how a device of this process gets a command and answers it,
 //! and how its process talks to the others.
 
 mod devices;

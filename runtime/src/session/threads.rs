@@ -6,7 +6,7 @@ use crate::error::RuntimeError;
 use crate::mailbox::Mailbox;
 use crate::roster::Roster;
 use crate::session::{Devices, Options, Workers};
-use crate::team;
+use crate::thread_pool;
 use crate::work::threads_of_device;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl Threads {
             let device = Device::with_zeros(id, position, plan.clone(), arena, mailbox, threads_each)?;
             arenas.push([device.arena.clone(), device.host.clone()]);
             let serve = move |commands, replies| {
-                team::with(threads_each, &format!("device {id}"), || device.serve(commands, replies));
+                thread_pool::with(threads_each, &format!("device {id}"), || device.serve(commands, replies));
             };
             devices.push((rank, id, serve));
         }

@@ -8,23 +8,23 @@ use std::net::TcpStream;
 
 /// One process's end of the connections. The first process has one to each other, in order; each other has one to the
 /// first.
-pub struct Star {
+pub struct HubLinks {
     rank: usize,
     size: usize,
     links: Vec<TcpStream>,
 }
 
-impl Star {
+impl HubLinks {
     /// `links` are those to ranks 1, 2, ... on the first process, and the one to the first on the others. Reads block
     /// without a time limit, since the watch notices lost processes.
-    pub fn new(rank: usize, size: usize, links: Vec<TcpStream>) -> std::io::Result<Star> {
+    pub fn new(rank: usize, size: usize, links: Vec<TcpStream>) -> std::io::Result<HubLinks> {
         for link in &links {
             link.set_nonblocking(false)?;
             link.set_nodelay(true)?;
             link.set_read_timeout(None)?;
             link.set_write_timeout(None)?;
         }
-        Ok(Star { rank, size, links })
+        Ok(HubLinks { rank, size, links })
     }
 
     /// Collects all words by rank, on the first process alone.
@@ -59,7 +59,7 @@ fn read(mut link: &TcpStream) -> Result<Vec<u64>, Error> {
     Ok(bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
 }
 
-impl Carrier for Star {
+impl Carrier for HubLinks {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -108,7 +108,7 @@ mod tests {
     use std::net::TcpListener;
 
     /// Connected processes of a test.
-    fn stars(size: usize) -> Vec<Star> {
+    fn hub_links(size: usize) -> Vec<HubLinks> {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let place = listener.local_addr().expect("an address");
         let pairs = (1..size).map(|_| {
@@ -116,22 +116,22 @@ mod tests {
             (listener.accept().expect("a connection").0, near)
         });
         let (of_first, of_others): (Vec<_>, Vec<_>) = pairs.unzip();
-        let first = Star::new(0, size, of_first).expect("a star");
-        let other = |(rank, link)| Star::new(rank, size, vec![link]).expect("a star");
+        let first = HubLinks::new(0, size, of_first).expect("a hub_links");
+        let other = |(rank, link)| HubLinks::new(rank, size, vec![link]).expect("a hub_links");
         std::iter::once(first).chain((1..).zip(of_others).map(other)).collect()
     }
 
     #[test]
     fn all_hear_what_all_say_and_the_first_alone_gathers() {
-        let threads: Vec<_> = stars(3)
+        let threads: Vec<_> = hub_links(3)
             .into_iter()
-            .map(|star| {
+            .map(|hub_links| {
                 std::thread::spawn(move || {
-                    let rank = star.rank();
+                    let rank = hub_links.rank();
                     let words: Vec<u64> = (0..10_000 * rank as u64).collect();
-                    let told = star.tell(&words).expect("words");
-                    let texts = star.tell_text(&"é".repeat(rank)).expect("texts");
-                    (rank, told, texts, star.gather(words).expect("words"))
+                    let told = hub_links.tell(&words).expect("words");
+                    let texts = hub_links.tell_text(&"é".repeat(rank)).expect("texts");
+                    (rank, told, texts, hub_links.gather(words).expect("words"))
                 })
             })
             .collect();
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn who_is_gone_is_named() {
-        let mut all = stars(3);
+        let mut all = hub_links(3);
         drop(all.pop());
         let first = all.swap_remove(0);
         let second = all.pop().expect("the second");

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 /// A rank's state for finding out who reports.
-pub struct Deputy {
+pub struct Failover {
     hello: Hello,
     hub: Hub,
     /// Addresses of the lower ranks that this one asks.
@@ -53,18 +53,18 @@ fn asked(me: usize, nodes: &[usize]) -> Vec<usize> {
     firsts.into_iter().enumerate().filter(near).map(|(_, rank)| rank).collect()
 }
 
-impl Deputy {
+impl Failover {
     /// `hub` is where this rank listens, `addresses` where all ranks do. `nodes` has the first rank of each rank's
     /// machine.
-    pub fn new(me: usize, hub: Hub, addresses: &[Option<Address>], nodes: &[usize]) -> Deputy {
+    pub fn new(me: usize, hub: Hub, addresses: &[Option<Address>], nodes: &[usize]) -> Failover {
         let host = String::new();
         let hello = Hello { channel: Channel::Watch, rank: me, size: addresses.len(), pid: std::process::id(), host };
         let lower = asked(me, nodes).into_iter().filter_map(|rank| addresses.get(rank)?.clone()).collect();
-        Deputy { hello, hub, lower, followers: BTreeSet::new(), links: Vec::new() }
+        Failover { hello, hub, lower, followers: BTreeSet::new(), links: Vec::new() }
     }
 
     /// Returns whether another rank has reported for this one, which has lost the first. If none has, this rank must
-    /// report, and then call [`Deputy::spoken`].
+    /// report, and then call [`Failover::spoken`].
     pub fn is_spoken_for(&mut self) -> bool {
         let (send, news) = channel();
         for address in self.lower.clone() {
@@ -171,10 +171,10 @@ mod tests {
             let (addresses, nodes) = (addresses.clone(), nodes.to_vec());
             Some(std::thread::spawn(move || {
                 std::thread::sleep(Duration::from_millis(after_ms));
-                let mut deputy = Deputy::new(me, hub, &addresses, &nodes);
-                let speaks = !deputy.is_spoken_for();
+                let mut failover = Failover::new(me, hub, &addresses, &nodes);
+                let speaks = !failover.is_spoken_for();
                 if speaks {
-                    deputy.spoken();
+                    failover.spoken();
                 }
                 speaks.then_some(me)
             }))
@@ -202,8 +202,8 @@ mod tests {
         // A stopped rank: its host accepts connections, but nothing answers.
         let own = Hub::listen().expect("a hub");
         let start = Instant::now();
-        let mut deputy = Deputy::new(2, own, &addresses, &[0, 0, 0]);
-        assert!(!deputy.is_spoken_for());
+        let mut failover = Failover::new(2, own, &addresses, &[0, 0, 0]);
+        assert!(!failover.is_spoken_for());
         assert!(start.elapsed() >= ANSWER && start.elapsed() < ANSWER + LINGER, "{:?}", start.elapsed());
         drop(hub);
     }

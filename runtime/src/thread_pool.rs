@@ -29,7 +29,7 @@ pub fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send)
     let name = name.to_string();
     let build = || ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.clone()).build().ok();
     match (threads > 1).then(build).flatten() {
-        Some(team) => team.install(run),
+        Some(pool) => pool.install(run),
         None => run(),
     }
 }

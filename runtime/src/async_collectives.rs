@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 /// A collective of a late call that can start as soon as the previous step has ended.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Early {
+pub struct AsyncCollective {
     /// Position of the call in the schedule.
     pub position: usize,
     pub body: u32,
@@ -42,7 +42,7 @@ pub enum Operand {
 
 /// Progress of the previous step's asynchronous collectives while the calls of a step run.
 #[derive(Default)]
-pub struct Behind {
+pub struct AsyncCollectives {
     /// True if collectives overlap in this step.
     pub on: bool,
     /// Index in the list of the collective that is in flight or starts next. All before it have finished.
@@ -61,7 +61,7 @@ pub fn early(
     program: &Program,
     bodies: &[Compiled],
     transfers: &[(Transfer, Arc<Vec<Message>>)],
-) -> (usize, Vec<Early>) {
+) -> (usize, Vec<AsyncCollective>) {
     let once = |position: &usize| match program.schedule[*position] {
         Call::Run { body, .. } => !program.bodies[body as usize].phase.is_of_microbatch(),
         Call::Send { .. } | Call::Receive { .. } => false,
@@ -97,12 +97,12 @@ pub fn early(
                 continue;
             }
             let operand = Operand::Sum { leaf: leaf.value, buffer: leaf.buffer };
-            all.push(Early { position, body, step: at, operand });
+            all.push(AsyncCollective { position, body, step: at, operand });
             let mut result = step.outputs[0].value;
             while let Some((at, step)) =
                 compiled.steps.iter().enumerate().find(|(_, step)| step.inputs.first() == Some(&result) && begins(step))
             {
-                all.push(Early { position, body, step: at, operand: Operand::Before });
+                all.push(AsyncCollective { position, body, step: at, operand: Operand::Before });
                 result = step.outputs[0].value;
             }
         }
@@ -202,7 +202,7 @@ impl Begun {
             self.pieces[i] = None;
             match i == self.me {
                 true => self.pieces[i] = Some(piece(i)),
-                false => mailbox.send(rank, Tag::Behind, Payload::Words(piece(i))),
+                false => mailbox.send(rank, Tag::AsyncCollectives, Payload::Words(piece(i))),
             }
         }
     }
@@ -214,7 +214,7 @@ impl Begun {
             let missing = (0..self.ranks.len()).filter(|&i| self.pieces[i].is_none()).collect::<Vec<_>>();
             for i in missing {
                 let payload = match wait {
-                    true => Some(mailbox.receive(self.ranks[i], Tag::Behind)?),
+                    true => Some(mailbox.receive(self.ranks[i], Tag::AsyncCollectives)?),
                     false => mailbox.try_receive_behind(self.ranks[i])?,
                 };
                 match payload {

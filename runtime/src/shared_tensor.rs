@@ -7,21 +7,21 @@ use std::ops::Range;
 
 /// A tensor of one device that other threads also write, kept until the last of them drops it.
 #[derive(Debug)]
-pub struct Lent {
+pub struct SharedTensor {
     storage: Storage,
     first: *mut u8,
 }
 
-// SAFETY: `first` points into the heap block that `storage` owns, which moves with `Lent`. Only `Lent::part`
+// SAFETY: `first` points into the heap block that `storage` owns, which moves with `SharedTensor`. Only `SharedTensor::part`
 // dereferences it, and its callers guarantee that parts in use at the same time do not overlap.
-unsafe impl Send for Lent {}
+unsafe impl Send for SharedTensor {}
 // SAFETY: as above.
-unsafe impl Sync for Lent {}
+unsafe impl Sync for SharedTensor {}
 
-impl Lent {
-    pub fn new(mut storage: Storage) -> Lent {
+impl SharedTensor {
+    pub fn new(mut storage: Storage) -> SharedTensor {
         let first = storage.slice_mut::<u8>().as_mut_ptr();
-        Lent { storage, first }
+        SharedTensor { storage, first }
     }
 
     /// A mutable slice of the elements.
