@@ -258,14 +258,14 @@ fn reduced_behind(program: &Program, spans: &[Span], what: &str) -> usize {
         let is_it = move |span: &&Span| matches!(span.what, What::Call { position } if phase(position) == Some(wanted));
         spans.iter().filter(is_it)
     };
-    let behind: Vec<&Span> = spans.iter().filter(|span| matches!(span.what, What::Behind { .. })).collect();
+    let behind: Vec<&Span> = spans.iter().filter(|span| matches!(span.what, What::AsyncCollective { .. })).collect();
     // Late backward passes run before the body whose gradients it reduces.
     let prompt = program.num_prompt();
     let is_first = !(prompt..program.schedule.len()).any(|p| phase(p) == Some(Phase::Backward));
     let calls = called(if is_first { Phase::Forward } else { Phase::Backward }).map(|call| call.start_s);
     let reference = if is_first { calls.fold(f64::INFINITY, f64::min) } else { calls.fold(0.0, f64::max) };
     for (number, span) in behind.iter().enumerate() {
-        let What::Behind { position, .. } = span.what else { continue };
+        let What::AsyncCollective { position, .. } = span.what else { continue };
         assert!(matches!(phase(position), Some(Phase::Reduce | Phase::Norm | Phase::Update)), "{what}");
         assert!(number > 0 || span.start_s <= reference, "{what}: begun at {} after {reference}", span.start_s);
         assert!(called(Phase::Update).all(|call| span.end_s <= call.end_s), "{what}: ended at {}", span.end_s);
