@@ -11,6 +11,7 @@
 mod ascent;
 mod branch;
 mod compact;
+mod condition;
 mod eliminate;
 mod explain;
 mod messages;
