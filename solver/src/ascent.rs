@@ -5,7 +5,7 @@
 
 use super::compact::Compact;
 use super::eliminate::{Caps, Plan, Unary};
-use super::messages::{Messages, first_least};
+use super::messages::Messages;
 
 /// Prices of bytes by program point.
 pub(super) type Prices = Vec<(u32, f64)>;
@@ -249,10 +249,21 @@ impl<'a> Ascent<'a> {
         priced.map(|(&point, &p)| (point, p)).collect()
     }
 
+    /// The greatest hub where memory binds nowhere. What is left once it is decided has fewer cycles, and bounds that much nearer.
+    pub fn hub(&self) -> Option<usize> {
+        if self.of.capacity.is_empty() { self.of.hubs().first().copied() } else { None }
+    }
+
     /// The node to branch on, with the strategies that go to one side: the node whose relaxed choice is spread widest over
-    /// priced bytes, split at their mean; else the least decided one, its likeliest strategy against all others.
+    /// priced bytes, split at their mean; else a hub or the least decided one, its likeliest strategy against all others.
     pub fn split(&self) -> (usize, Vec<bool>) {
         let of = self.of;
+        let likeliest = |p: &[f64]| (0..p.len()).fold(0, |best, at| if p[at] > p[best] { at } else { best });
+        if let Some(hub) = self.hub() {
+            let p = &self.mean[of.offset[hub]..of.offset[hub + 1]];
+            let top = likeliest(p);
+            return (hub, (0..p.len()).map(|s| s == top).collect());
+        }
         let mut sum = vec![0.0];
         for price in &self.best_price {
             sum.push(sum[sum.len() - 1] + price);
@@ -271,8 +282,7 @@ impl<'a> Ascent<'a> {
             let mut side: Vec<bool> = worth.iter().map(|&w| w < mean).collect();
             let mut score = spread;
             if spread <= small || !side.contains(&true) || !side.contains(&false) {
-                let negated: Vec<f64> = p.iter().map(|p| -p).collect();
-                let top = first_least(&negated);
+                let top = likeliest(p);
                 side = (0..p.len()).map(|s| s == top).collect();
                 score = (1.0 - p[top]) * small;
             }

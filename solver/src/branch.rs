@@ -127,7 +127,11 @@ impl Open {
                 return vec![];
             }
             let mut ascent = Ascent::new(&of, &self.prices);
-            let steps = if self.prices.is_empty() { FIRST_STEPS } else { STEPS };
+            let steps = match ascent.hub() {
+                Some(_) => HUB_STEPS,
+                None if self.prices.is_empty() => FIRST_STEPS,
+                None => STEPS,
+            };
             let kept = climb(&mut ascent, &self.network, best, budget, steps, true);
             self.bound = self.bound.max(ascent.bound);
             self.prices = ascent.prices();
@@ -240,5 +244,7 @@ const STATING: f64 = 30.0;
 /// Steps of an ascent that starts without prices, and of one that has its parent's.
 const FIRST_STEPS: usize = 800;
 const STEPS: usize = 150;
+/// Steps before a hub is decided.
+const HUB_STEPS: usize = 25;
 /// Part of the gap that some steps must close to go on.
 const SLOW: f64 = 0.003;

@@ -1,6 +1,7 @@
 //! A reduced network as flat tables, for everything that goes over it many times, and choices on it.
 
 use super::network::{Network, Run, transposed};
+use std::cmp::Reverse;
 
 /// Nodes are numbered as they come in the network; strategies by their positions among those left.
 #[derive(Clone, Debug)]
@@ -87,6 +88,14 @@ impl Compact {
 
     pub fn width(&self, u: usize) -> usize {
         self.offset[u + 1] - self.offset[u]
+    }
+
+    /// Nodes that a great many share, as the turns of an unrolled loop share its weights; those with most neighbours first. Cycles
+    /// through them keep elimination from small tables and messages from good bounds.
+    pub fn hubs(&self) -> Vec<usize> {
+        let mut hubs: Vec<usize> = (0..self.len()).filter(|&u| self.incident[u].len() >= HUB).collect();
+        hubs.sort_by_key(|&u| (Reverse(self.incident[u].len()), self.width(u), u));
+        hubs
     }
 
     pub fn labels(&self, u: usize) -> &[u32] {
@@ -190,8 +199,7 @@ impl Assignment {
     pub fn repair(&mut self, of: &Compact) -> bool {
         let mut costs = vec![];
         for _ in 0..4 * REPAIR_ROWS {
-            let Some((row, &most)) = self.over.iter().enumerate().max_by_key(|&(r, &o)| (o, std::cmp::Reverse(r)))
-            else {
+            let Some((row, &most)) = self.over.iter().enumerate().max_by_key(|&(r, &o)| (o, Reverse(r))) else {
                 return true;
             };
             if most <= 0 {
@@ -235,5 +243,7 @@ impl Assignment {
     }
 }
 
+/// Neighbours that make a hub.
+const HUB: usize = 16;
 /// Rows that are mended at most, by four times.
 const REPAIR_ROWS: usize = 100;

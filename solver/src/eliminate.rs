@@ -4,9 +4,11 @@
 
 use super::compact::Compact;
 use super::messages::first_least;
+use rustc_hash::FxHashMap;
 
-/// Entries of the largest table that is built.
-pub(super) const TABLE_ENTRIES: usize = 4_000_000;
+/// Entries of the largest table that is built, and of all tables of an elimination.
+pub(super) const TABLE_ENTRIES: usize = 1 << 23;
+const ALL_ENTRIES: usize = 1 << 28;
 
 /// The limits of an elimination.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +31,7 @@ impl Unary<'_> {
     }
 }
 
-/// The order of an elimination and where each table goes; good for any node costs over the same edges.
+/// The order of an elimination and where each table goes; good for any node costs over the same edges unless messages are shared.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
     sizes: Vec<usize>,
@@ -41,6 +43,8 @@ pub(super) struct Plan {
     /// Where the tables over kept nodes alone are.
     rest: Vec<Input>,
     keep: Vec<usize>,
+    /// The first bucket that gives the same message as each.
+    first: Vec<usize>,
     work: f64,
 }
 
@@ -108,6 +112,7 @@ impl Plan {
             pairs,
             rest: vec![],
             keep: keep.to_vec(),
+            first: (0..eliminated).collect(),
             work: order.work,
         };
         for &node in &order.nodes {
@@ -135,6 +140,39 @@ impl Plan {
         self.work
     }
 
+    /// Lets buckets that give the same message share it, as those of a block that repeats do. Only good for these node costs. None if it
+    /// takes more than `most` additions even so.
+    pub fn shared(mut self, unary: &Unary<'_>, most: f64) -> Option<Plan> {
+        let mut contents: FxHashMap<Vec<u64>, u64> = FxHashMap::default();
+        let mut content = |table: &[f64]| {
+            let new = contents.len() as u64;
+            *contents.entry(table.iter().map(|c| c.to_bits()).collect()).or_insert(new)
+        };
+        let pairs: Vec<u64> = self.pairs.iter().map(|pair| content(pair)).collect();
+        let mut known: FxHashMap<Vec<u64>, usize> = FxHashMap::default();
+        self.work = 0.0;
+        let mut entries = 0;
+        for (b, bucket) in self.buckets.iter().enumerate() {
+            let own = unary.of(bucket.node);
+            let mut key = vec![content(own), bucket.scope.len() as u64];
+            key.extend(bucket.scope.iter().map(|&v| self.sizes[v] as u64));
+            for input in &bucket.inputs {
+                key.extend(match input.source {
+                    Source::Pair(p) => [0, pairs[p]],
+                    Source::Message(m) => [1, self.first[m] as u64],
+                });
+                key.extend([input.node_stride as u64, input.strides.len() as u64]);
+                key.extend(input.strides.iter().flat_map(|&(_, stride, axis)| [stride as u64, axis as u64]));
+            }
+            self.first[b] = *known.entry(key).or_insert(b);
+            if self.first[b] == b {
+                entries += bucket.entries;
+                self.work += (bucket.entries * own.len() * bucket.scope.len().max(1)) as f64;
+            }
+        }
+        (entries <= ALL_ENTRIES && self.work <= most).then_some(self)
+    }
+
     /// How a table over `own` is read where the nodes of `scope` vary, after `node` where one is eliminated.
     fn input(&self, source: Source, own: &[usize], node: Option<usize>, scope: &[usize]) -> Input {
         let mut stride = 1;
@@ -155,7 +193,7 @@ impl Plan {
     fn table<'a>(&'a self, messages: &'a [Vec<f64>], source: Source) -> &'a [f64] {
         match source {
             Source::Pair(p) => &self.pairs[p],
-            Source::Message(m) => &messages[m],
+            Source::Message(m) => &messages[self.first[m]],
         }
     }
 
@@ -163,10 +201,13 @@ impl Plan {
     pub fn evaluate(&self, unary: &Unary<'_>) -> Tables {
         let mut tables: Vec<Vec<f64>> = Vec::with_capacity(self.buckets.len());
         let mut value = 0.0;
-        for bucket in &self.buckets {
-            let out = self.minimised(bucket, unary.of(bucket.node), &tables);
+        for (b, bucket) in self.buckets.iter().enumerate() {
+            let out = match self.first[b] == b {
+                true => self.minimised(bucket, unary.of(bucket.node), &tables),
+                false => vec![],
+            };
             if bucket.scope.is_empty() {
-                value += out[0];
+                value += out.first().unwrap_or_else(|| &tables[self.first[b]][0]);
             }
             tables.push(out);
         }

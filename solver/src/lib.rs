@@ -4,6 +4,7 @@
 mod ascent;
 mod branch;
 mod compact;
+mod condition;
 mod eliminate;
 mod explain;
 mod messages;

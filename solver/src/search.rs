@@ -30,7 +30,8 @@ pub(super) fn search(
     // While the problem is large: one ascent, begun anew when enough is ruled out.
     loop {
         let of = Compact::new(&network);
-        if of.entries <= TREE_ENTRIES {
+        let most = if of.capacity.is_empty() { FREE_TREE_ENTRIES } else { TREE_ENTRIES };
+        if of.entries <= most {
             break;
         }
         let mut ascent = Ascent::after(&of, &prices, before.as_ref().map(|(of, messages)| (of, messages)));
@@ -118,6 +119,8 @@ impl Sides<'_> {
 
 /// Entries of all edges up to which branching is worth it.
 const TREE_ENTRIES: usize = 150_000;
+/// The same where memory binds nowhere, so that no prices have to be found first.
+const FREE_TREE_ENTRIES: usize = 500_000;
 /// Table entries that one turn of one side reads.
 const TURN_WORK: f64 = 3e8;
 /// Steps of an ascent in one turn.

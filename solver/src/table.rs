@@ -2,7 +2,8 @@
 
 use super::branch::{Budget, Incumbent, restrict};
 use super::compact::{Assignment, Compact};
-use super::eliminate::{self, Caps, Plan, Tables, Unary};
+use super::condition::{Conditioned, conditioned};
+use super::eliminate::{Caps, Plan, TABLE_ENTRIES, Tables, Unary};
 use super::messages::Messages;
 use super::network::Network;
 use super::reduce::Reductions;
@@ -12,20 +13,24 @@ use super::{Clock, Fault, Options, Problem, ROUNDING, SolveError, check, cost_of
 #[derive(Clone, Debug)]
 pub struct BoundaryTable {
     dims: Vec<usize>,
+    /// The kept nodes, and how many there are in all.
+    keep: Vec<usize>,
+    nodes: usize,
     cost: Vec<f64>,
     recover: Recover,
 }
 
 #[derive(Clone, Debug)]
 enum Recover {
-    /// Walk the elimination backwards from the kept assignment.
-    Walk(Box<Walk>),
+    /// Walk the elimination of one of these backwards from the kept assignment; which, by entry.
+    Walks { walks: Vec<Walk>, of: Vec<usize> },
     /// One stored choice per entry; empty where the entry is infinite.
-    Stored { choices: Vec<Vec<usize>>, keep: Vec<usize>, nodes: usize },
+    Stored { choices: Vec<Vec<usize>> },
 }
 
+/// An elimination of all but the kept nodes.
 #[derive(Clone, Debug)]
-struct Walk {
+pub(super) struct Walk {
     network: Network,
     of: Compact,
     plan: Plan,
@@ -33,6 +38,35 @@ struct Walk {
     keep: Vec<usize>,
     /// The kept nodes as `of` numbers them.
     kept: Vec<usize>,
+}
+
+impl Walk {
+    pub fn new(network: Network, of: Compact, plan: Plan, keep: &[usize], kept: Vec<usize>) -> Walk {
+        let tables = plan.evaluate(&Unary { offset: &of.offset, cost: &of.cost });
+        Walk { network, of, plan, tables, keep: keep.to_vec(), kept }
+    }
+
+    fn unary(&self) -> Unary<'_> {
+        Unary { offset: &self.of.offset, cost: &self.of.cost }
+    }
+
+    pub fn cost(&self, entry: usize, dims: &[usize]) -> f64 {
+        let mut local = vec![0; self.of.len()];
+        unflatten(entry, dims, &self.kept, &mut local);
+        self.of.constant + self.plan.rest(&self.unary(), &self.tables, &local)
+    }
+
+    /// The strategy of every node of the problem, of the kept ones as given.
+    pub fn choice(&self, kept: &[usize]) -> Vec<usize> {
+        let mut local = vec![0; self.of.len()];
+        self.kept.iter().zip(kept).for_each(|(&node, &strategy)| local[node] = strategy);
+        self.plan.dive_into(&self.unary(), &self.tables, &mut local);
+        let mut live = vec![0; self.network.nodes.len()];
+        self.of.node.iter().zip(&local).for_each(|(&v, &s)| live[v] = s);
+        let mut choice = self.network.lift(&live);
+        self.keep.iter().zip(kept).for_each(|(&node, &strategy)| choice[node] = strategy);
+        choice
+    }
 }
 
 impl BoundaryTable {
@@ -50,34 +84,16 @@ impl BoundaryTable {
     /// The strategy of every node of the problem that reaches [`cost`](Self::cost). Where the cost is infinite the kept
     /// nodes are as asked and the others mean nothing.
     pub fn choice(&self, kept: &[usize]) -> Vec<usize> {
-        let place = |choice: &mut Vec<usize>, keep: &[usize]| {
-            for (&node, &strategy) in keep.iter().zip(kept) {
-                choice[node] = strategy;
-            }
+        let index = self.index(kept);
+        let known = match &self.recover {
+            Recover::Walks { walks, of } => index.and_then(|i| walks.get(of[i])).map(|walk| walk.choice(kept)),
+            Recover::Stored { choices } => index.and_then(|i| choices.get(i)).filter(|c| !c.is_empty()).cloned(),
         };
-        match &self.recover {
-            Recover::Walk(walk) => {
-                let mut local = vec![0; walk.of.len()];
-                if self.index(kept).is_some() {
-                    place(&mut local, &walk.kept);
-                    let unary = Unary { offset: &walk.of.offset, cost: &walk.of.cost };
-                    walk.plan.dive_into(&unary, &walk.tables, &mut local);
-                }
-                let mut live = vec![0; walk.network.nodes.len()];
-                walk.of.node.iter().zip(&local).for_each(|(&v, &s)| live[v] = s);
-                let mut choice = walk.network.lift(&live);
-                place(&mut choice, &walk.keep);
-                choice
-            }
-            Recover::Stored { choices, keep, nodes } => {
-                let stored = self.index(kept).and_then(|i| choices.get(i)).filter(|c| !c.is_empty());
-                stored.cloned().unwrap_or_else(|| {
-                    let mut choice = vec![0; *nodes];
-                    place(&mut choice, keep);
-                    choice
-                })
-            }
-        }
+        known.unwrap_or_else(|| {
+            let mut choice = vec![0; self.nodes];
+            self.keep.iter().zip(kept).for_each(|(&node, &strategy)| choice[node] = strategy);
+            choice
+        })
     }
 
     fn index(&self, kept: &[usize]) -> Option<usize> {
@@ -91,7 +107,7 @@ impl BoundaryTable {
 /// For every assignment of the `keep` nodes the least cost of all the rest, and how to recover the choices.
 ///
 /// Memory is ignored: the table is for joining parts of a problem whose memory is checked as a whole. Where eliminating the rest takes
-/// more than bounding every entry, entries are bounded first. Those whose bound meets a choice within the gap are done. For the others,
+/// more than bounding every entry, and no hubs part it from the kept nodes, entries are bounded first. Those whose bound meets a choice within the gap are done. For the others,
 /// strategies that no entry has a use for go, and the rest is eliminated, or, where it is too dense even so, searched entry by
 /// entry. One that reaches its share of the limits is the best found, not the least.
 ///
@@ -129,28 +145,34 @@ pub(super) fn table_by(
         }
     }
     let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
-    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= eliminate::TABLE_ENTRIES);
+    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= TABLE_ENTRIES);
     let Some(size) = size else {
-        return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: eliminate::TABLE_ENTRIES } });
+        return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: TABLE_ENTRIES } });
     };
     let mut network = Network::new(&Problem { limit_bytes: None, ..problem.clone() })?;
     let mut kept = keep.to_vec();
     reduce_around(&mut network, &mut kept)?;
     let mut of = Compact::new(&network);
-    let caps = |work: f64| Caps { entries: eliminate::TABLE_ENTRIES as f64, work: work.min(options.effort * 1e9) };
     let bounding = (PASSES * size * (of.entries + of.cost.len())) as f64;
-    let parts = Parts { problem, dims: &dims, size };
+    let parts = Parts { problem, keep, dims: &dims, size };
     if eliminations.at_once
-        && let Some(plan) = Plan::new(&of, &kept, &caps(bounding.max(CHEAP)))
+        && let Some(plan) = shared_plan(&of, &kept, bounding.max(CHEAP).min(options.effort * 1e9))
     {
-        return parts.eliminated(network, of, plan, keep, kept);
+        return parts.eliminated(network, of, plan, kept);
+    }
+    let mut budget = Budget { work: CONDITIONING * options.effort * 1e9, clock: &clock };
+    let gap = options.gap.max(ROUNDING);
+    if let Some(Conditioned { walks, entries }) = conditioned(&network, &kept, keep, &dims, gap, &mut budget) {
+        let cost = entries.iter().map(|entry| entry.map_or(f64::INFINITY, |(cost, _)| cost)).collect();
+        // An entry that is infinite is of no walk.
+        let of = entries.iter().map(|entry| entry.map_or(walks.len(), |(_, walk)| walk)).collect();
+        return parts.table(cost, Recover::Walks { walks, of });
     }
     number(&mut network, &mut kept, &beside_neighbours(&of));
     of = Compact::new(&network);
-    let gap = options.gap.max(ROUNDING);
     let Bounded { entries, mut useful } = bounded(&mut of, &kept, &parts, gap, &clock);
     if entries.iter().all(|entry| entry.closed) {
-        return parts.stored(entries.iter().map(|entry| entry.found(&network, &of)).collect(), keep);
+        return parts.stored(entries.iter().map(|entry| entry.found(&network, &of)).collect());
     }
     for &v in &kept {
         useful[of.offset[v]..of.offset[v + 1]].fill(true);
@@ -162,9 +184,9 @@ pub(super) fn table_by(
     reduce_around(&mut network, &mut kept)?;
     let of = Compact::new(&network);
     if eliminations.once_bounded
-        && let Some(plan) = Plan::new(&of, &kept, &caps(f64::INFINITY))
+        && let Some(plan) = shared_plan(&of, &kept, options.effort * 1e9)
     {
-        return parts.eliminated(network, of, plan, keep, kept);
+        return parts.eliminated(network, of, plan, kept);
     }
     let mut left = entries.iter().filter(|entry| !entry.closed).count();
     let mut work = options.effort * 1e9;
@@ -192,7 +214,13 @@ pub(super) fn table_by(
             None => return Err(SolveError::NotFound),
         }
     }
-    parts.stored(solved, keep)
+    parts.stored(solved)
+}
+
+/// An elimination of all but the kept nodes, unless it takes more than `most` additions.
+fn shared_plan(of: &Compact, kept: &[usize], most: f64) -> Option<Plan> {
+    let caps = Caps { entries: TABLE_ENTRIES as f64, work: f64::INFINITY };
+    Plan::new(of, kept, &caps)?.shared(&Unary { offset: &of.offset, cost: &of.cost }, most)
 }
 
 /// Searches one entry. Returns a lower bound of everything but the incumbent.
@@ -209,7 +237,7 @@ fn searched(network: &Network, kept: &[usize], local: &[usize], best: &mut Incum
 }
 
 /// Reduces all but the kept nodes, and numbers what is left anew.
-fn reduce_around(network: &mut Network, kept: &mut [usize]) -> Result<(), SolveError> {
+pub(super) fn reduce_around(network: &mut Network, kept: &mut [usize]) -> Result<(), SolveError> {
     let mut pinned = vec![false; network.nodes.len()];
     kept.iter().for_each(|&v| pinned[v] = true);
     network.reduce(Reductions::ALL, &pinned)?;
@@ -242,6 +270,7 @@ fn beside_neighbours(of: &Compact) -> Vec<usize> {
 /// The subject of a table.
 struct Parts<'a> {
     problem: &'a Problem,
+    keep: &'a [usize],
     dims: &'a [usize],
     /// Entries.
     size: usize,
@@ -253,34 +282,25 @@ impl Parts<'_> {
         network: Network,
         of: Compact,
         plan: Plan,
-        keep: &[usize],
         kept: Vec<usize>,
     ) -> Result<BoundaryTable, SolveError> {
-        let unary = Unary { offset: &of.offset, cost: &of.cost };
-        let tables = plan.evaluate(&unary);
-        let mut local = vec![0; of.len()];
-        let cost = (0..self.size)
-            .map(|entry| {
-                unflatten(entry, self.dims, &kept, &mut local);
-                of.constant + plan.rest(&unary, &tables, &local)
-            })
-            .collect();
-        let walk = Walk { network, of, plan, tables, keep: keep.to_vec(), kept };
-        self.table(cost, Recover::Walk(Box::new(walk)))
+        let walk = Walk::new(network, of, plan, self.keep, kept);
+        let cost = (0..self.size).map(|entry| walk.cost(entry, self.dims)).collect();
+        self.table(cost, Recover::Walks { walks: vec![walk], of: vec![0; self.size] })
     }
 
-    fn stored(&self, found: Vec<Option<(f64, Vec<usize>)>>, keep: &[usize]) -> Result<BoundaryTable, SolveError> {
+    fn stored(&self, found: Vec<Option<(f64, Vec<usize>)>>) -> Result<BoundaryTable, SolveError> {
         let cost = found.iter().map(|f| f.as_ref().map_or(f64::INFINITY, |(_, choice)| cost_of(self.problem, choice)));
         let cost = cost.collect();
         let choices = found.into_iter().map(|f| f.map_or_else(Vec::new, |(_, choice)| choice)).collect();
-        let nodes = self.problem.nodes.len();
-        self.table(cost, Recover::Stored { choices, keep: keep.to_vec(), nodes })
+        self.table(cost, Recover::Stored { choices })
     }
 
     fn table(&self, cost: Vec<f64>, recover: Recover) -> Result<BoundaryTable, SolveError> {
+        let (dims, keep, nodes) = (self.dims.to_vec(), self.keep.to_vec(), self.problem.nodes.len());
         match cost.iter().all(|&c| c == f64::INFINITY) {
             true => Err(SolveError::Infeasible),
-            false => Ok(BoundaryTable { dims: self.dims.to_vec(), cost, recover }),
+            false => Ok(BoundaryTable { dims, keep, nodes, cost, recover }),
         }
     }
 }
@@ -388,7 +408,7 @@ fn bounded(of: &mut Compact, kept: &[usize], parts: &Parts<'_>, gap: f64, clock:
 }
 
 /// Writes the strategies of the kept nodes at table entry `entry`, the last node fastest.
-fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize]) {
+pub(super) fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize]) {
     for (&node, &dim) in keep.iter().zip(dims).rev() {
         into[node] = entry % dim;
         entry /= dim;
@@ -397,6 +417,8 @@ fn unflatten(mut entry: usize, dims: &[usize], keep: &[usize], into: &mut [usize
 
 /// Additions of an elimination that are not worth saving.
 const CHEAP: f64 = 1e6;
+/// Part of the effort after which a search over hubs is given up.
+const CONDITIONING: f64 = 0.25;
 /// Times that bounding an entry reads all tables, about.
 const PASSES: usize = 8;
 /// Passes forward and back over an entry at most.

@@ -3,14 +3,16 @@
 use proptest::prelude::{Just, ProptestConfig, Strategy, any, prop_oneof};
 use proptest::{collection, proptest};
 
-use super::branch::Incumbent;
+use super::branch::{Budget, Incumbent};
 use super::compact::{Assignment, Compact};
+use super::condition::conditioned;
+use super::eliminate::{Caps, Plan, Unary};
 use super::network::Network;
 use super::reduce::Reductions;
-use super::table::{Eliminations, table_by};
+use super::table::{Eliminations, reduce_around, table_by};
 use super::{
-    BoundaryTable, Edge, Fault, Holding, Node, Options, Problem, SolveError, alternatives, boundary_table, cost_of,
-    program, solve, tight_points,
+    BoundaryTable, Clock, Edge, Fault, Holding, Node, Options, Problem, SolveError, alternatives, boundary_table,
+    cost_of, program, solve, tight_points,
 };
 
 /// Every assignment of the nodes, in order.
@@ -324,6 +326,87 @@ fn table_of_an_unrolled_loop() {
     for kept in assignments(&[5, 5]) {
         assert_close(bounded.cost(&kept), eliminated.cost(&kept));
         check_choice(&problem, &keep, &bounded, &kept);
+    }
+}
+
+/// Turns that share three nodes, of which two are all that the first and the last node meet.
+fn loop_of_turns(seed: u64, turns: usize) -> (Problem, [usize; 2]) {
+    let (weight, entering, leaving) = (1, 2, 3);
+    let (state, gate) = (|t: usize| 4 + 2 * t, |t: usize| 5 + 2 * t);
+    let turn = |t: usize| {
+        let own = [(weight, gate(t)), (entering, gate(t)), (state(t), gate(t)), (state(t), leaving)];
+        let on = [(state(t), state(t + 1)), (gate(t), state(t + 1))];
+        own.into_iter().chain(if t + 1 < turns { &on[..] } else { &[] }.to_vec())
+    };
+    let last = 2 * turns + 4;
+    let ends = [(0, entering), (leaving, last)];
+    let mut problem = random(seed, last + 1, 4, (0..turns).flat_map(turn).chain(ends));
+    // Every turn is like the first, and a pair is forbidden.
+    for at in 6..6 * turns - 2 {
+        problem.edges[at].cost = problem.edges[at % 6].cost.clone();
+    }
+    problem.edges[0].cost[5] = f64::INFINITY;
+    (problem, [0, last])
+}
+
+#[test]
+fn table_of_turns_that_share_hubs() {
+    for (seed, turns) in [(21, 30), (22, 40), (23, 17)] {
+        let (problem, keep) = loop_of_turns(seed, turns);
+        let eliminated = boundary_table(&problem, &keep, &Options::default()).expect("little is forbidden");
+        let mut network = Network::new(&problem).expect("nothing is held");
+        let mut kept = keep.to_vec();
+        reduce_around(&mut network, &mut kept).expect("little is forbidden");
+        let clock = Clock::start(&Options::default()).expect("the limits are none");
+        let mut budget = Budget { work: 1e9, clock: &clock };
+        let found =
+            conditioned(&network, &kept, &keep, &[4, 4], 1e-9, &mut budget).expect("hubs part the turns from the ends");
+        for (ends, entry) in assignments(&[4, 4]).zip(&found.entries) {
+            let (cost, walk) = entry.expect("nothing is infinite");
+            assert_close(cost, eliminated.cost(&ends));
+            assert_close(cost_of(&problem, &found.walks[walk].choice(&ends)), cost);
+        }
+        let bounded = Eliminations { at_once: false, once_bounded: false };
+        let conditioned = table_by(&problem, &keep, &Options::default(), bounded).expect("little is forbidden");
+        for ends in assignments(&[4, 4]) {
+            assert_close(conditioned.cost(&ends), eliminated.cost(&ends));
+            check_choice(&problem, &keep, &conditioned, &ends);
+        }
+        let least = assignments(&[4, 4]).map(|kept| eliminated.cost(&kept)).fold(f64::INFINITY, f64::min);
+        check(&problem, least);
+    }
+}
+
+#[test]
+fn blocks_that_repeat_are_eliminated_once() {
+    // A chain of equal blocks, each a complete graph of five nodes, of which the next has the last.
+    let blocks = 20;
+    let block = |b: usize| complete(5).map(move |(i, j)| (4 * b + i, 4 * b + j));
+    let mut problem = random(31, 4 * blocks + 1, 6, (0..blocks).flat_map(block));
+    for at in 10..problem.edges.len() {
+        problem.edges[at].cost = problem.edges[at % 10].cost.clone();
+    }
+    for v in 5..problem.nodes.len() {
+        problem.nodes[v].cost = problem.nodes[1 + (v - 1) % 4].cost.clone();
+    }
+    let mut kept = vec![0, 4 * blocks];
+    let mut network = Network::new(&problem).expect("nothing is held");
+    reduce_around(&mut network, &mut kept).expect("everything is allowed");
+    let of = Compact::new(&network);
+    let unary = Unary { offset: &of.offset, cost: &of.cost };
+    let caps = Caps { entries: 1e6, work: f64::INFINITY };
+    let each = Plan::new(&of, &kept, &caps).expect("blocks are small");
+    let shared = each.clone().shared(&unary, f64::INFINITY).expect("so are their tables");
+    assert!(4.0 * shared.work() < each.work(), "{} of {}", shared.work(), each.work());
+    let (tables, shared_tables) = (each.evaluate(&unary), shared.evaluate(&unary));
+    for ends in assignments(&[6, 6]) {
+        let mut local = vec![0; of.len()];
+        kept.iter().zip(&ends).for_each(|(&v, &s)| local[v] = s);
+        assert_eq!(shared.rest(&unary, &shared_tables, &local), each.rest(&unary, &tables, &local));
+        let mut other = local.clone();
+        each.dive_into(&unary, &tables, &mut local);
+        shared.dive_into(&unary, &shared_tables, &mut other);
+        assert_eq!(local, other);
     }
 }
 
