@@ -28,10 +28,7 @@ pub(super) fn module(layouts: &Layouts) -> Result<Exported, Error> {
     let parameters = &layouts.stage.parameters;
     let names: Vec<&String> = parameters.keys().collect();
     let _ = writeln!(text, "# The mesh, major axis first, and the positions of its devices among all of the job.");
-    let axes = mesh.axes.iter().map(|axis| (axis.name.as_str(), axis.size.to_string()));
-    // A mesh of one device has no axes, but JAX wants one.
-    let axes: Vec<_> = if mesh.axes.is_empty() { vec![("device", "1".to_string())] } else { axes.collect() };
-    table(&mut text, "MESH", axes.into_iter());
+    table(&mut text, "MESH", mesh.axes.iter().map(|axis| (axis.name.as_str(), axis.size.to_string())));
     let _ = writeln!(text, "DEVICES = {:?}", layouts.stage.devices);
     let _ = writeln!(text, "GLOBAL_BATCH = {}\nMICROBATCHES = {}", plan.global_batch, plan.num_microbatches);
     let _ = writeln!(
@@ -81,7 +78,7 @@ The plan's arguments are those of the loss that was lowered for it. With that fu
     step = plan.train_step(loss, optimizer, mesh, params, state, inputs)
     params, state, value = step(params, state, inputs)
 
-`optimizer` has `init` and `update`, as in optax. A job of several processes calls jax.distributed.initialize() first.
+`optimizer` has `init` and `update`, as in optax.
 XLA chooses the layouts of activations from those of parameters and inputs.
 
 The plan and this module differ in:
