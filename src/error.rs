@@ -2,6 +2,7 @@
 //! to change.
 
 use crate::arguments::ArgumentError;
+use crate::export::ExportProblem;
 use crate::fidelity::{TableError, TraceError};
 use crate::pins::PinProblem;
 use crate::scale::QueueProblem;
@@ -118,6 +119,8 @@ pub enum Error {
         "--explain: nothing in the plan's programs is named '{name}'; `altiplano inspect PLAN --programs` prints all names"
     )]
     UnknownOp { name: String },
+    #[error("--to {to}: {problem}")]
+    Export { to: &'static str, problem: Box<ExportProblem> },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: Box<PlanError> },
     #[error("{}", At(file, error))]

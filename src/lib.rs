@@ -27,6 +27,7 @@ pub mod arguments;
 mod cluster;
 pub mod compare;
 mod error;
+pub mod export;
 pub mod fidelity;
 pub mod inference;
 mod loss;

@@ -12,6 +12,7 @@ pub mod demo;
 pub mod devices;
 #[cfg(test)]
 mod documented;
+pub mod export;
 pub mod fidelity;
 pub mod fixed;
 pub mod import;

@@ -1,0 +1,104 @@
+use super::*;
+use crate::{load_cluster, model_of, plan, request};
+use altiplano_ir::plan::Offload;
+use altiplano_planner::{Request, Silent};
+use std::path::Path;
+
+const MODEL: &str = "examples/models/gpt-small-demo.mlir";
+
+fn planned(fix: impl Fn(&mut Request)) -> Plan {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL);
+    let model = model_of(&file, &std::fs::read(&file).expect("the demo"), &Default::default()).expect("a model");
+    let mut request = request(&model, load_cluster("local:4").expect("a cluster"));
+    (request.dp, request.tp, request.pp) = (Some(2), Some(2), Some(1));
+    fix(&mut request);
+    plan(&request, &Silent).expect("a plan")
+}
+
+fn refusal(plan: &Plan) -> String {
+    let error = export(plan, Stack::Jax).expect_err("no target can say the plan");
+    assert_eq!(error.exit_code(), 2);
+    error.to_string()
+}
+
+#[test]
+fn what_no_module_can_say_is_refused_by_name() {
+    let one = planned(|_| ());
+    assert!(export(&one, Stack::Jax).is_ok());
+    let two = planned(|request| (request.dp, request.tp, request.pp) = (Some(1), Some(2), Some(2)));
+    assert!(refusal(&two).starts_with("--to jax: the plan has 2 pipeline stages"), "{}", refusal(&two));
+    assert!(refusal(&two).ends_with("plan with --pp 1"));
+    let changed = |change: fn(&mut Plan)| {
+        let mut plan = one.clone();
+        change(&mut plan);
+        refusal(&plan)
+    };
+    assert!(changed(|plan| plan.update = Update::Stale).contains("--update stale"));
+    assert!(changed(|plan| plan.schedule = Schedule::PipeDream).contains("--schedule pipedream"));
+    assert!(changed(|plan| plan.schedule = Schedule::Forward).contains("trains nothing"));
+    assert!(changed(|plan| plan.servers = Some(Default::default())).contains("parameter servers"));
+    assert!(changed(|plan| plan.stages[0].offload = Offload::OPTIMIZER).contains("optimizer state in host memory"));
+    let several = |plan: &mut Plan| (plan.num_microbatches, plan.loss) = (2, LossKind::Other);
+    assert!(changed(several).contains("--num-microbatches 1"));
+}
+
+/// The lines of a table of the module.
+fn table<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+    let lines = text.lines().skip_while(|line| *line != format!("{name} = {{"));
+    lines.skip(1).take_while(|line| *line != "}").map(str::trim).collect()
+}
+
+#[test]
+fn parameters_gradients_and_state_have_their_own_layouts() {
+    let plan = planned(|request| request.zero = Some(1));
+    let exported = export(&plan, Stack::Jax).expect("a module");
+    let entry = |name: &str| {
+        let lines = table(&exported.text, name);
+        assert_eq!(lines.len(), plan.stages[0].parameters.len());
+        lines.into_iter().find(|line| line.contains("['h0']['fc']['w']")).expect("the parameter").to_string()
+    };
+    let name = r#""params['h0']['fc']['w']": "#;
+    assert_eq!(entry("PARAMETERS"), format!(r#"{name}P(None, "tensor"),"#));
+    assert_eq!(entry("STATE"), format!(r#"{name}P(None, ("tensor", "data")),"#));
+    assert_eq!(table(&exported.text, "MESH"), [r#""data": 2,"#, r#""tensor": 2,"#]);
+    assert_eq!(table(&exported.text, "BATCH_DIMS"), [r#""tokens": (0, 1),"#, r#""labels": (0, 1),"#]);
+    assert!(exported.text.contains(&fingerprint(&plan.to_json())));
+}
+
+#[test]
+fn interleaved_parts_are_stored_whole_and_priced() {
+    let mut plan = planned(|_| ());
+    let mesh = plan.stages[0].mesh.clone();
+    let split = Sharding::parse("[{3, 128: tensor}]", &[384], &mesh).expect("a layout");
+    let storage = plan.stages[0].parameters.get_mut("params['h0']['qkv']['b']").expect("the parameter");
+    (storage.parameter, storage.gradient, storage.state) = (split.clone(), split.clone(), split);
+    let exported = export(&plan, Stack::Jax).expect("a module");
+    assert!(table(&exported.text, "PARAMETERS").contains(&r#""params['h0']['qkv']['b']": P(None),"#));
+    let note = exported.notes.iter().find(|note| note.contains("contiguous blocks")).expect("a note");
+    assert!(note.contains("'params['h0']['qkv']['b']'") && note.contains("more on each device"), "{note}");
+    // The header repeats what stderr says.
+    assert!(exported.text.contains("contiguous blocks"));
+}
+
+#[test]
+fn recomputation_is_priced() {
+    let full = export(&planned(|request| request.recompute = Some(Recompute::Full)), Stack::Jax).expect("a module");
+    let note = full.notes.iter().find(|note| note.starts_with("recomputation (full")).expect("a note");
+    assert!(!note.contains(" 0 B more"), "{note}");
+    assert!(full.text.contains("recomputation (full"));
+}
+
+#[test]
+fn nothing_in_a_plan_ends_the_docstring() {
+    let mut plan = planned(|_| ());
+    plan.model = "\"\"\"\nimport os # \\".to_string();
+    let text = export(&plan, Stack::Jax).expect("a module").text;
+    assert!(text.starts_with("\"\"\"The layouts of 'import os # ' on local:4"), "{}", &text[..200]);
+    assert_eq!(text.split("import difflib").next().expect("a header").matches("\"\"\"").count(), 2);
+}
+
+#[test]
+fn fingerprints_are_fnv_1a() {
+    assert_eq!(fingerprint(""), "6c62272e07bb014262b821756295c58d");
+    assert_eq!(fingerprint("a"), "d228cb696f1a8caf78912b704e4a8964");
+}
