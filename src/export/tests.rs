@@ -10,7 +10,7 @@ fn planned(fix: impl Fn(&mut Request)) -> Plan {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(MODEL);
     let model = model_of(&file, &std::fs::read(&file).expect("the demo"), &Default::default()).expect("a model");
     let mut request = request(&model, load_cluster("local:4").expect("a cluster"));
-    (request.dp, request.tp, request.pp) = (Some(2), Some(2), Some(1));
+    (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(2), Some(2), Some(1));
     fix(&mut request);
     plan(&request, &Silent).expect("a plan")
 }
@@ -25,7 +25,8 @@ fn refusal(plan: &Plan) -> String {
 fn what_no_module_can_say_is_refused_by_name() {
     let one = planned(|_| ());
     assert!(export(&one, Stack::Jax).is_ok());
-    let two = planned(|request| (request.dp, request.tp, request.pp) = (Some(1), Some(2), Some(2)));
+    let two =
+        planned(|request| (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(1), Some(2), Some(2)));
     assert!(refusal(&two).starts_with("--to jax: the plan has 2 pipeline stages"), "{}", refusal(&two));
     assert!(refusal(&two).ends_with("plan with --pp 1"));
     let changed = |change: fn(&mut Plan)| {
@@ -50,7 +51,7 @@ fn table<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
 
 #[test]
 fn parameters_gradients_and_state_have_their_own_layouts() {
-    let plan = planned(|request| request.zero = Some(1));
+    let plan = planned(|request| request.degrees.zero = Some(1));
     let exported = export(&plan, Stack::Jax).expect("a module");
     let entry = |name: &str| {
         let lines = table(&exported.text, name);
