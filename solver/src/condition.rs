@@ -177,7 +177,7 @@ impl Search<'_> {
         let Open { network, kept, .. } = open;
         let of = Compact::new(&network);
         let beside = beside(&of, &kept, &[]);
-        // What hangs on the kept nodes, and all else.
+        // Parts that hang on the kept nodes, and all others.
         let mut ends = network.clone();
         let mut core = network.clone();
         core.constant = 0.0;
@@ -235,7 +235,7 @@ impl Search<'_> {
     }
 }
 
-/// Of so many nodes hubs leave at most one beside the kept ones.
+/// The share of nodes, one in this many, that hubs may leave beside the kept ones.
 const PARTED: usize = 4;
 /// Work of reducing and laying out a problem, for each entry of its tables.
 const STATING: f64 = 30.0;

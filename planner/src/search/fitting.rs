@@ -131,7 +131,7 @@ fn tighten(cx: &SearchContext<'_>, plan: &Plan, limits: &mut Limits) -> bool {
     tightened
 }
 
-/// What keeps plans from fitting.
+/// The obstacle that keeps plans from fitting.
 #[derive(Default)]
 struct Obstacle {
     /// The failure of the plan closest to fitting, and the share of its fullest device that it needs.

@@ -14,7 +14,7 @@ use std::borrow::Cow;
 /// A form of the request's model.
 struct Variant<'a> {
     request: Cow<'a, Request>,
-    /// What brings a plan of this form back to the model.
+    /// The original model, to which plans of this form are brought back.
     padding: Option<&'a Padding>,
 }
 
