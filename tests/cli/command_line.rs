@@ -34,7 +34,8 @@ fn commands_of_the_readme_run() {
     let commands: Vec<&str> = commands.filter(|c| !c.contains("model.pt2") && !c.contains("model.onnx")).collect();
     for command in &commands {
         let in_scratch = |word: String| {
-            let is_file = [".json", ".html", ".mlir"].iter().any(|end| word.ends_with(end)) && !word.contains('/');
+            let is_file =
+                [".json", ".html", ".mlir", ".py"].iter().any(|end| word.ends_with(end)) && !word.contains('/');
             if is_file {
                 scratch.path(&word).display().to_string()
             } else {
@@ -45,7 +46,9 @@ fn commands_of_the_readme_run() {
         succeeds(&words.iter().map(String::as_str).collect::<Vec<_>>());
     }
     assert!(commands.len() >= 9, "{commands:?}");
-    assert!(scratch.path("plan.json").exists() && scratch.path("plan.html").exists());
+    for file in ["plan.json", "plan.html", "layouts.py"] {
+        assert!(scratch.path(file).exists(), "{file}");
+    }
 }
 
 #[test]
