@@ -174,6 +174,12 @@ pub enum Error {
     NoNumbers { what: &'static str, tensor: String },
     #[error("{}: {problem}", place.display())]
     Checkpoint { place: PathBuf, problem: Box<CheckpointProblem> },
+    /// An error beside the trained state, such as of stdout or of data, which ends a run.
+    #[error("{error}; the run ended after step {step}, {}", match saved {
+        true => "whose checkpoint is written",
+        false => "of which there is no checkpoint",
+    })]
+    Halted { error: Box<Error>, step: u64, saved: bool },
     #[error("ended by a signal after step {step}")]
     Interrupted { signal: i32, step: u64 },
     #[error("writing to standard output: {0}")]
@@ -259,6 +265,7 @@ impl Error {
             | Error::NumbersDiffer { .. }
             | Error::NoNumbers { .. }
             | Error::Interrupted { .. }
+            | Error::Halted { .. }
             | Error::Output(_) => false,
             _ => true,
         }

@@ -4,6 +4,8 @@
 
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod complaint;
 mod commands;
 mod progress;
 
@@ -84,7 +86,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
+            complain!("error: {error}");
             ExitCode::from(error.exit_code())
         }
     }

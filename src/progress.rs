@@ -46,7 +46,7 @@ impl Bar {
             if stopped.swap(true, Ordering::Relaxed) {
                 std::process::exit(INTERRUPTED);
             }
-            eprintln!("stopping with the best plan so far (once more to stop without)");
+            complain!("stopping with the best plan so far (once more to stop without)");
         });
         bar
     }

@@ -47,9 +47,9 @@ impl Advise {
         let took_s = start.elapsed().as_secs_f64();
         let stopped = bar.stopped() || took_s >= self.within;
         drop(bar);
-        eprintln!("planned {} times in {}", found.len(), seconds(took_s));
+        complain!("planned {} times in {}", found.len(), seconds(took_s));
         if stopped {
-            eprintln!("note: a search ran out of time or was cancelled; some of these are its best plans by then");
+            complain!("note: a search ran out of time or was cancelled; some of these are its best plans by then");
         }
         if self.json {
             return say(format!("{:#}", advice_json(&plan, &found, self.noise_scale)?));

@@ -26,7 +26,7 @@ impl Calibrate {
             let (before, after) = (device.error_before, device.error_after);
             say(format!("{}: error {before:.4} -> {after:.4}", device.device))?;
             for (name, value) in device.at_bounds() {
-                eprintln!("warning: {name} is {value}, the limit of the search: the measurements do not determine it");
+                complain!("warning: {name} is {value}, the limit of the search: the measurements do not determine it");
             }
             for fit in &device.fits {
                 let (rows, mape, bias) = (fit.residuals.len(), fit.mape_percent(), fit.bias_percent());

@@ -24,7 +24,7 @@ impl Checkpoint {
         if let Some(file) = &self.output {
             expect_writable(file)?;
             let damaged = |error: &Error| {
-                eprintln!("warning: {error}; trying the previous one");
+                complain!("warning: {error}; trying the previous one");
                 Ok(())
             };
             let (manifest, weights) = weights(&self.folder, damaged)?;

@@ -33,7 +33,7 @@ impl Export {
         };
         let exported = export(&load_plan(&self.plan)?, to)?;
         for note in &exported.notes {
-            eprintln!("note: {note}");
+            complain!("note: {note}");
         }
         write_file(&self.output, &exported.text)?;
         say(format!("{}: the plan for {}", self.output.display(), to.name()))

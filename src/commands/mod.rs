@@ -46,7 +46,7 @@ use std::path::Path;
 pub fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
-        eprintln!("warning: {}: {error}; the search results are not cached", cache.file().display());
+        complain!("warning: {}: {error}; the search results are not cached", cache.file().display());
     }
 }
 
@@ -123,7 +123,7 @@ fn say(text: impl Display) -> Result<(), Error> {
 /// Prints the remarks on a model to stderr.
 fn warn(warnings: &[Warning]) {
     for warning in warnings {
-        eprintln!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
+        complain!("{}: {warning}", if warning.is_note() { "note" } else { "warning" });
     }
 }
 
@@ -132,7 +132,7 @@ fn warn(warnings: &[Warning]) {
 fn load_to_ask(file: &Path) -> Result<Plan, Error> {
     let plan = load_plan(file)?;
     if let Some(measured) = &plan.profile {
-        eprintln!(
+        complain!(
             "note: the plan was predicted by the {measured}; here the cluster's figures predict it, as all other plans"
         );
     }
@@ -153,10 +153,10 @@ fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> R
         return bar.suspend(|| say(failure_json(error, explained.as_ref())));
     }
     match explained {
-        Some(Explained::Memory(shortage)) => bar.suspend(|| eprintln!("{shortage}")),
+        Some(Explained::Memory(shortage)) => bar.suspend(|| complain!("{shortage}")),
         Some(Explained::Choices(fixes)) if !fixes.is_empty() => {
             let lines: Vec<String> = fixes.iter().map(|fix| format!("\n  {fix}")).collect();
-            bar.suspend(|| eprintln!("changes with which there is a plan, fastest first:{}", lines.concat()));
+            bar.suspend(|| complain!("changes with which there is a plan, fastest first:{}", lines.concat()));
         }
         _ => {}
     }

@@ -460,7 +460,7 @@ impl PlanOptions {
             if !devices.apply(&mut cluster) {
                 let (file, names) = (file.display(), devices.names().collect::<Vec<_>>().join(", "));
                 let found: Vec<&str> = cluster.groups.iter().map(|g| g.device.name.as_str()).collect();
-                eprintln!(
+                complain!(
                     "warning: {file}: it describes {names}, but the cluster has {}; it has no effect",
                     found.join(", ")
                 );
@@ -529,7 +529,7 @@ impl PlanOptions {
                     Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
                     _ => (Target::Altiplano, "in no framework's own format"),
                 };
-                eprintln!("note: planning for --target {}, since the model is {kind}", target.name());
+                complain!("note: planning for --target {}, since the model is {kind}", target.name());
                 target
             }
         }
@@ -590,7 +590,7 @@ pub fn predict_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
 /// Warns on stderr about the parts of a plan that a profile does not cover.
 fn say_uncovered(plan: &Plan, profile: Option<&Profile>) -> Result<(), Error> {
     if let Some(profile) = profile {
-        uncovered(plan, profile)?.iter().for_each(|line| eprintln!("warning: {line}"));
+        uncovered(plan, profile)?.iter().for_each(|line| complain!("warning: {line}"));
     }
     Ok(())
 }

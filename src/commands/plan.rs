@@ -68,7 +68,7 @@ impl Plan {
         };
         plan.made_by = Some(made_by());
         if bar.stopped() {
-            bar.suspend(|| eprintln!("note: the search was cancelled; this is its best plan so far"));
+            bar.suspend(|| complain!("note: the search was cancelled; this is its best plan so far"));
         }
         drop(bar);
         if let Some(file) = &self.output {

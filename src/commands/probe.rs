@@ -112,7 +112,7 @@ fn nvidia_smi(arguments: &[&str]) -> Option<String> {
         return Some(text);
     }
     let reason = text.lines().chain(String::from_utf8_lossy(&output.stderr).lines()).next().unwrap_or("").to_string();
-    eprintln!("warning: nvidia-smi {} failed and is ignored: {reason}", arguments[0]);
+    complain!("warning: nvidia-smi {} failed and is ignored: {reason}", arguments[0]);
     None
 }
 

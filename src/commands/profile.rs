@@ -72,7 +72,7 @@ impl Profile {
             None => measured_profile(self.quick, &mut tell)?,
         };
         drop(bar);
-        eprintln!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));
+        complain!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));
         self.write(&profile)
     }
 
@@ -99,7 +99,7 @@ impl Profile {
             let (count, taken_s) = (found.measured.len(), start.elapsed().as_secs_f64());
             let [nodes, ranks] = [links.nodes, links.ranks_on_node];
             let profile = with_links(profile, found, [nodes, ranks], taken_s);
-            eprintln!("measured {count} series of links in {} on {nodes} x {ranks} ranks", seconds(taken_s));
+            complain!("measured {count} series of links in {} on {nodes} x {ranks} ranks", seconds(taken_s));
             self.write(&profile)?;
         }
         Ok(world.finish()?)

@@ -170,7 +170,7 @@ fn refused(place: &Place, options: &[&str]) -> Error {
 }
 
 fn ends() -> Ends {
-    Ends { say: Box::new(|message| eprintln!("error: {message}")), exit: Box::new(|code| leave(code)) }
+    Ends { say: Box::new(|message| complain!("error: {message}")), exit: Box::new(|code| leave(code)) }
 }
 
 /// Runs a function as one process of a world. An error in one ends all.

@@ -20,7 +20,7 @@ use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, trai
 use altiplano::units::{digits, percent, seconds};
 use altiplano::{Error, expect_writable, held, one_line, write_file};
 use clap::Args;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,6 +55,10 @@ pub struct Run {
     /// Resume from the newest complete checkpoint, up to --steps steps in all, under any plan of the model
     #[arg(long, requires = "checkpoint")]
     resume: bool,
+    /// Another signal that ends the run after the step in progress, as SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGXCPU do: a
+    /// name such as USR2, or a number
+    #[arg(long, value_name = "NAME", value_parser = signal_named)]
+    signal: Option<i32>,
     /// Write a JSON line per step (step, loss, learning_rate, seconds, samples_per_s, data_wait_s; if known,
     /// gradient_norm, noise_scale, loss_scale of the next step, skipped_steps) and per evaluation (step, eval_loss)
     #[arg(long, value_name = "FILE")]
@@ -180,7 +184,7 @@ impl Run {
             return self.end(&plan, profile.as_ref(), &ran);
         }
         team.expect_same(&plan, &training)?;
-        let stopped = signals(&bar);
+        let stopped = signals(&bar, self.signal);
         let signal = || Some(stopped.load(Ordering::Relaxed) as i32).filter(|&signal| signal != 0);
         let (mut waited_s, mut spent_s) = (0.0, 0.0);
         let on_event = |event: Event<'_>| match event {
@@ -237,18 +241,42 @@ impl Run {
     }
 }
 
+/// Signals that end a run after the step in progress: those of users and of job schedulers.
+const SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGXCPU];
+
+/// The number of a signal that a program can handle.
+fn signal_named(text: &str) -> Result<i32, String> {
+    let names = [("HUP", SIGHUP), ("INT", SIGINT), ("QUIT", SIGQUIT), ("USR1", SIGUSR1), ("USR2", SIGUSR2)];
+    let names = names.into_iter().chain([("ALRM", SIGALRM), ("TERM", SIGTERM), ("XCPU", SIGXCPU)]);
+    let upper = text.to_ascii_uppercase();
+    let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    let named = names.clone().find(|(known, _)| *known == name).map(|(_, number)| number);
+    // Numbers are those of the signals above and of real-time signals, which libc leaves from 34 on.
+    let numbered = text.parse().ok().filter(|&n| (34..=64).contains(&n) || names.clone().any(|(_, known)| known == n));
+    named.or(numbered).ok_or_else(|| "not one of HUP, INT, QUIT, USR1, USR2, ALRM, TERM, XCPU and 34 to 64".to_string())
+}
+
+/// Returns whether the program was started with a signal ignored, as `nohup` does with SIGHUP.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
 /// The signal that asks the run to end, once received; a second one ends it at once.
-fn signals(bar: &Bar) -> Arc<AtomicUsize> {
+fn signals(bar: &Bar, also: Option<i32>) -> Arc<AtomicUsize> {
     let stopped = Arc::new(AtomicUsize::new(0));
     let again = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    let also = also.filter(|signal| !SIGNALS.contains(signal));
+    for signal in SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)).chain(also) {
         // If no handler can be set, the signal ends the program at once. The order matters: the first signal of a kind
         // arms the shutdown by the second.
         let set = register_conditional_shutdown(signal, 128 + signal, again.clone())
             .and_then(|_| register(signal, again.clone()))
             .and_then(|_| register_usize(signal, stopped.clone(), signal as usize));
         if let Err(error) = set {
-            bar.suspend(|| eprintln!("warning: a signal will end the run at once: {error}"));
+            bar.suspend(|| complain!("warning: a signal will end the run at once: {error}"));
         }
     }
     stopped
@@ -269,11 +297,23 @@ fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
         Event::FromTheStart => say("no checkpoint yet: starting from the beginning"),
         Event::Written { step, place } => say(format!("checkpoint of step {step}: {}", place.display())),
         Event::Damaged { error } => {
-            eprintln!("warning: {error}; trying the previous one");
+            complain!("warning: {error}; trying the previous one");
             Ok(())
         }
         Event::NotWritten { step, error } => {
-            eprintln!("warning: no checkpoint of step {step} was written, and earlier ones are unaffected: {error}");
+            complain!("warning: no checkpoint of step {step} was written, and earlier ones are unaffected: {error}");
+            Ok(())
+        }
+        Event::NotEvaluated { step, error } => {
+            complain!("warning: no evaluation after step {step} and later ones, and training goes on: {error}");
+            Ok(())
+        }
+        Event::MetricsEnded { error } => {
+            complain!("warning: no more metrics are written, and training goes on: {error}");
+            Ok(())
+        }
+        Event::MetricsCopied { copy } => {
+            complain!("note: the file of metrics is cut to the steps done; {} has its former content", copy.display());
             Ok(())
         }
     }

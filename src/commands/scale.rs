@@ -129,7 +129,7 @@ impl Scale {
         if let Some(file) = &self.html {
             write_file(file, &scaling_html(&found))?;
         }
-        eprintln!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
+        complain!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
         if self.json { say(format!("{:#}", scaling_json(&found))) } else { say(scaling_text(&found)) }
     }
 

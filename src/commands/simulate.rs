@@ -41,7 +41,7 @@ impl Simulate {
             None => None,
         };
         if let (Some(measured), None) = (&plan.profile, &profile) {
-            eprintln!(
+            complain!(
                 "note: the plan was predicted by the {measured}; without --profile the cluster's figures simulate it"
             );
         }

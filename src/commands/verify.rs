@@ -50,7 +50,7 @@ impl Verify {
             None => {}
         }
         if verified.no_gradient {
-            eprintln!("warning: all gradients are zero, in the plan and on one device: their agreement means little");
+            complain!("warning: all gradients are zero, in the plan and on one device: their agreement means little");
         }
         match verified.failure() {
             None => say("the numbers agree"),

@@ -45,13 +45,17 @@ struct Number {
 
 impl Metrics {
     /// Creates a file, or continues one after the line of step `done`, so that repeated steps do not appear twice.
-    pub fn open(file: &Path, done: u64) -> Result<Metrics, Error> {
+    /// Later lines are lost from it, so it is copied first, and `on_copy` gets the copy's name.
+    pub fn open(file: &Path, done: u64, on_copy: impl FnOnce(&Path) -> Result<(), Error>) -> Result<Metrics, Error> {
         let write = |error| Error::Write { file: file.to_path_buf(), error };
         let kept = if done == 0 { 0 } else { kept_bytes(file, done).map_err(write)? };
         let open = OpenOptions::new().create(true).append(true).open(file).map_err(write)?;
+        let metadata = open.metadata().map_err(write)?;
         // A pipe cannot be truncated.
-        if open.metadata().map_err(write)?.is_file() {
+        if metadata.is_file() && metadata.len() > kept {
+            let copy = copied(file)?;
             open.set_len(kept).map_err(write)?;
+            on_copy(&copy)?;
         }
         Ok(Metrics { file: file.to_path_buf(), open })
     }
@@ -95,6 +99,30 @@ impl Metrics {
         let text = serde_json::to_string(line).unwrap_or_default() + "\n";
         let written = self.open.write_all(text.as_bytes()).and_then(|()| self.open.flush());
         written.map_err(|error| Error::Write { file: self.file.clone(), error })
+    }
+}
+
+/// Copies a file to its name with the first free number: `metrics.jsonl.1`.
+fn copied(file: &Path) -> Result<PathBuf, Error> {
+    let numbered = |number: u64| {
+        let mut name = file.as_os_str().to_os_string();
+        name.push(format!(".{number}"));
+        PathBuf::from(name)
+    };
+    let mut number = 1;
+    loop {
+        let copy = numbered(number);
+        match OpenOptions::new().write(true).create_new(true).open(&copy) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
+            Err(error) => return Err(Error::Write { file: copy, error }),
+            Ok(mut to) => {
+                let bytes = File::open(file).and_then(|mut from| std::io::copy(&mut from, &mut to));
+                return bytes
+                    .and_then(|_| to.sync_all())
+                    .map(|()| copy.clone())
+                    .map_err(|error| Error::Write { file: copy, error });
+            }
+        }
     }
 }
 

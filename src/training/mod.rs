@@ -15,6 +15,7 @@ pub(crate) mod onnx_weights;
 pub mod rate;
 mod shuffle;
 mod source;
+mod steps;
 pub mod team;
 
 pub use bounds::{Bound, bound};
@@ -34,17 +35,14 @@ use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
 use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
-use altiplano_runtime::ranks::World;
-use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, StepReport};
-use checkpoint::{CheckpointProblem, Checkpoints, DataState, Folder, Manifest, Writer, Written, load, newest};
-use evaluation::{Evaluation, EvaluationOptions};
-use loader::{Loaded, Loader};
-use metrics::Metrics;
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session};
+use checkpoint::{Checkpoints, DataState, Folder, Manifest, newest};
+use evaluation::EvaluationOptions;
 use noise::{NoiseEstimate, NoiseScale};
 use rate::RateSchedule;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use steps::train_in;
 use team::Team;
 
 /// Maximum number of devices that run as threads of one machine.
@@ -137,6 +135,19 @@ pub enum Event<'a> {
         step: u64,
         error: &'a Error,
     },
+    /// Held-out data could not be read; there are no more evaluations.
+    NotEvaluated {
+        step: u64,
+        error: &'a Error,
+    },
+    /// Metrics could not be written; there are no more.
+    MetricsEnded {
+        error: &'a Error,
+    },
+    /// The file of metrics had later lines than those of the steps done. A copy keeps them.
+    MetricsCopied {
+        copy: &'a Path,
+    },
 }
 
 /// The records of a completed run.
@@ -209,193 +220,6 @@ fn resumed(
     Ok(Some((manifest, place)))
 }
 
-fn train_in(
-    plan: &Plan,
-    training: &Training,
-    session: &mut Session,
-    folder: Option<Folder>,
-    signal: impl Fn() -> Option<i32>,
-    on_event: &mut dyn FnMut(Event<'_>) -> Result<(), Error>,
-) -> Result<Ran, Error> {
-    let checkpoints = training.checkpoints.as_ref();
-    let from = match checkpoints {
-        Some(options) if options.resume => resumed(plan, session, options, &mut *on_event)?,
-        _ => None,
-    };
-    let resumes = checkpoints.is_some_and(|options| options.resume);
-    let mut writer = checkpoints.map(|options| match folder {
-        Some(folder) => Writer::new(folder),
-        None => Writer::contributing(options.clone()),
-    });
-    // A resumed run keeps its original seeds.
-    let mut training = training.clone();
-    if let Some((manifest, _)) = &from {
-        (training.seed, training.data.shuffle) = (manifest.data.seed, manifest.data.shuffle);
-    }
-    let training = &training;
-    let (weights, mut batches) = start_of(plan, training, |name| from.is_none() && session.holds(name))?;
-    let mut done = 0;
-    match &from {
-        Some((manifest, place)) => {
-            let same = manifest.data.expect_same(&data_state(training, &batches));
-            same.map_err(|problem| problem.at(place))?;
-            note(session, || format!("loading {}", place.display()));
-            load(plan, session, manifest, place)?;
-            batches.seek(manifest.data.position);
-            done = manifest.step;
-            on_event(Event::Resumed { step: done, place })?;
-        }
-        None => {
-            for (name, weights) in weights {
-                session.load_parameter(&name, &weights)?;
-            }
-            if resumes {
-                on_event(Event::FromTheStart)?;
-            }
-        }
-    }
-    if let Some(description) = batches.description() {
-        on_event(Event::Data { description: &description })?;
-    }
-    let mut metrics =
-        training.metrics.as_ref().filter(|_| session.leads()).map(|file| Metrics::open(file, done)).transpose()?;
-    let evaluation = training.evaluation.as_ref();
-    let mut evaluates = evaluation.map(|options| Evaluation::new(plan, training, options, session)).transpose()?;
-    let mut noise = NoiseScale::new(plan.global_batch);
-    let data_state = data_state(training, &batches);
-    let mut scales = plan.loss_scale.filter(|_| plan.staleness() == 0).map(Scales::new);
-    if let Some(scales) = scales.as_mut().filter(|_| from.is_some()) {
-        scales.read(plan, session)?;
-    }
-    batches.read_only(|input, dim, rows| session.rows_read(input, dim, rows));
-    let mut loader = Loader::new(batches, training.steps.saturating_sub(done))?;
-    let mut last = Recorded::default();
-    let mut failed: Option<(u64, Error)> = None;
-    let overlaps = session.overlaps();
-    let evaluates_at = evaluation.map(|options| options.every.max(1));
-    // After these steps a checkpoint needs weights that include all gradients.
-    let writes = |number: u64| {
-        let is_due = checkpoints.and_then(|options| options.every).is_some_and(|n| n > 0 && number.is_multiple_of(n));
-        number == training.steps || is_due
-    };
-    let looks = |number: u64| writes(number) || evaluates_at.is_some_and(|every| number.is_multiple_of(every));
-    // If state is read after each step, the next one must wait.
-    let queues = session.queues() && !asks_for_norm(plan, training) && scales.is_none();
-    let mut begun: VecDeque<Ahead> = VecDeque::new();
-    let (mut next, mut interrupted) = (done + 1, None);
-    // Recent duration of a step.
-    let mut pace_s = f64::INFINITY;
-    loop {
-        // Steps are begun ahead if they overlap. Short steps are queued, so that devices neither need a wake-up for
-        // each nor compete for a core with this thread.
-        let most = match (overlaps, queues && pace_s < SHORT_S) {
-            (_, true) => ((AHEAD_S / pace_s) as usize).clamp(2, MAX_AHEAD),
-            (true, false) => 2,
-            (false, false) => 1,
-        };
-        let refills = begun.len() <= most / 2;
-        while refills
-            && next <= training.steps
-            && begun.len() < most
-            && interrupted.is_none()
-            && !begun.back().is_some_and(|last| looks(last.number))
-        {
-            let number = next;
-            note(session, || format!("waiting for the data of step {number}"));
-            let Some((Loaded { batch, position }, data_wait_s)) = loader.next()? else { break };
-            let learning_rate = training.rate_schedule.at(number, training.learning_rate);
-            session.say(word_of(signal()));
-            let running = session.begin_step(&batch, &scalars(learning_rate, number));
-            running.map_err(|error| at_step(number, error))?;
-            begun.push_back(Ahead { number, learning_rate, data_wait_s, position });
-            next += 1;
-        }
-        // Wait until half of them are done.
-        if refills && begun.len() > most / 2 && most > 2 {
-            std::thread::sleep(Duration::from_secs_f64(pace_s * (begun.len() - most / 2) as f64));
-        }
-        let Some(Ahead { number, learning_rate, data_wait_s, position }) = begun.pop_front() else { break };
-        session.say(word_of(signal()));
-        let report = session.end_step().map_err(|error| at_step(number, error))?;
-        let StepReport { loss, seconds, recordings, said, .. } = report;
-        interrupted = interrupted.or(i32::try_from(said).ok().filter(|&signal| signal != 0));
-        let samples_per_s = plan.global_batch as f64 / seconds;
-        let gradient_norm = measured(plan, training, session, &mut noise)?;
-        let noise_scale = noise.now();
-        let scaling = scales.as_mut().map(|scales| scales.read(plan, session)).transpose()?;
-        let step = Step {
-            number,
-            loss,
-            learning_rate,
-            seconds,
-            samples_per_s,
-            data_wait_s,
-            // A skipped step has none.
-            gradient_norm: gradient_norm.filter(|norm| norm.is_finite() || scaling.is_none()),
-            noise_scale,
-            scaling,
-        };
-        if let Some(metrics) = &mut metrics {
-            metrics.write(&step)?;
-        }
-        on_event(Event::Step(&step))?;
-        last = Recorded { seconds, recordings };
-        // A single slow step says little about the next.
-        pace_s = last.seconds.min(1.25 * pace_s).max(1e-6);
-        if !loss.is_finite() {
-            return Err(Error::Diverged { step: number, loss });
-        }
-        // First complete the steps begun ahead.
-        let signal = interrupted.filter(|_| begun.is_empty());
-        if signal.is_some() || writes(number) {
-            session.flush().map_err(|error| at_step(number, error))?;
-        }
-        if let Some(evaluation) = &mut evaluates
-            && (evaluates_at.is_some_and(|every| number.is_multiple_of(every)) || number == training.steps)
-        {
-            let start = Instant::now();
-            let loss = evaluation.loss(session)?;
-            if let Some(metrics) = &mut metrics {
-                metrics.write_evaluation(number, loss)?;
-            }
-            on_event(Event::Evaluated { step: number, loss, seconds: start.elapsed().as_secs_f64() })?;
-        }
-        if let Some(writer) = &mut writer {
-            tell(writer.poll(), &mut failed, &mut *on_event)?;
-            if signal.is_some() || writes(number) {
-                tell(writer.finish(), &mut failed, &mut *on_event)?;
-                let data = DataState { position, ..data_state.clone() };
-                note(session, || format!("gathering the checkpoint of step {number}"));
-                writer.start(plan, session, Manifest::new(plan, number, data))?;
-            }
-        }
-        if let Some(signal) = signal {
-            if let Some(writer) = &mut writer {
-                note(session, || format!("writing the checkpoint of step {number}"));
-                tell(writer.finish(), &mut failed, &mut *on_event)?;
-            }
-            // No process may end the run before everything is written.
-            session.world().map_or(Ok(()), World::meet)?;
-            return Err(Error::Interrupted { signal, step: number });
-        }
-    }
-    if let Some(writer) = &mut writer {
-        note(session, || "writing the last checkpoint".to_string());
-        tell(writer.finish(), &mut failed, &mut *on_event)?;
-    }
-    match (failed, &training.checkpoints) {
-        // The run's result is its last checkpoint, so failing to write it is an error.
-        (Some((step, error)), Some(options)) => {
-            Err(CheckpointProblem::NotWritten { step, error: Box::new(error) }.at(&options.folder))
-        }
-        _ => {
-            let recordings = session.all_recordings(last.recordings)?;
-            let last = Recorded { recordings, ..last };
-            Ok(Ran { peak_bytes: session.all_peak_bytes()?, last, noise: noise.estimate() })
-        }
-    }
-}
-
 /// The source of batches, and the current position.
 fn data_state(training: &Training, batches: &Batches) -> DataState {
     DataState {
@@ -414,15 +238,6 @@ const SHORT_S: f64 = 0.1;
 /// Total duration of queued steps, and the limit on their number.
 const AHEAD_S: f64 = 0.01;
 const MAX_AHEAD: usize = 64;
-
-/// A step that was issued to the devices.
-struct Ahead {
-    number: u64,
-    learning_rate: f64,
-    data_wait_s: f64,
-    /// Position in the data after the step.
-    position: checkpoint::Position,
-}
 
 /// The number of a signal as a word for the other processes; 0 is none.
 fn word_of(signal: Option<i32>) -> u64 {
@@ -484,26 +299,6 @@ fn measured(
 /// awaited. The norm of late gradients is unknown when their step ends.
 fn asks_for_norm(plan: &Plan, training: &Training) -> bool {
     plan.measure_noise || plan.staleness() == 0 && plan.clip_norm.is_some() && training.metrics.is_some()
-}
-
-/// Reports the outcome of a checkpoint. The last error stays until a checkpoint succeeds.
-fn tell(
-    written: Option<Written>,
-    failed: &mut Option<(u64, Error)>,
-    mut on_event: impl FnMut(Event<'_>) -> Result<(), Error>,
-) -> Result<(), Error> {
-    let Some(Written { step, result }) = written else { return Ok(()) };
-    match result {
-        Ok(place) => {
-            *failed = None;
-            on_event(Event::Written { step, place: &place })
-        }
-        Err(error) => {
-            on_event(Event::NotWritten { step, error: &error })?;
-            *failed = Some((step, error));
-            Ok(())
-        }
-    }
 }
 
 /// Adds the step to the error of an op that made a NaN.

@@ -11,6 +11,7 @@ use altiplano::training::Training;
 use altiplano::training::checkpoint::{Checkpoints, DataState, Folder, Manifest, Writer, list, load, newest, verify};
 use altiplano::training::team::Team;
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -372,18 +373,85 @@ fn a_full_disk_costs_nothing_else() {
     assert_eq!(left.expect("checkpoints"), [true]);
 }
 
+/// As `altiplano run | head`: the steps done are in a checkpoint, and the exit code is that of a failure.
+#[test]
+fn a_closed_stdout_ends_a_run_with_a_checkpoint() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("checkpoints");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+        .args(["run", DEMO, "--cluster", "local:2", "--dp", "2", "--steps", "100000", "--checkpoint"])
+        .arg(&folder)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the binary starts");
+    let mut stdout = BufReader::new(child.stdout.take().expect("a pipe"));
+    let mut line = String::new();
+    while !line.contains("step    2") {
+        line.clear();
+        assert!(stdout.read_line(&mut line).expect("a line") > 0, "the run ended");
+    }
+    drop(stdout);
+    let output = child.wait_with_output().expect("a status");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let found = list(&folder).expect("checkpoints");
+    assert_eq!(found.len(), 1, "{said}");
+    let manifest = verify(&found[0].place).expect("it is whole");
+    assert!(manifest.step >= 2, "{said}");
+    assert!(
+        said.contains(&format!("the run ended after step {}, whose checkpoint is written", manifest.step)),
+        "{said}"
+    );
+}
+
+/// Metrics and held-out data that fail in mid-run end with a warning, and training goes on.
+#[test]
+fn metrics_that_cannot_be_written_cost_nothing_else() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("checkpoints").display().to_string();
+    let output = run(&["--steps", "3", "--checkpoint", &folder, "--metrics", "/dev/full"]);
+    assert_eq!(output.code, Some(0), "{}", output.stderr);
+    assert_eq!(output.stderr.matches("no more metrics are written").count(), 1, "{}", output.stderr);
+    assert!(output.stdout.contains("checkpoint of step 3"), "{}", output.stdout);
+}
+
+/// A folder without a checkpoint starts a run anew. The metrics of the former run are kept.
+#[test]
+fn metrics_are_copied_before_they_are_cut() {
+    let scratch = Scratch::new();
+    let path = |name: &str| scratch.path(name).display().to_string();
+    let metrics = path("metrics.jsonl");
+    let of_run = |folder: &str, steps: &str| {
+        let output = run(&["--steps", steps, "--checkpoint", &path(folder), "--resume", "--metrics", &metrics]);
+        assert_eq!(output.code, Some(0), "{}", output.stderr);
+        output.stderr
+    };
+    of_run("checkpoints", "2");
+    let former = std::fs::read_to_string(&metrics).expect("metrics");
+    assert!(!of_run("checkpoints", "3").contains("former content"));
+    let longer = std::fs::read_to_string(&metrics).expect("metrics");
+    assert!(longer.starts_with(&former) && longer.lines().count() == 3, "{longer}");
+    let said = of_run("chekpoints", "1");
+    assert!(said.contains("metrics.jsonl.1 has its former content"), "{said}");
+    assert_eq!(std::fs::read_to_string(path("metrics.jsonl.1")).expect("a copy"), longer);
+    assert_eq!(std::fs::read_to_string(&metrics).expect("metrics").lines().count(), 1);
+}
+
 #[cfg(unix)]
 #[test]
 fn signals_end_a_run_with_a_checkpoint() {
-    for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
+    for (signal, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138), ("-USR2", 140)] {
         let scratch = Scratch::new();
         let (folder, out) = (scratch.path("checkpoints"), scratch.path("out"));
         let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
-            .args(["run", DEMO, "--cluster", "local:1", "--steps", "100000", "--checkpoint"])
+            .args(["run", DEMO, "--cluster", "local:1", "--steps", "100000", "--signal", "usr2", "--checkpoint"])
             .arg(&folder)
             .stdin(Stdio::null())
             .stdout(std::fs::File::create(&out).expect("a file"))
-            .stderr(Stdio::null())
+            // Nor does a message that cannot be written change the exit code.
+            .stderr(std::fs::OpenOptions::new().write(true).open("/dev/full").expect("a device"))
             .spawn()
             .expect("the binary starts");
         let said = || std::fs::read_to_string(&out).unwrap_or_default();
