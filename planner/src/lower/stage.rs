@@ -20,10 +20,12 @@ use super::{Cut, StageContext, by_layout};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Op, Roll};
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Transfer, TransferId};
+use altiplano_ir::rule::OpShardings;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
 pub use server::{Server, lower_server, weights_alone};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A stage's bodies and the buffers that it exchanges with other stages.
@@ -251,31 +253,50 @@ impl<'a> StageLowering<'a> {
         b
     }
 
-    /// Makes a value of the forward graph available in the backward body, as close to layout `to` as possible.
+    /// Makes a value of the forward graph available in the backward body, as close to layout `to` as possible. What is
+    /// recomputed for it comes first, in an order of its own stack: a chain of ops is as long as the model.
     fn fetch(&mut self, b: &mut BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId, to: &Sharding) {
+        enum Task<'a> {
+            Fetch(ValueId, Cow<'a, Sharding>),
+            Emit(ValueId, Box<OpShardings>),
+        }
         let cx = self.cx;
-        if v.index() >= cx.training.num_forward || cx.is_constant(v) || b.layouts(v).iter().any(|(s, _)| s == to) {
-            return;
-        }
-        if self.fetch_outer(b, v, to) {
-            return;
-        }
-        if self.again.contains(&v) {
-            if b.layouts(v).is_empty() {
-                let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
-                let shardings = rule.shardings(strategy, &cx.mesh);
-                if let Some((from, roll)) = self.rolled_from(v) {
-                    self.fetch(b, forward, from, &shardings.operands[0]);
-                    b.emit_as(v, (&Op::Roll(roll), &[from]), &rule, strategy, &shardings);
-                    return;
+        let mut tasks = vec![Task::Fetch(v, Cow::Borrowed(to))];
+        while let Some(task) = tasks.pop() {
+            match task {
+                Task::Emit(v, shardings) => {
+                    let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
+                    match self.rolled_from(v) {
+                        Some((from, roll)) => b.emit_as(v, (&Op::Roll(roll), &[from]), &rule, strategy, &shardings),
+                        None => b.emit(v, &rule, strategy, &shardings),
+                    }
                 }
-                for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
-                    self.fetch(b, forward, o, to);
+                Task::Fetch(v, to) => {
+                    let is_known = v.index() >= cx.training.num_forward || cx.is_constant(v);
+                    if is_known || b.layouts(v).iter().any(|(s, _)| *s == *to) || self.fetch_outer(b, v, &to) {
+                        continue;
+                    }
+                    if !self.again.contains(&v) {
+                        self.fetch_saved(b, forward, v, &to);
+                    } else if b.layouts(v).is_empty() {
+                        let shardings = Box::new(cx.graph.rule(v).shardings(cx.strategy(v), &cx.mesh));
+                        let operands: Vec<ValueId> = match self.rolled_from(v) {
+                            Some((from, _)) => vec![from],
+                            None => cx.graph.node(v).operands.to_vec(),
+                        };
+                        let layouts = shardings.operands.clone();
+                        tasks.push(Task::Emit(v, shardings));
+                        let operands = operands.into_iter().zip(layouts).rev();
+                        tasks.extend(operands.map(|(o, to)| Task::Fetch(o, Cow::Owned(to))));
+                    }
                 }
-                b.emit(v, &rule, strategy, &shardings);
             }
-            return;
         }
+    }
+
+    /// Reads a saved value of the forward pass in the backward body.
+    fn fetch_saved(&mut self, b: &mut BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId, to: &Sharding) {
+        let cx = self.cx;
         // Read the saved value whose layout is cheapest to reshard to `to`; the smallest among equals.
         let ty = cx.graph.ty(v);
         let price = |s: &Sharding| (cx.reshard_s(ty, s, to), s.local_bytes(ty, &cx.mesh));
