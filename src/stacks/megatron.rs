@@ -201,6 +201,8 @@ pub const KNOBS: &[Knob] = &[
     // Older names and those of Megatron-DeepSpeed.
     reads_number!("model-parallel-size", tp),
     reads_number!("zero-stage", zero),
+    reads_number!("ds-sequence-parallel-size", cp),
+    noted!("deterministic-mode", "kernels are the fastest, deterministic or not"),
     reads!("checkpoint-activations", |c, v| {
         c.recompute = if truth(v)? { Some(Recompute::Full) } else { c.recompute };
         Ok(())

@@ -4,6 +4,9 @@ use super::{Given, Setting, SyntaxProblem, scalar};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
+/// The deepest nesting of options in variables that is read.
+const DEEPEST: usize = 4;
+
 /// A word of a script, with quotes removed. A separator ends the values of an option.
 enum Word {
     /// The text, its line, and true if it follows a line's start or a separator.
@@ -14,7 +17,19 @@ enum Word {
 /// The options of a script.
 pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
     let mut variables: BTreeMap<String, String> = BTreeMap::new();
+    let mut settings = options(text, &mut variables, 0)?;
+    settings.extend(of_launcher(&variables, text));
+    Ok(settings)
+}
+
+/// Reads a part of a script. Texts of options that a variable holds are parts of their own.
+fn options(
+    text: &str,
+    variables: &mut BTreeMap<String, String>,
+    depth: usize,
+) -> Result<Vec<Setting>, SyntaxProblem> {
     let mut settings: Vec<Setting> = Vec::new();
+    let mut held: Vec<Setting> = Vec::new();
     let mut option: Option<(String, usize, Vec<String>)> = None;
     let mut finish = |option: &mut Option<(String, usize, Vec<String>)>| {
         if let Some((name, line, values)) = option.take() {
@@ -28,27 +43,38 @@ pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
             continue;
         };
         let raw = word.clone();
-        let word = substituted(&word, &variables, 0);
+        let word = substituted(&word, variables, 0);
         let named = raw.strip_prefix("--").filter(|rest| rest.starts_with(|c: char| c.is_ascii_alphabetic()));
         if named.is_some() {
             finish(&mut option);
-            let name = word.trim_start_matches("--");
+            // An option and its values may stand in one pair of quotes.
+            let mut parts = word.trim_start_matches("--").split_whitespace().map(String::from);
+            let name = parts.next().unwrap_or_default();
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            // A pattern of the script's own options, not one that it gives.
+            if !name.split('=').next().unwrap_or("").chars().all(is_plain) {
+                continue;
+            }
             option = Some(match name.split_once('=') {
                 Some((name, value)) => (name.to_string(), line, vec![value.to_string()]),
-                None => (name.to_string(), line, Vec::new()),
+                None => (name, line, parts.collect()),
             });
             continue;
         }
         let assigned = raw.split_once('=').filter(|(name, _)| is_name(name));
         match (assigned, &mut option) {
-            (Some((name, value)), _) if is_first => {
+            (Some((name, value)), _) if is_first || name.chars().all(|c| !c.is_ascii_lowercase()) => {
                 finish(&mut option);
-                variables.insert(name.to_string(), substituted(value, &variables, 0));
+                if value.split_whitespace().any(|word| word.starts_with("--")) && depth < DEEPEST {
+                    let inner = options(value, variables, depth + 1).unwrap_or_default();
+                    held.extend(inner.into_iter().map(|s| Setting { line: s.line + line - 1, ..s }));
+                }
+                let value = substituted(value, variables, 0);
+                variables.insert(name.to_string(), value);
             }
-            (Some((name, value)), None) if !is_first => {
-                // `key=value`, as some programs take their options.
-                let (path, value) = (vec![name.to_string()], substituted(value, &variables, 0));
-                option = Some((path.join("."), line, vec![value]));
+            // `key=value`, as some programs take their options.
+            (Some((name, value)), None) => {
+                option = Some((name.to_string(), line, vec![substituted(value, variables, 0)]));
                 finish(&mut option);
             }
             (None, None) if raw.contains('=') && !raw.starts_with(['-', '$']) => {
@@ -65,7 +91,7 @@ pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
         }
     }
     finish(&mut option);
-    settings.extend(of_launcher(&variables, text));
+    settings.extend(held);
     Ok(settings)
 }
 
@@ -115,7 +141,10 @@ fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
     let mut quote: Option<(char, usize)> = None;
     let end = |found: &mut Vec<Word>, word: &mut String, started: &mut bool, begun: usize, first: &mut bool| {
         if std::mem::take(started) {
-            found.push(Word::Text(std::mem::take(word), begun, std::mem::take(first)));
+            // What `export` sets is a variable as well.
+            let stays = *first && word == "export";
+            found.push(Word::Text(std::mem::take(word), begun, *first));
+            *first = stays;
         }
     };
     while let Some(c) = chars.next() {
@@ -128,7 +157,8 @@ fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
             (Some(('"', _)), '\\') => {
                 let next = chars.next();
                 line += usize::from(next == Some('\n'));
-                word.extend(next.filter(|&next| next != '\n'));
+                // Ends of lines are kept, for the numbers of lines of options in the text.
+                word.extend(next);
             }
             (Some(_), c) => word.push(c),
             (None, '\'' | '"') => (quote, started) = (Some((c, line)), true),
