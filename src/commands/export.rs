@@ -2,7 +2,7 @@
 
 use crate::commands::say;
 use altiplano::export::{Stack, export};
-use altiplano::{Error, stacks, expect_writable, load_plan, write_file};
+use altiplano::{Error, expect_writable, load_plan, stacks, write_file};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 

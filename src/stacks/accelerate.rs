@@ -13,6 +13,7 @@ pub static ACCELERATE: Stack = Stack {
     name: "accelerate",
     version: "accelerate 1.15",
     target: Target::Fsdp,
+    shards_by_degree: true,
     syntax: Syntax::Yaml,
     knobs: KNOBS,
     ignored: IGNORED,
@@ -32,11 +33,7 @@ pub static ACCELERATE: Stack = Stack {
 };
 
 const KNOBS: &[Knob] = &[
-    Knob {
-        name: "compute_environment",
-        read: |_, _| Ok(()),
-        write: |_| Some(Value::from("LOCAL_MACHINE")),
-    },
+    Knob { name: "compute_environment", read: |_, _| Ok(()), write: |_| Some(Value::from("LOCAL_MACHINE")) },
     Knob {
         name: "distributed_type",
         read: |c, v| {
@@ -46,13 +43,11 @@ const KNOBS: &[Knob] = &[
             c.zero = c.zero.or(Some(level));
             Ok(())
         },
-        write: |c| Some(Value::from(if c.zero == Some(0) && c.tp() == 1 && c.cp() == 1 { "MULTI_GPU" } else { "FSDP" })),
+        write: |c| {
+            Some(Value::from(if c.zero == Some(0) && c.tp() == 1 && c.cp() == 1 { "MULTI_GPU" } else { "FSDP" }))
+        },
     },
-    Knob {
-        name: "num_machines",
-        read: |_, v| super::count(v).map(|_| ()),
-        write: |c| c.nodes.map(Value::from),
-    },
+    Knob { name: "num_machines", read: |_, v| super::count(v).map(|_| ()), write: |c| c.nodes.map(Value::from) },
     number!("num_processes", devices),
     Knob {
         name: "mixed_precision",
@@ -70,11 +65,7 @@ const KNOBS: &[Knob] = &[
         },
     },
     number!("gradient_accumulation_steps", accumulation),
-    Knob {
-        name: "use_parallelism_config",
-        read: |_, _| Ok(()),
-        write: |c| has_mesh(c).then(|| Value::from("true")),
-    },
+    Knob { name: "use_parallelism_config", read: |_, _| Ok(()), write: |c| has_mesh(c).then(|| Value::from("true")) },
     Knob {
         name: "parallelism_config.parallelism_config_dp_replicate_size",
         read: |c, v| (number!("", replicate).read)(c, v),
@@ -112,14 +103,7 @@ const KNOBS: &[Knob] = &[
         write: |c| is_fsdp(c).then(|| Value::Bool(c.zero == Some(3))),
     },
     reads!("fsdp_config.fsdp_sharding_strategy", |c, v| {
-        let strategies = [
-            ("FULL_SHARD", 3),
-            ("SHARD_GRAD_OP", 2),
-            ("NO_SHARD", 0),
-            ("1", 3),
-            ("2", 2),
-            ("3", 0),
-        ];
+        let strategies = [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0), ("1", 3), ("2", 2), ("3", 0)];
         c.zero = match bare(v).as_str() {
             "HYBRID_SHARD" | "4" => {
                 c.shards_by_node = true;
@@ -213,12 +197,46 @@ const KNOBS: &[Knob] = &[
 ];
 
 const IGNORED: &[&str] = &[
-    "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "tpu_*", "debug",
-    "enable_cpu_affinity", "deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_init_flag", "zero3_save_16bit_model", "fsdp_backward_prefetch*",
-    "fsdp_cpu_ram_efficient_loading", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params", "gpu_ids", "dynamo_*", "command_file", "commands", "tpu_*", "main_process*", "parallelism_config_*_backend", "log_*",
-    "dynamo_config*", "mpirun_config*", "ipex_config*", "fsdp_offload_params", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "megatron_lm_config", "fsdp_config", "deepspeed_config", "parallelism_config", "parallelism_config_cp_backend", "parallelism_config_sp_backend",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "main_training_function",
+    "rdzv_backend",
+    "same_network",
+    "tpu_*",
+    "debug",
+    "enable_cpu_affinity",
+    "deepspeed_multinode_launcher",
+    "deepspeed_hostfile",
+    "zero3_init_flag",
+    "zero3_save_16bit_model",
+    "fsdp_backward_prefetch*",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_forward_prefetch",
+    "fsdp_sync_module_states",
+    "fsdp_use_orig_params",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params",
+    "gpu_ids",
+    "dynamo_*",
+    "command_file",
+    "commands",
+    "tpu_*",
+    "main_process*",
+    "parallelism_config_*_backend",
+    "log_*",
+    "dynamo_config*",
+    "mpirun_config*",
+    "ipex_config*",
+    "fsdp_offload_params",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "megatron_lm_config",
+    "fsdp_config",
+    "deepspeed_config",
+    "parallelism_config",
+    "parallelism_config_cp_backend",
+    "parallelism_config_sp_backend",
     "deepspeed_moe_layer_cls_names",
 ];
 
@@ -267,9 +285,7 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
     match () {
         () if c.pp() > 1 => unsayable("FSDP has no pipelines", "--pp 1"),
         () if c.ep() > 1 => unsayable("Accelerate has no expert parallelism", "--ep 1"),
-        () if c.cp() > 1 && c.zero == Some(0) => {
-            unsayable("context parallelism in Accelerate needs FSDP", "--zero 3")
-        }
+        () if c.cp() > 1 && c.zero == Some(0) => unsayable("context parallelism in Accelerate needs FSDP", "--zero 3"),
         () if !c.offload.is_none() => {
             unsayable("FSDP offloads parameters with the optimizer's state, and both at once only", "--offload none")
         }

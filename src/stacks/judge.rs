@@ -186,8 +186,7 @@ fn edits(c: &Configuration, devices: u32) -> Vec<Edit> {
     let mut edits: Vec<Edit> = Vec::new();
     let dp = c.replicas(devices).unwrap_or(1);
     type Degree = fn(&mut Configuration) -> &mut Option<u32>;
-    let degrees: [(Degree, u32); 3] =
-        [(|c| &mut c.tp, c.tp()), (|c| &mut c.pp, c.pp()), (|c| &mut c.cp, c.cp())];
+    let degrees: [(Degree, u32); 3] = [(|c| &mut c.tp, c.tp()), (|c| &mut c.pp, c.pp()), (|c| &mut c.cp, c.cp())];
     for (i, (degree, value)) in degrees.into_iter().enumerate() {
         // From or to replicas.
         if dp % 2 == 0 {
@@ -284,7 +283,7 @@ impl Judgement {
         let change = |edit: &Edit| {
             let mut c = from.clone();
             edit(&mut c);
-            let c = follow(c, from, devices)?;
+            let c = follow(self.stack, c, from, devices)?;
             if (self.stack.limit)(&c).is_some() || c.zero != from.zero && !says_zero(self.stack, &c) {
                 return None;
             }
@@ -442,16 +441,19 @@ fn better(a: &Change, b: &Change) -> bool {
 }
 
 /// Brings the knobs that depend on others in line after a change. `None` if that is impossible.
-fn follow(mut c: Configuration, from: &Configuration, devices: u32) -> Option<Configuration> {
-    let outer = c.replicate.unwrap_or(1).max(1);
+fn follow(stack: &Stack, mut c: Configuration, from: &Configuration, devices: u32) -> Option<Configuration> {
     let stated = c.shard.take();
-    let dp = c.replicas(devices).or_else(|_| {
-        c.replicate = Some(1);
-        c.replicas(devices)
-    });
-    let dp = dp.ok()?;
-    if stated.is_some() {
-        c.shard = Some(dp / c.replicate.unwrap_or(outer).max(1));
+    let shards = c.zero != Some(0);
+    // Groups of replicas that no longer divide them, or replicas that now shard or stop doing so.
+    if stack.shards_by_degree && (!shards || from.zero == Some(0)) || c.replicas(devices).is_err() {
+        c.replicate = None;
+    }
+    let dp = c.replicas(devices).ok()?;
+    if stack.shards_by_degree && !shards {
+        (c.replicate, c.shard) = (Some(dp), Some(1));
+    } else if stated.is_some() {
+        c.shard = Some(dp / c.replicate.unwrap_or(1).max(1));
+        c.replicate = c.replicate.or(from.replicate.map(|_| 1));
     }
     let region = u64::from(dp) * u64::from(c.tp()) * u64::from(c.cp());
     if c.ep() > 1 && region % u64::from(c.ep()) != 0 {

@@ -13,6 +13,7 @@ pub static MEGATRON_BRIDGE: Stack = Stack {
     name: "megatron-bridge",
     version: "megatron-core 0.16.1",
     target: Target::Megatron,
+    shards_by_degree: false,
     syntax: Syntax::Python,
     knobs: KNOBS,
     ignored: IGNORED,
@@ -169,7 +170,8 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "mixed_precision",
         read: |c, v| {
-            let known = [("bf16_mixed", DType::BF16), ("bf16", DType::BF16), ("fp16_mixed", DType::F16), ("fp16", DType::F16)];
+            let known =
+                [("bf16_mixed", DType::BF16), ("bf16", DType::BF16), ("fp16_mixed", DType::F16), ("fp16", DType::F16)];
             c.precision = Some(word(v, &known)?);
             Ok(())
         },
@@ -231,19 +233,73 @@ const KNOBS: &[Knob] = &[
 ];
 
 const IGNORED: &[&str] = &[
-    "tokenizer*", "logger*", "checkpoint*", "scheduler*", "rng*", "dataset*", "train_iters", "eval_*", "log_*", "lr*", "min_lr", "weight_decay",
-    "adam_*", "dist*", "profiling*", "rerun*", "ft*", "straggler*", "nvrx*", "manual_gc*", "comm_overlap*", "hf_path", "peft*", "name", "dir",
-    "model.gradient_accumulation_fusion", "cross_entropy_*", "moe_*", "apply_rope_fusion", "transformer_impl", "cuda_graph_*", "check_for_*",
-    "grad_reduce_in_fp32", "average_in_collective", "pipeline_dtype", "params_dtype", "enable_cuda_graph", "use_te_rng_tracker", "data_paths",
-    "mock", "blend*", "wandb*", "align_*", "main_*_dtype", "exp_avg*", "fp8_param_gather", "use_mcore*", "init_method_std", "mtp_loss_scaling_factor",
-    "wgrad_*", "warmup*", "decay*", "seed", "attention_backend", "bias_*", "gated_linear_unit", "model.qk_layernorm", "position_embedding_type",
+    "tokenizer*",
+    "logger*",
+    "checkpoint*",
+    "scheduler*",
+    "rng*",
+    "dataset*",
+    "train_iters",
+    "eval_*",
+    "log_*",
+    "lr*",
+    "min_lr",
+    "weight_decay",
+    "adam_*",
+    "dist*",
+    "profiling*",
+    "rerun*",
+    "ft*",
+    "straggler*",
+    "nvrx*",
+    "manual_gc*",
+    "comm_overlap*",
+    "hf_path",
+    "peft*",
+    "name",
+    "dir",
+    "model.gradient_accumulation_fusion",
+    "cross_entropy_*",
+    "moe_*",
+    "apply_rope_fusion",
+    "transformer_impl",
+    "cuda_graph_*",
+    "check_for_*",
+    "grad_reduce_in_fp32",
+    "average_in_collective",
+    "pipeline_dtype",
+    "params_dtype",
+    "enable_cuda_graph",
+    "use_te_rng_tracker",
+    "data_paths",
+    "mock",
+    "blend*",
+    "wandb*",
+    "align_*",
+    "main_*_dtype",
+    "exp_avg*",
+    "fp8_param_gather",
+    "use_mcore*",
+    "init_method_std",
+    "mtp_loss_scaling_factor",
+    "wgrad_*",
+    "warmup*",
+    "decay*",
+    "seed",
+    "attention_backend",
+    "bias_*",
+    "gated_linear_unit",
+    "model.qk_layernorm",
+    "position_embedding_type",
 ];
 
 fn text(page: &Page<'_>) -> String {
     let body = assignments(page, "    config.", python);
-    let cut = page.configuration.layout.as_ref().map_or(String::new(), |layers| {
-        format!("    # Decoder layers of each stage: {layers:?}.\n")
-    });
+    let cut = page
+        .configuration
+        .layout
+        .as_ref()
+        .map_or(String::new(), |layers| format!("    # Decoder layers of each stage: {layers:?}.\n"));
     format!(
         "{}\n\ndef altiplano(config):\n    \"\"\"Sets the plan's choices in a ConfigContainer, such as a recipe of megatron.bridge returns.\"\"\"\n{cut}{body}    return config\n",
         page.heading("# ")

@@ -36,6 +36,8 @@ pub struct Stack {
     pub version: &'static str,
     /// The software whose execution the planner knows that runs most like this stack.
     pub target: Target,
+    /// True if degrees of replicas and shards say what is sharded, rather than a level of ZeRO.
+    pub shards_by_degree: bool,
     /// The syntax of files that are written.
     pub syntax: Syntax,
     pub knobs: &'static [Knob],
@@ -146,8 +148,7 @@ impl Stack {
         let mut configuration = Configuration::default();
         let mut refused = Vec::new();
         for setting in settings {
-            let mut refuse =
-                |problem: String| refused.push((self.spelled(&setting.path), setting.line, problem));
+            let mut refuse = |problem: String| refused.push((self.spelled(&setting.path), setting.line, problem));
             match (self.knob(setting), &setting.given) {
                 (None, Given::Called(_)) => {}
                 (None, _) if setting.is_loose || self.is_ignored(setting) => {}

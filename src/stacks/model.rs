@@ -37,83 +37,81 @@ pub fn config(facts: &ModelFacts, sequence: Option<u64>) -> Result<String, Stack
     if !facts.latent {
         set("num_key_value_heads", json!(kv_heads));
     }
-    let family = match (facts.experts, facts.latent) {
-        (_, true) => latent(facts, layers, &mut set)?,
-        (Some(experts), false) => {
-            let width = facts.expert_inner.unwrap_or(inner);
-            set("num_experts_per_tok", json!(facts.experts_per_token.unwrap_or(2)));
-            match facts.shared_inner {
-                Some(shared) => {
-                    set("num_experts", json!(experts));
-                    set("moe_intermediate_size", json!(width));
-                    set("shared_expert_intermediate_size", json!(shared));
-                    set("mlp_only_layers", json!(dense_layers(facts, layers)));
-                    "qwen2_moe"
-                }
-                None if facts.qk_norm || !dense_layers(facts, layers).is_empty() => {
-                    set("num_experts", json!(experts));
-                    set("moe_intermediate_size", json!(width));
-                    set("mlp_only_layers", json!(dense_layers(facts, layers)));
-                    if facts.head_size.is_none() {
-                        set("head_dim", json!(hidden / heads.max(1)));
-                    }
-                    "qwen3_moe"
-                }
-                None => {
-                    set("num_local_experts", json!(experts));
-                    set("intermediate_size", json!(width));
-                    "mixtral"
-                }
-            }
-        }
-        (None, false) if facts.gated && facts.qk_norm => {
+    let family = match facts.experts {
+        _ if facts.latent => latent(facts, layers, &mut set)?,
+        Some(experts) => mixture(facts, layers, experts, [hidden, heads, inner], &mut set),
+        None => dense(facts, [hidden, heads, kv_heads], &mut set),
+    };
+    set("model_type", json!(family));
+    if family == "gpt2" {
+        return Ok(gpt2([layers.into(), hidden, heads, vocabulary, positions, inner], !facts.untied));
+    }
+    Ok(Value::Object(fields).to_string())
+}
+
+/// GPT-2 has names of its own for sizes.
+fn gpt2([layers, hidden, heads, vocabulary, positions, inner]: [u64; 6], tied: bool) -> String {
+    let config = json!({
+        "model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary,
+        "n_positions": positions, "n_inner": inner, "tie_word_embeddings": tied,
+    });
+    config.to_string()
+}
+
+/// A family without experts.
+fn dense(facts: &ModelFacts, [hidden, heads, kv_heads]: [u64; 3], set: &mut impl FnMut(&str, Value)) -> &'static str {
+    match () {
+        () if facts.gated && facts.qk_norm => {
             if facts.head_size.is_none() {
                 set("head_dim", json!(hidden / heads.max(1)));
             }
             "qwen3"
         }
-        (None, false) if facts.gated && facts.qkv_bias => "qwen2",
-        (None, false) if facts.gated => "llama",
-        (None, false) if facts.squared_relu => "nemotron",
+        () if facts.gated && facts.qkv_bias => "qwen2",
+        () if facts.gated => "llama",
+        () if facts.squared_relu => "nemotron",
         // Learned positions, as GPT-2 has them.
-        (None, false) if !facts.rotary && kv_heads == heads && facts.head_size.is_none() => {
-            set("n_inner", json!(inner));
-            for (name, alias) in [
-                ("n_embd", "hidden_size"),
-                ("n_head", "num_attention_heads"),
-                ("n_layer", "num_hidden_layers"),
-                ("n_positions", "max_position_embeddings"),
-            ] {
-                let value = match alias {
-                    "hidden_size" => json!(hidden),
-                    "num_attention_heads" => json!(heads),
-                    "num_hidden_layers" => json!(layers),
-                    _ => json!(positions),
-                };
-                set(name, value);
-            }
-            "gpt2"
-        }
-        (None, false) => {
+        () if !facts.rotary && kv_heads == heads && facts.head_size.is_none() => "gpt2",
+        () => {
             set("use_bias", json!(!facts.no_bias));
             "starcoder2"
         }
-    };
-    set("model_type", json!(family));
-    if family == "gpt2" {
-        let own = ["model_type", "vocab_size", "n_inner", "n_embd", "n_head", "n_layer", "n_positions", "tie_word_embeddings"];
-        fields.retain(|name, _| own.contains(&name.as_str()));
     }
-    Ok(Value::Object(fields).to_string())
+}
+
+/// A family with experts.
+fn mixture(
+    facts: &ModelFacts,
+    layers: u32,
+    experts: u64,
+    [hidden, heads, inner]: [u64; 3],
+    set: &mut impl FnMut(&str, Value),
+) -> &'static str {
+    let width = facts.expert_inner.unwrap_or(inner);
+    let plain = dense_layers(facts, layers);
+    set("num_experts_per_tok", json!(facts.experts_per_token.unwrap_or(2)));
+    if facts.shared_inner.is_none() && !facts.qk_norm && plain.is_empty() {
+        set("num_local_experts", json!(experts));
+        set("intermediate_size", json!(width));
+        return "mixtral";
+    }
+    set("num_experts", json!(experts));
+    set("moe_intermediate_size", json!(width));
+    set("mlp_only_layers", json!(plain));
+    if let Some(shared) = facts.shared_inner {
+        set("shared_expert_intermediate_size", json!(shared));
+        return "qwen2_moe";
+    }
+    if facts.head_size.is_none() {
+        set("head_dim", json!(hidden / heads.max(1)));
+    }
+    "qwen3_moe"
 }
 
 /// Latent attention, with experts: the family of DeepSeek-V3.
-fn latent(
-    facts: &ModelFacts,
-    layers: u32,
-    set: &mut impl FnMut(&str, Value),
-) -> Result<&'static str, StackProblem> {
-    let experts = facts.experts.ok_or(StackProblem::Model("the number of experts (--num-experts) of latent attention"))?;
+fn latent(facts: &ModelFacts, layers: u32, set: &mut impl FnMut(&str, Value)) -> Result<&'static str, StackProblem> {
+    let experts =
+        facts.experts.ok_or(StackProblem::Model("the number of experts (--num-experts) of latent attention"))?;
     let width = facts.expert_inner.ok_or(StackProblem::Model("the width of experts (--moe-ffn-hidden-size)"))?;
     set("q_lora_rank", facts.q_rank.map_or(Value::Null, Value::from));
     set("kv_lora_rank", json!(facts.kv_rank.unwrap_or(32)));
@@ -125,8 +123,8 @@ fn latent(
     set("moe_intermediate_size", json!(width));
     set("n_shared_experts", json!(facts.shared_inner.unwrap_or(0) / width.max(1)));
     set("first_k_dense_replace", json!(dense_layers(facts, layers).len()));
-    (set)("n_group", json!(1));
-    (set)("topk_group", json!(1));
+    set("n_group", json!(1));
+    set("topk_group", json!(1));
     Ok("deepseek_v3")
 }
 
@@ -171,7 +169,8 @@ mod tests {
 
     #[test]
     fn missing_sizes_are_named() {
-        let said = |change: fn(&mut ModelFacts)| config(&facts(change), None).expect_err("a size is missing").to_string();
+        let said =
+            |change: fn(&mut ModelFacts)| config(&facts(change), None).expect_err("a size is missing").to_string();
         assert!(said(|f| f.vocabulary = None).contains("--vocab-size"));
         assert!(said(|f| f.layers = None).contains("--num-layers"));
         assert!(said(|f| (f.hidden, f.heads) = (None, None)).contains("--model"));

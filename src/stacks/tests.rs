@@ -92,7 +92,8 @@ fn judged(written: &Written, stack: &'static Stack, family: &str) -> Judgement {
         only_predict: true,
         ..How::default()
     };
-    judge_text(Path::new("written"), &written.text, &how).unwrap_or_else(|e| panic!("{}: {e}\n{}", stack.name, written.text))
+    judge_text(Path::new("written"), &written.text, &how)
+        .unwrap_or_else(|e| panic!("{}: {e}\n{}", stack.name, written.text))
 }
 
 /// A written file predicts what it says that it predicts. Returns what the stack cannot say, if it is that.
@@ -189,12 +190,23 @@ fn what_a_stack_cannot_say_is_refused_with_the_option() {
         (&transformers::TRANSFORMERS, |_| (), "--pp 1"),
         (&megatron::MEGATRON, |p| p.update = Update::Stale, "--update synchronous"),
         (&megatron::MEGATRON, |p| p.schedule = Schedule::PipeDream, "--schedule 1f1b"),
-        (&torchtitan::TORCHTITAN, |p| p.stages.iter_mut().for_each(|s| s.offload = Offload::OPTIMIZER), "--offload none"),
-        (&megatron::MEGATRON, |p| p.optimizer = altiplano_ir::optimizer::Optimizer::parse("lamb").unwrap(), "--optimizer adamw"),
+        (
+            &torchtitan::TORCHTITAN,
+            |p| p.stages.iter_mut().for_each(|s| s.offload = Offload::OPTIMIZER),
+            "--offload none",
+        ),
+        (
+            &megatron::MEGATRON,
+            |p| p.optimizer = altiplano_ir::optimizer::Optimizer::parse("lamb").unwrap(),
+            "--optimizer adamw",
+        ),
     ];
     for (stack, change, option) in table {
         let said = refusal(stack, change);
-        assert!(said.starts_with(&format!("--to {}: ", stack.name)) && said.ends_with(&format!("; plan with {option}")), "{said}");
+        assert!(
+            said.starts_with(&format!("--to {}: ", stack.name)) && said.ends_with(&format!("; plan with {option}")),
+            "{said}"
+        );
     }
 }
 
@@ -210,7 +222,9 @@ fn how() -> How {
 
 #[test]
 fn a_command_line_is_judged_in_its_own_words() {
-    let text = megatron_text("--tensor-model-parallel-size 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1");
+    let text = megatron_text(
+        "--tensor-model-parallel-size 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    );
     let judgement = judge_text(Path::new("run.sh"), &text, &how()).expect("a judgement");
     assert_eq!(judgement.stack.name, "megatron");
     assert!(judgement.prediction.fits());
@@ -238,7 +252,11 @@ fn a_measured_step_corrects_the_rest() {
     assert_eq!(json["correction"], 2.0);
     let first = &judgement.changes[0];
     assert_eq!(json["changes"][0]["step_time_s"], 2.0 * first.step_s);
-    assert!(judgement.text(Some(measured)).contains("100.0 % slower than predicted"), "{}", judgement.text(Some(measured)));
+    assert!(
+        judgement.text(Some(measured)).contains("100.0 % slower than predicted"),
+        "{}",
+        judgement.text(Some(measured))
+    );
 }
 
 #[test]
@@ -263,7 +281,10 @@ fn unknown_knobs_are_named_by_line() {
     refused("nothing here", "--stack megatron|");
     refused("{\"train_batch_size\": }", "f: 1: expected a value, found `}`");
     refused("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 1}}", "--cluster");
-    refused(&megatron_text("--tensor-model-parallel-size 3"), "3 devices at a time, which do not divide the cluster's 8");
+    refused(
+        &megatron_text("--tensor-model-parallel-size 3"),
+        "3 devices at a time, which do not divide the cluster's 8",
+    );
     refused(&megatron_text("").replace("--vocab-size 512", ""), "--vocab-size");
     refused(&megatron_text("").replace("--global-batch-size 64", "--global-batch-size 7"), "7 samples");
 }
@@ -276,7 +297,10 @@ fn stacks_are_found_by_their_knobs() {
         ("[parallelism]\ntensor_parallel_degree = 2\n[training]\nlocal_batch_size = 4\n", "torchtitan"),
         ("per_device_batch_size: 4\nici_fsdp_parallelism: 8\nremat_policy: 'full'\n", "maxtext"),
         ("python3 -m MaxText.train base.yml ici_fsdp_parallelism=8 per_device_batch_size=4", "maxtext"),
-        ("def f():\n    cfg.model.tensor_model_parallel_size = 2\n    cfg.train.micro_batch_size = 1\n", "megatron-bridge"),
+        (
+            "def f():\n    cfg.model.tensor_model_parallel_size = 2\n    cfg.train.micro_batch_size = 1\n",
+            "megatron-bridge",
+        ),
         ("DistributedConfig(tp_size=2)\n", "transformers"),
         ("MODEL_ARGS:\n  --tensor-model-parallel-size: 2\n  --num-layers: 4\n", "megatron"),
         ("torchrun train.py --tensor-model-parallel-size 2", "megatron"),
@@ -294,14 +318,22 @@ fn knobs_are_read_into_one_description() {
         let (stack, settings) = recognised(text, None).expect("a stack");
         stack.read(&settings).expect("a configuration")
     };
-    let c = read("distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n");
+    let c = read(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n",
+    );
     assert_eq!((c.zero, c.shards_by_node, c.recompute, c.devices), (Some(3), true, Some(Recompute::Full), Some(16)));
-    let c = read("[parallelism]\ndata_parallel_shard_degree = -1\npipeline_parallel_degree = 4\npipeline_parallel_schedule = \"Interleaved1F1B\"\n[training]\nlocal_batch_size = 8\n[activation_checkpoint]\nmode = \"selective\"\n");
+    let c = read(
+        "[parallelism]\ndata_parallel_shard_degree = -1\npipeline_parallel_degree = 4\npipeline_parallel_schedule = \"Interleaved1F1B\"\n[training]\nlocal_batch_size = 8\n[activation_checkpoint]\nmode = \"selective\"\n",
+    );
     assert_eq!((c.pp, c.virtual_stages, c.micro_batch, c.zero), (Some(4), Some(2), Some(1), Some(2)));
     assert_eq!((c.recompute, c.shard, c.precision), (Some(Recompute::Selective), None, Some(DType::BF16)));
-    let c = read("{\"train_batch_size\": 64, \"bf16\": {\"enabled\": true}, \"zero_optimization\": {\"stage\": 2, \"offload_optimizer\": {\"device\": \"cpu\"}}}");
+    let c = read(
+        "{\"train_batch_size\": 64, \"bf16\": {\"enabled\": true}, \"zero_optimization\": {\"stage\": 2, \"offload_optimizer\": {\"device\": \"cpu\"}}}",
+    );
     assert_eq!((c.global_batch, c.zero, c.offload), (Some(64), Some(2), Offload::OPTIMIZER));
-    let c = read(&megatron_text("--use-distributed-optimizer --num-experts 8 --moe-layer-freq ([0]*3+[1]*5) --moe-ffn-hidden-size 64"));
+    let c = read(&megatron_text(
+        "--use-distributed-optimizer --num-experts 8 --moe-layer-freq ([0]*3+[1]*5) --moe-ffn-hidden-size 64",
+    ));
     assert_eq!((c.zero, c.sequence_parallel, c.clip_norm), (Some(1), Some(false), Some(1.0)));
     assert_eq!(c.model.expert_layers, Some([&[false; 3][..], &[true; 5]].concat()));
     let c = read("per_device_batch_size: 4\nici_fsdp_parallelism: 8\ndcn_data_parallelism: 2\nremat_policy: minimal\n");
@@ -335,9 +367,12 @@ fn random_plans_are_written_or_refused() {
         request.degrees.zero = choices.of(&[None, Some(0), Some(1), Some(2), Some(3)]);
         request.degrees.ep = if family == "mixtral" { choices.of(&[None, Some(2), Some(4)]) } else { None };
         request.degrees.virtual_stages = choices.of(&[None, None, Some(2)]);
-        request.recompute = choices.of(&[None, Some(Recompute::None), Some(Recompute::Selective), Some(Recompute::Full)]);
-        request.schedule = choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1), Some(Schedule::PipeDream)]);
-        request.offload = choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
+        request.recompute =
+            choices.of(&[None, Some(Recompute::None), Some(Recompute::Selective), Some(Recompute::Full)]);
+        request.schedule =
+            choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1), Some(Schedule::PipeDream)]);
+        request.offload =
+            choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
         request.target = choices.of(&altiplano_ir::plan::Target::ALL);
         request.training.clip_norm = choices.of(&[None, Some(1.0)]);
         request.batch.global = choices.of(&[Some(16), Some(64), Some(48)]);

@@ -1,9 +1,7 @@
 //! torchtitan: a recipe in Python that sets fields of a `Trainer.Config`. Older files are TOML with the same names.
 
 use super::write::{Page, python};
-use super::{
-    Configuration, Knob, Stack, Unsayable, bare, noted, number, reads, reads_number, refused, truth, word,
-};
+use super::{Configuration, Knob, Stack, Unsayable, bare, noted, number, reads, reads_number, refused, truth, word};
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Schedule, Target};
@@ -15,6 +13,7 @@ pub static TORCHTITAN: Stack = Stack {
     name: "torchtitan",
     version: "torchtitan 0.3.0",
     target: Target::Fsdp,
+    shards_by_degree: true,
     syntax: Syntax::Python,
     knobs: KNOBS,
     ignored: IGNORED,
@@ -65,11 +64,8 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "parallelism.pipeline_parallel_schedule",
         read: |c, v| {
-            let known = [
-                ("1F1B", Schedule::OneFOneB),
-                ("Interleaved1F1B", Schedule::OneFOneB),
-                ("GPipe", Schedule::GPipe),
-            ];
+            let known =
+                [("1F1B", Schedule::OneFOneB), ("Interleaved1F1B", Schedule::OneFOneB), ("GPipe", Schedule::GPipe)];
             c.schedule = Some(word(v, &known)?);
             c.interleaves = bare(v) == "Interleaved1F1B";
             Ok(())
@@ -172,7 +168,10 @@ const KNOBS: &[Knob] = &[
     reads_number!("nnodes", nodes),
     reads_number!("ngpu", devices_per_node),
     noted!("compile.enable", "kernels of a compiler are not predicted"),
-    noted!("parallelism.enable_async_tensor_parallel", "overlap of tensor-parallel transfers with products is left out"),
+    noted!(
+        "parallelism.enable_async_tensor_parallel",
+        "overlap of tensor-parallel transfers with products is left out"
+    ),
     noted!("compile.enable_async_tensor_parallel", "overlap of tensor-parallel transfers with products is left out"),
     refused!("float8.enable_fsdp_float8_all_gather", "products in 8 bits cannot be predicted"),
     refused!("quantize.linear.float8", "products in 8 bits cannot be predicted"),
@@ -183,13 +182,64 @@ const KNOBS: &[Knob] = &[
 ];
 
 const IGNORED: &[&str] = &[
-    "job*", "profiling*", "metrics*", "lr_scheduler*", "checkpoint*", "comm*", "debug*", "validation*", "validator*", "dataloader*", "experimental*",
-    "model.name", "model.flavor", "model.tokenizer_path", "model.hf_assets_path", "model.print_after_conversion", "model_spec*", "hf_assets_path", "loss*",
-    "steps", "optimizer*", "dataset*", "warmup_steps", "seed", "deterministic", "activation_checkpoint*", "mixed_precision_reduce", "gc_*", "float8*",
-    "compile*", "memory_estimation*", "fault_tolerance*", "spmd_backend", "context_parallel_*", "disable_loss_parallel", "disable_cuda_graphs",
-    "tp_gemm_backend", "attn_backend", "profiler*", "module", "config", "quantize*", "mx*", "training.dataset*", "training.steps",
-    "enable_compiled_autograd", "context_parallel_rotate_method", "tokenizer*", "symm_mem*", "debug_moe*", "rdzv*", "role", "tee", "local-ranks-filter",
-    "training.deterministic", "training.seed", "training.debug_moe_force_load_balance", "job.config_file",
+    "job*",
+    "profiling*",
+    "metrics*",
+    "lr_scheduler*",
+    "checkpoint*",
+    "comm*",
+    "debug*",
+    "validation*",
+    "validator*",
+    "dataloader*",
+    "experimental*",
+    "model.name",
+    "model.flavor",
+    "model.tokenizer_path",
+    "model.hf_assets_path",
+    "model.print_after_conversion",
+    "model_spec*",
+    "hf_assets_path",
+    "loss*",
+    "steps",
+    "optimizer*",
+    "dataset*",
+    "warmup_steps",
+    "seed",
+    "deterministic",
+    "activation_checkpoint*",
+    "mixed_precision_reduce",
+    "gc_*",
+    "float8*",
+    "compile*",
+    "memory_estimation*",
+    "fault_tolerance*",
+    "spmd_backend",
+    "context_parallel_*",
+    "disable_loss_parallel",
+    "disable_cuda_graphs",
+    "tp_gemm_backend",
+    "attn_backend",
+    "profiler*",
+    "module",
+    "config",
+    "quantize*",
+    "mx*",
+    "training.dataset*",
+    "training.steps",
+    "enable_compiled_autograd",
+    "context_parallel_rotate_method",
+    "tokenizer*",
+    "symm_mem*",
+    "debug_moe*",
+    "rdzv*",
+    "role",
+    "tee",
+    "local-ranks-filter",
+    "training.deterministic",
+    "training.seed",
+    "training.debug_moe_force_load_balance",
+    "job.config_file",
 ];
 
 /// Modules of each stage by name: layers are counted.
@@ -270,9 +320,10 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
         () if c.ep() > 1 && region % u64::from(c.ep()) != 0 => {
             unsayable("expert parallelism must divide the devices that shard, split positions and features", "--ep 1")
         }
-        () if !c.offload.is_none() => {
-            unsayable("torchtitan offloads parameters with the optimizer's state, and both at once only", "--offload none")
-        }
+        () if !c.offload.is_none() => unsayable(
+            "torchtitan offloads parameters with the optimizer's state, and both at once only",
+            "--offload none",
+        ),
         () if !matches!(c.optimizer.as_deref(), None | Some("adam" | "adamw")) => {
             unsayable("torchtitan's recipes have the optimizers adam and adamw", "--optimizer adamw")
         }

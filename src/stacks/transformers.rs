@@ -16,6 +16,7 @@ pub static TRANSFORMERS: Stack = Stack {
     name: "transformers",
     version: "transformers 5.24",
     target: Target::Fsdp,
+    shards_by_degree: true,
     syntax: Syntax::Python,
     knobs: KNOBS,
     ignored: IGNORED,
@@ -24,19 +25,24 @@ pub static TRANSFORMERS: Stack = Stack {
     round,
     limit,
     text,
-    start: |page| format!("torchrun {} train.py  # which loads the model with from_pretrained(..., distributed_config=DISTRIBUTED)", page.torchrun()),
+    start: |page| {
+        format!(
+            "torchrun {} train.py  # which loads the model with from_pretrained(..., distributed_config=DISTRIBUTED)",
+            page.torchrun()
+        )
+    },
 };
 
 const KNOBS: &[Knob] = &[
     number!("tp_size", tp),
-    Knob {
-        name: "fsdp_size",
-        read: |c, v| (number!("", shard).read)(c, v),
-        write: |c| c.shard.map(Value::from),
-    },
+    Knob { name: "fsdp_size", read: |c, v| (number!("", shard).read)(c, v), write: |c| c.shard.map(Value::from) },
     number!("dp_replicate_size", replicate),
     number!("pp_size", pp),
-    Knob { name: "ep_size", read: |c, v| (number!("", ep).read)(c, v), write: |c| c.ep.filter(|&ep| ep > 1).map(Value::from) },
+    Knob {
+        name: "ep_size",
+        read: |c, v| (number!("", ep).read)(c, v),
+        write: |c| c.ep.filter(|&ep| ep > 1).map(Value::from),
+    },
     Knob {
         name: "enable_sequence_parallel",
         read: |c, v| {
@@ -164,13 +170,71 @@ const KNOBS: &[Knob] = &[
 ];
 
 const IGNORED: &[&str] = &[
-    "output_dir", "learning_rate", "weight_decay", "adam_*", "num_train_epochs", "max_steps", "lr_scheduler_*", "warmup_*", "log*", "save_*", "eval_*",
-    "per_device_eval_batch_size", "seed", "data_seed", "dataloader_*", "report_to", "run_name", "remove_unused_columns", "push_to_hub*", "hub_*",
-    "overwrite_output_dir", "do_train", "do_eval", "do_predict", "ddp_*", "fsdp_config*", "gradient_checkpointing_kwargs*", "use_reentrant", "local_rank",
-    "model_name_or_path", "trust_remote_code", "device_map", "tokenizer", "args", "train_dataset", "eval_dataset", "model", "data_collator",
-    "distributed_config", "logging_*", "fsdp_mixed_precision", "tf32", "enable_expert_parallel", "ep_implementation", "disable_tqdm", "use_cache",
-    "include_*", "label_*", "metric_for_best_model", "load_best_model_at_end", "greater_is_better", "callbacks", "processing_class", "padding*",
-    "truncation", "return_tensors", "batched", "split", "num_proc", "mlm", "text", "name", "path", "backend", "lr",
+    "output_dir",
+    "learning_rate",
+    "weight_decay",
+    "adam_*",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_*",
+    "warmup_*",
+    "log*",
+    "save_*",
+    "eval_*",
+    "per_device_eval_batch_size",
+    "seed",
+    "data_seed",
+    "dataloader_*",
+    "report_to",
+    "run_name",
+    "remove_unused_columns",
+    "push_to_hub*",
+    "hub_*",
+    "overwrite_output_dir",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "ddp_*",
+    "fsdp_config*",
+    "gradient_checkpointing_kwargs*",
+    "use_reentrant",
+    "local_rank",
+    "model_name_or_path",
+    "trust_remote_code",
+    "device_map",
+    "tokenizer",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "model",
+    "data_collator",
+    "distributed_config",
+    "logging_*",
+    "fsdp_mixed_precision",
+    "tf32",
+    "enable_expert_parallel",
+    "ep_implementation",
+    "disable_tqdm",
+    "use_cache",
+    "include_*",
+    "label_*",
+    "metric_for_best_model",
+    "load_best_model_at_end",
+    "greater_is_better",
+    "callbacks",
+    "processing_class",
+    "padding*",
+    "truncation",
+    "return_tensors",
+    "batched",
+    "split",
+    "num_proc",
+    "mlm",
+    "text",
+    "name",
+    "path",
+    "backend",
+    "lr",
 ];
 
 fn dtype(c: &mut Configuration, v: &Value) -> Result<(), String> {
@@ -201,9 +265,10 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
     let unsayable = |problem, option| Some(Unsayable { problem, option });
     let dp = c.replicate.unwrap_or(1).saturating_mul(c.shard.unwrap_or(1));
     match () {
-        () if c.pp() > 1 && dp > 1 => {
-            unsayable("Transformers combines pipelines with tensor parallelism only, not with data parallelism", "--pp 1")
-        }
+        () if c.pp() > 1 && dp > 1 => unsayable(
+            "Transformers combines pipelines with tensor parallelism only, not with data parallelism",
+            "--pp 1",
+        ),
         () if c.virtual_stages() > 1 => unsayable("Transformers has one stage on each device", "--virtual-stages 1"),
         () if c.layout.is_some() => unsayable("Transformers deals layers out evenly", "--target megatron"),
         () if c.cp() > 1 => unsayable("DistributedConfig has no context parallelism", "--cp 1"),

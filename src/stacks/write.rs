@@ -244,4 +244,3 @@ pub fn yaml(page: &Page<'_>) -> String {
     }
     text
 }
-

@@ -149,9 +149,8 @@ fn pin_whole(graph: &mut Graph) {
         if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
             continue;
         }
-        let dims = (0..node.ty.rank())
-            .map(|d| PinnedDim { axes: Vec::new(), open: node.batch_dims >> d & 1 == 1 })
-            .collect();
+        let dims =
+            (0..node.ty.rank()).map(|d| PinnedDim { axes: Vec::new(), open: node.batch_dims >> d & 1 == 1 }).collect();
         graph.pin(Pin { value, mesh: Vec::new(), dims });
     }
 }

@@ -206,7 +206,8 @@ mod tests {
         assert_eq!(problem(Syntax::Shell, "a --x 'y"), "1: a quote that begins here does not end");
         assert!(problem(Syntax::Toml, "[a]\nb = = 1").starts_with("2: "));
         // No input makes a reader panic or run forever.
-        for text in ["(((((", "--", "a: *b", "f(a=[[[", "$((1/0))", "x=${", "{{{{", "'", "a:\n- b:\n  - c", "\u{0}\n\t"] {
+        for text in ["(((((", "--", "a: *b", "f(a=[[[", "$((1/0))", "x=${", "{{{{", "'", "a:\n- b:\n  - c", "\u{0}\n\t"]
+        {
             for syntax in [Syntax::Shell, Syntax::Yaml, Syntax::Json, Syntax::Toml, Syntax::Python] {
                 let _ = syntax.settings(text);
             }

@@ -58,7 +58,10 @@ fn tokens(text: &str) -> Result<Vec<(Token, usize)>, SyntaxProblem> {
             // A prefix of a text.
             if name.len() <= 2 && after.starts_with(['"', '\'']) {
                 let (value, after, lines) = quoted(after, line)?;
-                found.push((if name.contains(['f', 'F']) { Token::Name(format!("f'{value}'")) } else { Token::Text(value) }, line));
+                found.push((
+                    if name.contains(['f', 'F']) { Token::Name(format!("f'{value}'")) } else { Token::Text(value) },
+                    line,
+                ));
                 (rest, line) = (after, line + lines);
                 continue;
             }
@@ -148,10 +151,11 @@ impl Reader<'_> {
     }
 
     fn is(&self, mark: &str) -> bool {
-        self.peek() == Some(&Token::Mark(match MARKS.iter().find(|known| **known == mark) {
-            Some(known) => known,
-            None => return false,
-        }))
+        self.peek()
+            == Some(&Token::Mark(match MARKS.iter().find(|known| **known == mark) {
+                Some(known) => known,
+                None => return false,
+            }))
     }
 
     fn skip(&mut self, mark: &str) -> bool {
@@ -422,9 +426,10 @@ impl Reader<'_> {
                 _ => self.variables.get(&name).cloned(),
             },
             Token::Mark("-") => match self.atom(depth + 1)? {
-                Value::Number(n) => {
-                    Some(n.as_i64().map_or_else(|| Value::from(-n.as_f64().unwrap_or(0.0)), |n| Value::from(n.wrapping_neg())))
-                }
+                Value::Number(n) => Some(
+                    n.as_i64()
+                        .map_or_else(|| Value::from(-n.as_f64().unwrap_or(0.0)), |n| Value::from(n.wrapping_neg())),
+                ),
                 _ => None,
             },
             Token::Mark(open @ ("(" | "[")) => {

@@ -3,6 +3,8 @@
 use super::{Given, Setting, SyntaxProblem, scalar};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::iter::Peekable;
+use std::str::Chars;
 
 /// The deepest nesting of options in variables that is read.
 const DEEPEST: usize = 4;
@@ -23,11 +25,7 @@ pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
 }
 
 /// Reads a part of a script. Texts of options that a variable holds are parts of their own.
-fn options(
-    text: &str,
-    variables: &mut BTreeMap<String, String>,
-    depth: usize,
-) -> Result<Vec<Setting>, SyntaxProblem> {
+fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -> Result<Vec<Setting>, SyntaxProblem> {
     let mut settings: Vec<Setting> = Vec::new();
     let mut held: Vec<Setting> = Vec::new();
     let mut option: Option<(String, usize, Vec<String>)> = None;
@@ -97,16 +95,8 @@ fn options(
 
 /// Variables that people give a script's launcher, which say how many devices there are.
 fn of_launcher(variables: &BTreeMap<String, String>, text: &str) -> Vec<Setting> {
-    const NAMES: [&str; 8] = [
-        "GPUS_PER_NODE",
-        "NPROC_PER_NODE",
-        "NNODES",
-        "NUM_NODES",
-        "WORLD_SIZE",
-        "SLURM_NNODES",
-        "NUM_GPUS",
-        "NGPU",
-    ];
+    const NAMES: [&str; 8] =
+        ["GPUS_PER_NODE", "NPROC_PER_NODE", "NNODES", "NUM_NODES", "WORLD_SIZE", "SLURM_NNODES", "NUM_GPUS", "NGPU"];
     let line = |name: &str| text.lines().position(|line| line.contains(name)).map_or(1, |at| at + 1);
     let of = |name: &&str| {
         let given = given(vec![variables.get(*name)?.clone()]);
@@ -165,16 +155,9 @@ fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
             // `${...}` and `$((...))` are one word.
             (None, '$') if matches!(chars.peek(), Some('{' | '(')) => {
                 started = true;
-                let mut depth = 0;
-                word.push('$');
-                for inner in chars.by_ref() {
-                    line += usize::from(inner == '\n');
-                    word.push(inner);
-                    depth += i32::from("{(".contains(inner)) - i32::from("})".contains(inner));
-                    if depth <= 0 {
-                        break;
-                    }
-                }
+                let inner = expansion(&mut chars);
+                line += inner.matches('\n').count();
+                word += &inner;
             }
             (None, '\\') => match chars.next() {
                 Some('\n') => {
@@ -224,6 +207,19 @@ fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
     Ok(found)
 }
 
+/// The rest of `${...}` or `$(...)`, with the sign before it.
+fn expansion(chars: &mut Peekable<Chars<'_>>) -> String {
+    let (mut text, mut depth) = (String::from("$"), 0);
+    for c in chars {
+        text.push(c);
+        depth += i32::from("{(".contains(c)) - i32::from("})".contains(c));
+        if depth <= 0 {
+            break;
+        }
+    }
+    text
+}
+
 /// Replaces variables that the script sets, with defaults and whole-number arithmetic. What is unknown stays.
 fn substituted(word: &str, variables: &BTreeMap<String, String>, depth: usize) -> String {
     let Some((before, rest)) = word.split_once('$').filter(|_| depth < 32) else { return word.to_string() };
@@ -251,7 +247,8 @@ fn substituted(word: &str, variables: &BTreeMap<String, String>, depth: usize) -
 
 /// The value of a sum of products of whole numbers and variables.
 fn arithmetic(text: &str, variables: &BTreeMap<String, String>) -> Option<i64> {
-    let spaced: String = text.chars().flat_map(|c| if "+-*/%()".contains(c) { vec![' ', c, ' '] } else { vec![c] }).collect();
+    let spaced: String =
+        text.chars().flat_map(|c| if "+-*/%()".contains(c) { vec![' ', c, ' '] } else { vec![c] }).collect();
     let mut words: Vec<&str> = spaced.split_whitespace().collect();
     words.reverse();
     let value = sum(&mut words, variables, 0)?;
