@@ -116,6 +116,10 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
     differ("recomputation", recompute(exact), recompute(written));
     let schedule = |c: &Configuration| c.schedule.map_or("1f1b", |s| s.name()).to_string();
     differ("schedule", schedule(exact), schedule(written));
+    let clip = |c: &Configuration| c.clip_norm.map_or("none".to_string(), |norm| norm.to_string());
+    if written.clip_norm.is_some() {
+        differ("clipping of the gradient's norm at", clip(exact), clip(written));
+    }
     let mut notes = Vec::new();
     let meshes: std::collections::BTreeSet<String> = plan.stages.iter().map(|s| s.mesh.to_string()).collect();
     if meshes.len() > 1 {
