@@ -4,6 +4,7 @@ use crate::commands::options::ModelOptions;
 use crate::commands::{say, warn};
 use altiplano::Error;
 use altiplano::compare::duration;
+use altiplano::ir::optimizer::Optimizer;
 use altiplano::ir::recompute::Recompute;
 use altiplano::stacks::judge::{How, judge};
 use altiplano::stacks::{STACKS, Stack};
@@ -38,6 +39,9 @@ pub struct Judge {
     /// Recomputation by the model's code, in place of what the configuration says
     #[arg(long, value_enum, help_heading = "Memory")]
     recompute: Option<Level>,
+    /// Optimizer, in place of what the configuration says [default: adamw]
+    #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES))]
+    optimizer: Option<String>,
     /// Measured step time of the configuration (5.3s, 830ms), which corrects all others
     #[arg(long, value_name = "SECONDS", value_parser = duration)]
     measured: Option<f64>,
@@ -78,6 +82,7 @@ impl Judge {
                 Level::Full => Recompute::Full,
             }),
             fused_attention: None,
+            optimizer: self.optimizer,
             only_predict: false,
             within: Duration::from_secs_f64(self.within),
         };

@@ -64,8 +64,9 @@ const KNOBS: &[Knob] = &[
             }))
         },
     },
-    number!("gradient_accumulation_steps", accumulation),
-    Knob { name: "use_parallelism_config", read: |_, _| Ok(()), write: |c| has_mesh(c).then(|| Value::from("true")) },
+    // Not in files, but in what people add to them.
+    reads_number!("gradient_accumulation_steps", accumulation),
+    reads!("use_parallelism_config", |_, _| Ok(())),
     Knob {
         name: "parallelism_config.parallelism_config_dp_replicate_size",
         read: |c, v| (number!("", replicate).read)(c, v),

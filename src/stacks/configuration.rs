@@ -151,6 +151,13 @@ impl Configuration {
         }
     }
 
+    /// Takes the one Adam that a stack has, whose weight decay stands beside the gradient.
+    pub fn round_adam(&mut self) {
+        if self.optimizer.as_deref() == Some("adam") {
+            self.optimizer = Some("adamw".into());
+        }
+    }
+
     pub fn tp(&self) -> u32 {
         self.tp.unwrap_or(1)
     }

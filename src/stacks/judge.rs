@@ -32,6 +32,8 @@ pub struct How {
     pub global_batch: Option<u64>,
     pub recompute: Option<Recompute>,
     pub fused_attention: Option<bool>,
+    /// The optimizer, by a name of this project.
+    pub optimizer: Option<String>,
     /// Try no changes.
     pub only_predict: bool,
     /// Time for trying several changes together.
@@ -128,6 +130,7 @@ fn read(stack: &Stack, settings: &[Setting], how: &How) -> Result<Configuration,
         (c.recompute, c.recomputed_layers) = (how.recompute, None);
     }
     c.fused_attention = how.fused_attention.or(c.fused_attention);
+    c.optimizer = how.optimizer.clone().or(c.optimizer);
     Ok(c)
 }
 

@@ -276,6 +276,7 @@ fn defaults(c: &mut Configuration) {
 }
 
 fn round(c: &mut Configuration) {
+    c.round_adam();
     c.drop_even_layout();
     c.schedule = c.schedule.filter(|s| !s.trains()).or(Some(Schedule::OneFOneB));
     c.sequence_parallel = None;

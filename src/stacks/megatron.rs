@@ -582,6 +582,7 @@ pub fn defaults(c: &mut Configuration) {
 }
 
 pub fn round(c: &mut Configuration) {
+    c.round_adam();
     c.drop_even_layout();
     // The schedules are 1f1b and its interleaved form.
     c.schedule = c.schedule.filter(|s| !s.trains()).or(Some(Schedule::OneFOneB));

@@ -297,6 +297,7 @@ fn defaults(c: &mut Configuration) {
 }
 
 fn round(c: &mut Configuration) {
+    c.round_adam();
     c.schedule = match c.schedule {
         Some(Schedule::GPipe) if c.virtual_stages() == 1 => Some(Schedule::GPipe),
         Some(schedule) if !schedule.trains() => Some(schedule),

@@ -255,6 +255,7 @@ fn defaults(c: &mut Configuration) {
 }
 
 fn round(c: &mut Configuration) {
+    c.round_adam();
     c.drop_even_layout();
     let clip_norm = c.clip_norm;
     accelerate::round(c);

@@ -51,6 +51,8 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     }
     let mut request = Request::of_plan(plan);
     request.cluster = used_part(plan);
+    // The stack's own kernels.
+    request.fused_attention = None;
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| match error {
         Error::Stack { problem, .. } => refused(*problem),
@@ -114,6 +116,8 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
         c.recomputed_layers.map_or(level.clone(), |n| format!("{level} in {n} layers of each stage"))
     };
     differ("recomputation", recompute(exact), recompute(written));
+    let optimizer = |c: &Configuration| c.optimizer.clone().unwrap_or_default();
+    differ("optimizer", optimizer(exact), optimizer(written));
     let schedule = |c: &Configuration| c.schedule.map_or("1f1b", |s| s.name()).to_string();
     differ("schedule", schedule(exact), schedule(written));
     let clip = |c: &Configuration| c.clip_norm.map_or("none".to_string(), |norm| norm.to_string());

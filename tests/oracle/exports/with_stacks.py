@@ -139,11 +139,12 @@ def accelerate(file, _):
 
 def deepspeed(file, _):
     # The batch arithmetic needs the number of processes that the plan has.
-    from deepspeed.runtime.config import DeepSpeedConfig
+    import deepspeed.runtime.config as runtime
 
     given = json.loads(file.read_text())
     replicas = given["train_batch_size"] // given["train_micro_batch_size_per_gpu"] // given["gradient_accumulation_steps"]
-    config = DeepSpeedConfig(str(file), mpu=types.SimpleNamespace(get_data_parallel_world_size=lambda: replicas))
+    runtime.dist = types.SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda *_: replicas)
+    config = runtime.DeepSpeedConfig(str(file))
     assert config.zero_config.stage == given["zero_optimization"]["stage"]
     assert config.gradient_accumulation_steps == given["gradient_accumulation_steps"]
 
