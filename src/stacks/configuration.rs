@@ -228,6 +228,10 @@ impl Configuration {
         let layers = self.model.layers.unwrap_or(blocks);
         let virtual_stages = self.shared_stages(layers)?;
         let stages = self.pp().checked_mul(virtual_stages).filter(|&s| s > 0).ok_or(Misfit::Zero("a degree"))?;
+        // Embedding and loss may have stages of their own.
+        if stages > layers.saturating_add(2) || virtual_stages > 1 && self.pp() == 1 {
+            return Err(Misfit::Stages { layers, stages: stages.into() });
+        }
         let degrees = Degrees {
             dp,
             tp: self.tp(),
@@ -285,7 +289,7 @@ impl Configuration {
         match self.layers_per_virtual_stage {
             Some(each) if self.virtual_stages.is_none() => {
                 let ends = u32::from(self.counted_ends[0]) + u32::from(self.counted_ends[1]);
-                let stages = u64::from((layers + ends).checked_div(each).unwrap_or(0));
+                let stages = u64::from(layers.saturating_add(ends).checked_div(each).unwrap_or(0));
                 match stages > 0 && stages.is_multiple_of(pp) {
                     true => Ok((stages / pp) as u32),
                     false => Err(Misfit::Stages { layers, stages }),
@@ -309,9 +313,10 @@ impl Configuration {
         let misfit = || Misfit::Stages { layers, stages: stages.into() };
         if self.counted_ends != [false; 2] {
             let ends = self.counted_ends.map(u32::from);
-            let each = (layers + ends[0] + ends[1]) / stages;
+            let all = layers.saturating_add(ends[0] + ends[1]);
+            let each = all / stages;
             let mut counts = vec![each; stages as usize];
-            if each * stages != layers + ends[0] + ends[1] {
+            if each * stages != all {
                 return Err(misfit());
             }
             for (at, less) in [(0, ends[0]), (counts.len() - 1, ends[1])] {
@@ -328,7 +333,8 @@ impl Configuration {
         // The ends are of devices: their stages share them, and so do the others.
         let [virtual_stages, pp] = [self.virtual_stages().max(1), self.pp()];
         let given = self.ends.iter().flatten().count() as u32;
-        let rest = layers.checked_sub(self.ends.iter().flatten().sum()).ok_or_else(misfit)?;
+        let ends = self.ends.iter().flatten().fold(0_u32, |sum, &n| sum.saturating_add(n));
+        let rest = layers.checked_sub(ends).ok_or_else(misfit)?;
         let others = pp.checked_sub(given).ok_or_else(misfit)?;
         let each = rest.checked_div(others).unwrap_or(0);
         if each * others != rest {
