@@ -129,6 +129,10 @@ pub enum Misfit {
     Layers { stated: u64, layers: u32 },
     #[error("{layers} layers cannot be dealt out to {stages} stages as stated")]
     Stages { layers: u32, stages: u64 },
+    #[error(
+        "virtual stages need the schedule 1f1b and a number of microbatches that {lanes} pipeline stages divide, not {microbatches}"
+    )]
+    Turns { microbatches: u32, lanes: u32 },
     #[error("{0} is 0")]
     Zero(&'static str),
 }
@@ -231,6 +235,11 @@ impl Configuration {
         // Embedding and loss may have stages of their own.
         if stages > layers.saturating_add(2) || virtual_stages > 1 && self.pp() == 1 {
             return Err(Misfit::Stages { layers, stages: stages.into() });
+        }
+        // Stages on the same devices take turns by groups of microbatches.
+        let turns = self.schedule.is_none_or(|schedule| schedule == Schedule::OneFOneB);
+        if virtual_stages > 1 && (!turns || num_microbatches % self.pp() != 0) {
+            return Err(Misfit::Turns { microbatches: num_microbatches, lanes: self.pp() });
         }
         let degrees = Degrees {
             dp,

@@ -380,6 +380,9 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
     let mut request = base(family);
     let [tp, lanes, cp, virtual_stages] =
         [choices.of(&[1, 1, 2, 4]), choices.of(&[1, 1, 2, 4]), choices.of(&[1, 1, 1, 2]), choices.of(&[1, 1, 2])];
+    // As many microbatches as keep all lanes busy.
+    let num_microbatches = choices.of(&[1, 2, 4, 8]);
+    let virtual_stages = if lanes > 1 && num_microbatches % lanes == 0 { virtual_stages } else { 1 };
     let dp = 8 / (tp * lanes * cp);
     let blocks = match (family, lanes * virtual_stages) {
         ("llama", 2) => choices.of(&[None, Some(vec![3, 5]), Some(vec![7, 1])]),
@@ -393,7 +396,7 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
             cp,
             stages: lanes * virtual_stages,
             virtual_stages,
-            num_microbatches: choices.of(&[1, 2, 4, 8]),
+            num_microbatches,
             zero: choices.of(&[0, 1, 2, 3]),
             recompute: choices.of(&Recompute::ALL),
         },
@@ -404,7 +407,8 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
     };
     request.target = choices.of(&altiplano_ir::plan::Target::ALL);
     request.execution = execution(request.target, &request.cluster, &request.graph, Some(stated.degrees.zero));
-    request.schedule = choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1)]);
+    request.schedule =
+        choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1)]).filter(|_| virtual_stages == 1);
     request.offload =
         choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
     request.training.clip_norm = choices.of(&[None, Some(1.0)]);

@@ -15,7 +15,7 @@ use crate::request::{PlanFailure, Request};
 use crate::search::baselines::LARGE_MODEL;
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::plan::Plan;
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -44,17 +44,10 @@ pub struct Stated {
 pub fn predict_stated(request: &Request, stated: &Stated, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     one_group(request, "--target", request.target.name())?;
     let Degrees { dp, tp, cp, stages, virtual_stages, zero, .. } = stated.degrees;
-    let lanes = stages / virtual_stages.max(1);
-    let turns = request.schedule.is_none_or(|schedule| schedule == Schedule::OneFOneB);
-    if virtual_stages > 1 && (!turns || lanes <= 1 || !stated.degrees.num_microbatches.is_multiple_of(lanes)) {
-        let problem =
-            "needs the schedule 1f1b, and a number of microbatches that the degree of pipeline parallelism divides";
-        return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
-    }
     let mut request = request.clone();
     let given = &mut request.degrees;
     (given.dp, given.tp, given.zero) = (Some(dp), Some(tp), Some(zero));
-    (given.pp, given.virtual_stages) = (Some(lanes), Some(virtual_stages));
+    (given.pp, given.virtual_stages) = (Some(stages / virtual_stages.max(1)), Some(virtual_stages));
     // A degree of 1 asks for nothing.
     (given.cp, given.ep) = (Some(cp).filter(|&cp| cp > 1), Some(stated.ep).filter(|&ep| ep > 1));
     let request = &with_pins(&request)?;
