@@ -6,6 +6,7 @@ use crate::export::ExportProblem;
 use crate::fidelity::{TableError, TraceError};
 use crate::pins::PinProblem;
 use crate::scale::QueueProblem;
+use crate::stacks::StackProblem;
 use crate::training::checkpoint::CheckpointProblem;
 use crate::units::{bytes, plural};
 use altiplano_cost_models::ClusterError;
@@ -121,6 +122,10 @@ pub enum Error {
     UnknownOp { name: String },
     #[error("--to {to}: {problem}")]
     Export { to: &'static str, problem: Box<ExportProblem> },
+    #[error("--to {to}: {problem}")]
+    StackExport { to: &'static str, problem: Box<StackProblem> },
+    #[error("{}{problem}", file.as_ref().map_or(String::new(), |file| format!("{}: ", file.display())))]
+    Stack { file: Option<PathBuf>, problem: Box<StackProblem> },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: Box<PlanError> },
     #[error("{}", At(file, error))]

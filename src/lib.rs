@@ -40,6 +40,7 @@ pub mod precision;
 mod report;
 pub mod scale;
 pub mod simulate;
+pub mod stacks;
 pub mod suggestions;
 pub mod training;
 pub mod units;

@@ -17,6 +17,7 @@ pub mod fidelity;
 pub mod fixed;
 pub mod import;
 pub mod inspect;
+pub mod judge;
 pub mod man;
 pub mod options;
 pub mod plan;

@@ -233,7 +233,7 @@ impl Layouts<'_> {
 }
 
 /// A 128-bit FNV-1a hash, as 32 hex digits.
-fn fingerprint(text: &str) -> String {
+pub(crate) fn fingerprint(text: &str) -> String {
     let hash = |h: u128, byte: u8| (h ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
     format!("{:032x}", text.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d, hash))
 }

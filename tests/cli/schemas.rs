@@ -167,6 +167,21 @@ fn comparisons_and_advice_are_as_their_schemas_say() {
 }
 
 #[test]
+fn judgements_are_as_their_schema_says() {
+    let scratch = Scratch::new();
+    let text = "torchrun --nproc-per-node 8 train.py --num-layers 4 --hidden-size 64 --num-attention-heads 8 --vocab-size 512 \\
+        --seq-length 64 --micro-batch-size 1 --global-batch-size 32 --bf16 --tensor-model-parallel-size 8";
+    let file = scratch.file("run.sh", text);
+    let schema = schema_of("judgement");
+    for more in [&[][..], &["--measured", "1s"], &["--within", "0", "--cluster", "dgx-a100:1"]] {
+        let said = succeeds(&[&["judge", &file, "--json"], more].concat());
+        let found: Value = serde_json::from_str(&said).expect("JSON");
+        assert_eq!(broken(&schema, &found), Vec::<String>::new(), "{more:?}");
+        assert!(found["changes"].as_array().is_some_and(|changes| !changes.is_empty()), "{found}");
+    }
+}
+
+#[test]
 fn sweeps_over_nodes_are_as_their_schema_says() {
     let schema = schema_of("scale");
     let cases: [&[&str]; 3] = [

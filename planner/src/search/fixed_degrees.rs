@@ -54,9 +54,22 @@ pub fn fixed_of(
     degrees: &Degrees,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
-    let group = &request.cluster.groups[0];
     let runs = evenly(&layered.kinds, degrees.stages as usize)
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
+    let alike = RecomputeFraction::uniform(degrees.recompute);
+    let stages: Vec<_> = runs.into_iter().map(|layers| (layers, alike)).collect();
+    of_stages(request, layered, degrees, stages, costs)
+}
+
+/// Like [`fixed_of`], with the layers of each stage and the part of them that is recomputed.
+pub(crate) fn of_stages(
+    request: &Request,
+    layered: &LayeredGraph,
+    degrees: &Degrees,
+    stages: Vec<(Range<usize>, RecomputeFraction)>,
+    costs: &dyn Costs,
+) -> Result<Plan, PlanFailure> {
+    let group = &request.cluster.groups[0];
     let devices = degrees.dp * degrees.tp * degrees.cp;
     // Stages on several nodes use all devices of each.
     if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
@@ -71,7 +84,7 @@ pub fn fixed_of(
         false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
     };
     let block = Block { group: 0, shape };
-    let config = StageConfig {
+    let config = |fraction| StageConfig {
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
             first_is_data: true,
@@ -85,10 +98,10 @@ pub fn fixed_of(
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },
-        fraction: RecomputeFraction::uniform(degrees.recompute),
+        fraction,
     };
-    let stages: Vec<ChosenStage> =
-        runs.into_iter().map(|layers| ChosenStage { layers, block, config: config.clone() }).collect();
+    let chosen = |(layers, fraction)| ChosenStage { layers, block, config: config(fraction) };
+    let stages: Vec<ChosenStage> = stages.into_iter().map(chosen).collect();
     let parts = Parts {
         layered,
         num_microbatches: degrees.num_microbatches,
@@ -117,19 +130,37 @@ fn keep_what_is_needed_next(plan: &mut Plan) {
 /// Deals the layers of the most common kind out to stages. If the number is uneven, the first stages get one more.
 /// Layers between two of them go with the earlier one, layers before the first with the first.
 pub fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
-    let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
-    let common = (0..=kinds.iter().copied().max()?).max_by_key(|&k| (count(k), std::cmp::Reverse(k)))?;
-    let repeated: Vec<usize> = (0..kinds.len()).filter(|&l| kinds[l] == common).collect();
+    let repeated = repeated(kinds);
     if stages == 0 || repeated.len() < stages {
         return None;
     }
     let (each, more) = (repeated.len() / stages, repeated.len() % stages);
+    let counts: Vec<usize> = (0..stages).map(|s| each + usize::from(s < more)).collect();
+    dealt(kinds.len(), &repeated, &counts)
+}
+
+/// The positions of the layers of the most common kind.
+pub(crate) fn repeated(kinds: &[usize]) -> Vec<usize> {
+    let count = |kind: usize| kinds.iter().filter(|k| **k == kind).count();
+    let all = 0..=kinds.iter().copied().max().unwrap_or(0);
+    let common = all.max_by_key(|&k| (count(k), std::cmp::Reverse(k))).unwrap_or(0);
+    (0..kinds.len()).filter(|&l| kinds[l] == common).collect()
+}
+
+/// Cuts `num_layers` layers into stages, each with so many of the `repeated` ones. `None` if the counts do not cover
+/// them, or if a stage gets no layer.
+pub(crate) fn dealt(num_layers: usize, repeated: &[usize], counts: &[usize]) -> Option<Vec<Range<usize>>> {
+    if counts.iter().sum::<usize>() != repeated.len() {
+        return None;
+    }
     let mut bounds = vec![0];
     let mut taken = 0;
-    for s in 0..stages - 1 {
-        taken += each + usize::from(s < more);
-        bounds.push(repeated[taken]);
+    for count in &counts[..counts.len().checked_sub(1)?] {
+        taken += count;
+        // Nothing of the kind may be left for the last stages, which then have what follows it.
+        bounds.push(repeated.get(taken).copied().or(repeated.last().map(|last| last + 1))?);
     }
-    bounds.push(kinds.len());
-    Some(bounds.windows(2).map(|w| w[0]..w[1]).collect())
+    bounds.push(num_layers);
+    let runs: Vec<_> = bounds.windows(2).map(|w| w[0]..w[1]).collect();
+    runs.iter().all(|run| !run.is_empty()).then_some(runs)
 }

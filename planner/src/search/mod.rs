@@ -14,6 +14,7 @@ pub(crate) mod outcome;
 pub mod pareto;
 pub mod predictor;
 pub mod space;
+pub mod stated;
 pub mod sweep;
 mod variants;
 

@@ -1,0 +1,186 @@
+//! The configuration that is nearest to a plan: one mesh for all stages, whole layers, and one kind of recomputation.
+
+use super::Configuration;
+use super::StackProblem;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
+use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::parallelism::parallelism;
+use altiplano_planner::search::stated::blocks_of;
+use std::collections::BTreeMap;
+
+/// Describes a plan as a configuration.
+///
+/// # Errors
+/// [`StackProblem::Unsayable`] for plans that no stack runs: without training, with late gradients or parameter servers,
+/// on several kinds of devices, or with stages that cannot be brought to one size.
+pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
+    sayable(plan)?;
+    let [dp, tp, cp, ep] = degrees(plan)?;
+    let lanes = plan.num_lanes() as u32;
+    let mut c = Configuration {
+        devices: Some(dp * tp * cp * lanes),
+        devices_per_node: Some(plan.cluster.groups[0].devices_per_node),
+        replicate: Some(1),
+        shard: Some(dp),
+        tp: Some(tp),
+        cp: Some(cp),
+        ep: Some(ep),
+        // Experts on devices of their own are whole there.
+        etp: Some(1).filter(|_| ep > 1),
+        pp: Some(lanes),
+        virtual_stages: Some(plan.virtual_stages),
+        schedule: Some(plan.schedule),
+        micro_batch: Some(plan.microbatch / u64::from(dp)),
+        accumulation: Some(plan.num_microbatches),
+        global_batch: Some(plan.global_batch),
+        zero: Some(zero(plan)),
+        precision: precision(plan),
+        offload: plan.stages[0].offload,
+        optimizer: Some(plan.optimizer.name().to_string()),
+        clip_norm: plan.clip_norm,
+        sequence_parallel: Some(tp > 1 && splits_positions(plan)),
+        layout: Some(layers_by_stage(plan)),
+        ..Configuration::default()
+    };
+    if lanes > 1 {
+        c.local_batch = Some(plan.global_batch / u64::from(dp));
+    }
+    let devices_per_node = c.devices_per_node.unwrap_or(1).max(1);
+    c.nodes = c.devices.map(|devices| devices.div_ceil(devices_per_node));
+    set_recomputation(plan, &mut c);
+    if plan.microbatch % u64::from(dp) != 0 {
+        return Err(unsayable("its microbatches cannot be dealt out to replicas", "--micro-batch-size"));
+    }
+    Ok(c)
+}
+
+fn unsayable(problem: &'static str, option: &'static str) -> StackProblem {
+    StackProblem::Unsayable { problem, option }
+}
+
+fn sayable(plan: &Plan) -> Result<(), StackProblem> {
+    match () {
+        () if !plan.schedule.trains() => Err(unsayable("the plan trains nothing", "a loss")),
+        () if plan.schedule == Schedule::PipeDream => {
+            Err(unsayable("the plan's gradients are late", "--schedule 1f1b"))
+        }
+        () if plan.update == Update::Stale => Err(unsayable("the plan's gradients are late", "--update synchronous")),
+        () if plan.servers.is_some() => Err(StackProblem::Plan("the plan has parameter servers; plan without them")),
+        () if plan.cluster.groups.len() > 1 => {
+            Err(StackProblem::Plan("the cluster has several kinds of devices, which no stack shares work among"))
+        }
+        () => Ok(()),
+    }
+}
+
+/// Replicas, devices that split features and positions, and parts of experts, which all stages share. Stages of
+/// several sizes are brought to one.
+fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
+    let lanes = plan.num_lanes().max(1) as u32;
+    let all: u32 = plan.lanes().iter().map(|stage| stage.devices.len() as u32).sum();
+    let each = all / lanes;
+    let of_stages = parallelism(plan);
+    // The stage with the most layers says what the others become.
+    let weight = |i: &usize| (plan.stages[*i].layers.len(), std::cmp::Reverse(*i));
+    let most = (0..plan.stages.len()).max_by_key(weight).unwrap_or(0);
+    let found = of_stages[most];
+    let experts = of_stages.iter().map(|stage| stage.expert).max().unwrap_or(1);
+    let uneven = "its stages have different numbers of devices";
+    if each * lanes != all {
+        return Err(unsayable(uneven, "--target megatron"));
+    }
+    let context = found.context.min(each);
+    let tensor = (1..=found.tensor).rev().find(|tp| each % (tp * context) == 0).unwrap_or(1);
+    if each % (tensor * context) != 0 {
+        return Err(unsayable(uneven, "--target megatron"));
+    }
+    let dp = each / (tensor * context);
+    let region = u64::from(dp) * u64::from(tensor) * u64::from(context);
+    let experts = (1..=experts).rev().find(|&ep| region % u64::from(ep) == 0).unwrap_or(1);
+    Ok([dp, tensor, context, experts])
+}
+
+/// The level of sharded storage that most stages have.
+fn zero(plan: &Plan) -> u8 {
+    let count = |level: u8| plan.stages.iter().filter(|stage| stage.zero == level).count();
+    (0..=3).max_by_key(|&level| (count(level), level)).unwrap_or(0)
+}
+
+fn precision(plan: &Plan) -> Option<DType> {
+    let graph = &plan.graph;
+    let mut types: BTreeMap<DType, u64> = BTreeMap::new();
+    for (v, _) in graph.parameters().filter(|(v, _)| graph.ty(*v).dtype.is_float()) {
+        *types.entry(graph.ty(v).dtype).or_default() += graph.ty(v).bytes();
+    }
+    types.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
+}
+
+/// True if tensor-parallel devices split the positions of most values between products.
+fn splits_positions(plan: &Plan) -> bool {
+    let [mut split, mut whole] = [0_u64; 2];
+    for stage in &plan.stages {
+        let tensor = stage.mesh.axes.len().saturating_sub(1);
+        let name = stage.mesh.axes[tensor].name.as_str();
+        for (v, sharding) in &stage.shardings {
+            let node = plan.graph.node(*v);
+            // Norms, residuals and the like: values of samples, positions and features.
+            if node.ty.rank() != 3 || !node.ty.dtype.is_float() || node.op.is_contraction() {
+                continue;
+            }
+            let positions = sharding.sharding.split('{').nth(2).and_then(|dim| dim.split('}').next()).unwrap_or("");
+            let of = if positions.contains(name) { &mut split } else { &mut whole };
+            *of += node.ty.bytes();
+        }
+    }
+    split > whole
+}
+
+/// The name up to the first number, and that number: `model.layers.` and 3 of `model.layers.3.mlp.weight`.
+fn numbered(name: &str) -> Option<(&str, u32)> {
+    let first = name.find(|c: char| c.is_ascii_digit())?;
+    let digits = name[first..].find(|c: char| !c.is_ascii_digit()).unwrap_or(name.len() - first);
+    Some((&name[..first], name[first..first + digits].parse().ok()?))
+}
+
+/// Numbered layers of each stage, by the names of parameters, or else the repeated ones. A layer that is cut counts
+/// where it begins.
+pub fn layers_by_stage(plan: &Plan) -> Vec<u32> {
+    let repeated: Vec<u32> = blocks_of(plan).into_iter().map(|(count, _)| count).collect();
+    let mut layers: BTreeMap<&str, BTreeMap<u32, usize>> = BTreeMap::new();
+    for (s, stage) in plan.stages.iter().enumerate() {
+        for (start, number) in stage.parameters.keys().filter_map(|name| numbered(name)) {
+            layers.entry(start).or_default().entry(number).or_insert(s);
+        }
+    }
+    let Some(named) = layers.into_values().max_by_key(BTreeMap::len) else { return repeated };
+    if (named.len() as u32) < repeated.iter().sum() {
+        return repeated;
+    }
+    let mut counts = vec![0; plan.stages.len()];
+    named.into_values().for_each(|s| counts[s] += 1);
+    counts
+}
+
+/// The recomputation of whole layers: all, the first of each stage, or the core of attention in all.
+fn set_recomputation(plan: &Plan, c: &mut Configuration) {
+    let stages = blocks_of(plan);
+    let is_all = |level: Recompute| stages.iter().all(|(count, levels)| levels[level as usize] == *count);
+    let fully = |(_, levels): &(u32, [u32; 3])| levels[Recompute::Full as usize];
+    c.recompute = match () {
+        () if stages.iter().all(|(count, _)| *count == 0) => Some(most(&plan.stages)),
+        () if is_all(Recompute::Full) => Some(Recompute::Full),
+        () if is_all(Recompute::None) => Some(Recompute::None),
+        () if is_all(Recompute::Selective) => Some(Recompute::Selective),
+        () if stages.iter().any(|stage| fully(stage) > 0) => {
+            // As many as the stage with the most, so that every stage has the memory.
+            c.recomputed_layers = stages.iter().map(fully).max();
+            Some(Recompute::Full)
+        }
+        () => Some(Recompute::Selective),
+    };
+}
+
+fn most(stages: &[Stage]) -> Recompute {
+    stages.iter().map(|stage| stage.recompute.most()).max().unwrap_or_default()
+}

@@ -1,0 +1,109 @@
+//! Predictions of configurations: the plan that a stack runs with a configuration, for a model and a cluster.
+
+use super::{Configuration, Stack, StackProblem};
+use crate::error::Error;
+use altiplano_cost_models::Rooflines;
+use altiplano_ir::optimizer::Optimizer;
+use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_planner::features::target::execution;
+use altiplano_planner::search::stated::{num_blocks, predict_stated};
+use altiplano_planner::{PlanFailure, Request};
+
+/// A predicted configuration.
+#[derive(Clone, Debug)]
+pub struct Prediction {
+    pub plan: Plan,
+    /// Bytes of sharded storage that the fullest device holds beyond the plan's, since replicas in groups share it only
+    /// within their group.
+    pub extra_bytes: u64,
+}
+
+impl Prediction {
+    pub fn step_s(&self) -> f64 {
+        self.plan.predicted.step_time_s
+    }
+
+    /// Peak bytes of the fullest device.
+    pub fn peak_bytes(&self) -> u64 {
+        self.plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0).saturating_add(self.extra_bytes)
+    }
+
+    /// Bytes of a device that tensors can use.
+    pub fn usable_bytes(&self) -> u64 {
+        self.plan.cluster.usable_bytes(&self.plan.cluster.groups[0])
+    }
+
+    pub fn fits(&self) -> bool {
+        altiplano_planner::fits(&self.plan) && self.peak_bytes() <= self.usable_bytes()
+    }
+}
+
+/// A model and a cluster for which configurations of a stack are predicted.
+pub struct Predictor<'a> {
+    pub stack: &'a Stack,
+    pub request: Request,
+    blocks: u32,
+}
+
+impl<'a> Predictor<'a> {
+    pub fn new(stack: &'a Stack, request: Request) -> Predictor<'a> {
+        let blocks = num_blocks(&request);
+        Predictor { stack, request, blocks }
+    }
+
+    /// Predicts a configuration, whether it fits or not.
+    pub fn predict(&self, c: &Configuration) -> Result<Prediction, Error> {
+        let mut c = c.clone();
+        let devices = self.request.cluster.num_devices();
+        let of = |problem: StackProblem| Error::Stack { file: None, problem: Box::new(problem) };
+        if c.shards_by_node {
+            let dp = c.replicas(devices).map_err(|m| of(m.into()))?;
+            let inside = self.request.cluster.groups[0].devices_per_node / (c.tp() * c.cp()).max(1);
+            let shard = (1..=inside.max(1)).rev().find(|shard| dp % shard == 0).unwrap_or(1);
+            (c.shard, c.replicate) = (Some(shard), Some(dp / shard));
+        }
+        let settled = c.settled(devices, self.blocks).map_err(|misfit| of(misfit.into()))?;
+        let mut request = self.request.clone();
+        let zero = settled.stated.degrees.zero;
+        request.target = self.stack.target;
+        request.execution = execution(request.target, &request.cluster, &request.graph, Some(zero));
+        request.execution.overlap = match request.target {
+            Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
+            _ => request.execution.overlap,
+        };
+        if let Some(fused) = c.fused_attention.or(request.fused_attention) {
+            let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
+            request.execution.fused_attention = fused && possible;
+        }
+        request.schedule = Some(c.schedule.unwrap_or(Schedule::OneFOneB));
+        request.allow_microbatch_semantics = true;
+        request.batch.global = Some(settled.global_batch);
+        request.offload = Some(c.offload);
+        request.training.clip_norm = c.clip_norm;
+        if let Some(optimizer) = c.optimizer.as_deref().filter(|name| *name != request.training.optimizer.name()) {
+            request.training.optimizer = Optimizer::parse(optimizer).unwrap_or(request.training.optimizer);
+        }
+        let costs = Rooflines::of(&request.cluster);
+        let plan = predict_stated(&request, &settled.stated, &costs).map_err(|failure| match failure {
+            PlanFailure::NoCombination => of(StackProblem::Plan(
+                "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
+            )),
+            failure => failure.into(),
+        })?;
+        let extra_bytes = extra_bytes(&plan, settled.replicate);
+        Ok(Prediction { plan, extra_bytes })
+    }
+}
+
+/// Bytes that the fullest device holds beyond those of a plan that shards over all replicas, if only each of several
+/// groups of them shares: its part of what is sharded is as many times larger.
+fn extra_bytes(plan: &Plan, groups: u32) -> u64 {
+    let sharded = plan.stages.iter().map(|stage| {
+        let memory = &stage.predicted.memory;
+        let gradients = if stage.zero >= 2 { memory.gradients_bytes } else { 0 };
+        let parameters = if stage.zero >= 3 { memory.parameters_bytes } else { 0 };
+        let state = if stage.zero >= 1 { memory.optimizer_bytes } else { 0 };
+        state.saturating_add(gradients).saturating_add(parameters)
+    });
+    sharded.max().unwrap_or(0).saturating_mul(u64::from(groups.saturating_sub(1)))
+}

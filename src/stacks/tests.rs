@@ -1,0 +1,481 @@
+//! Files of all stacks, there and back.
+
+use super::judge::{How, Judgement, judge_text};
+use super::*;
+use crate::{ImportOptions, load_cluster, load_model, plan, request};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::plan::{Offload, Plan, Schedule, Update};
+use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::target::execution;
+use altiplano_planner::search::fixed_degrees::Degrees;
+use altiplano_planner::search::stated::{Stated, predict_stated};
+use altiplano_planner::{Request, Silent};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const CLUSTER: &str = "dgx-a100:1";
+
+/// A decoder of eight layers, as a config of Transformers.
+fn model(family: &str) -> PathBuf {
+    let config = match family {
+        "llama" => {
+            r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+                "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
+        _ => {
+            r#"{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+                "num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
+    };
+    let folder = std::env::temp_dir().join(format!("altiplano-stacks-{}-{family}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let file = folder.join("config.json");
+    if !file.exists() {
+        let part = folder.join(format!("part-{:?}", std::thread::current().id()));
+        std::fs::write(&part, config).expect("a config");
+        std::fs::rename(part, &file).expect("a config");
+    }
+    file
+}
+
+fn import() -> ImportOptions {
+    ImportOptions { sequence: Some(64), batch: Some(1), precision: Some(DType::BF16), ..ImportOptions::default() }
+}
+
+fn base(family: &str) -> Request {
+    let model = load_model(&model(family), &import()).expect("a model");
+    let mut request = request(&model, load_cluster(CLUSTER).expect("a cluster"));
+    request.batch.global = Some(64);
+    request.training.loss_scale = None;
+    request
+}
+
+/// The plan that software runs with these choices.
+fn configured(stack: &Stack, family: &str, change: impl Fn(&mut Stated)) -> Plan {
+    let mut request = base(family);
+    let mut stated = Stated {
+        degrees: Degrees {
+            dp: 2,
+            tp: 2,
+            cp: 1,
+            stages: 2,
+            virtual_stages: 1,
+            num_microbatches: 4,
+            zero: 1,
+            recompute: Recompute::None,
+        },
+        ep: 1,
+        blocks: None,
+        full_blocks: None,
+        splits_positions: true,
+    };
+    change(&mut stated);
+    request.target = stack.target;
+    let zero = Some(stated.degrees.zero);
+    request.execution = execution(request.target, &request.cluster, &request.graph, zero);
+    let costs = altiplano_cost_models::Rooflines::of(&request.cluster);
+    predict_stated(&request, &stated, &costs).expect("a plan")
+}
+
+/// Judges a written file, with what its stack leaves to the program.
+fn judged(written: &Written, stack: &'static Stack, family: &str) -> Judgement {
+    let c = &written.configuration;
+    let says = |name: &str| stack.knobs.iter().any(|knob| knob.name.ends_with(name));
+    let how = How {
+        model: Some(model(family)),
+        import: ImportOptions { precision: None, ..import() },
+        cluster: Some(match written.prediction.plan.num_devices() {
+            8 => CLUSTER.into(),
+            some => format!("dgx-a100/{some}"),
+        }),
+        micro_batch: c.micro_batch.filter(|_| stack.name == "accelerate"),
+        global_batch: c.global_batch.filter(|_| !says("global-batch-size") && !says("global_batch_size")),
+        recompute: c.recompute.filter(|_| stack.name == "deepspeed"),
+        optimizer: c.optimizer.clone().filter(|_| stack.name == "accelerate"),
+        only_predict: true,
+        ..How::default()
+    };
+    judge_text(Path::new("written"), &written.text, &how)
+        .unwrap_or_else(|e| panic!("{}: {e}\n{}", stack.name, written.text))
+}
+
+/// A written file predicts what it says that it predicts. Returns what the stack cannot say, if it is that.
+fn round_trip(plan: &Plan, stack: &'static Stack, family: &str) -> Option<String> {
+    let written = match export(plan, stack) {
+        Ok(written) => written,
+        Err(error) => {
+            assert_eq!(error.exit_code(), 2, "{error}");
+            return Some(error.to_string());
+        }
+    };
+    let judged = judged(&written, stack, family);
+    let [there, back] = [&written.prediction, &judged.prediction];
+    let what = format!("{}: {:?}\n{}\n{:?}", stack.name, written.notes, written.text, judged.configuration);
+    assert_eq!(there.step_s().to_bits(), back.step_s().to_bits(), "{} and {}: {what}", there.step_s(), back.step_s());
+    assert_eq!(there.peak_bytes(), back.peak_bytes(), "{what}");
+    None
+}
+
+#[test]
+fn plans_for_megatron_come_back_as_they_were() {
+    type Change = fn(&mut Stated);
+    let changes: [(&str, Change); 8] = [
+        ("llama", |_| ()),
+        ("llama", |s| s.blocks = Some(vec![3, 5])),
+        ("llama", |s| (s.degrees.stages, s.degrees.virtual_stages) = (4, 2)),
+        ("llama", |s| s.degrees.recompute = Recompute::Full),
+        ("llama", |s| s.full_blocks = Some(2)),
+        ("llama", |s| s.splits_positions = false),
+        ("llama", |s| (s.degrees.dp, s.degrees.tp, s.degrees.stages, s.degrees.zero) = (4, 1, 2, 0)),
+        ("mixtral", |s| (s.degrees.dp, s.degrees.tp, s.degrees.stages, s.ep) = (4, 1, 2, 4)),
+    ];
+    for (family, change) in changes {
+        let plan = configured(&megatron::MEGATRON, family, change);
+        for stack in [&megatron::MEGATRON, &megatron_bridge::MEGATRON_BRIDGE] {
+            let written = export(&plan, stack).unwrap_or_else(|e| panic!("{e}"));
+            // What the stack was planned for, it says without a note.
+            assert_eq!(written.notes, Vec::<String>::new(), "{}", written.text);
+            assert_eq!(written.prediction.step_s().to_bits(), plan.predicted.step_time_s.to_bits());
+            assert_eq!(round_trip(&plan, stack, family), None);
+        }
+    }
+}
+
+#[test]
+fn searched_plans_come_back_as_they_are_written() {
+    type Change = fn(&mut Request);
+    let changes: [(&str, Change); 5] = [
+        ("llama", |_| ()),
+        ("llama", |r| (r.degrees.pp, r.degrees.tp) = (Some(2), Some(2))),
+        ("llama", |r| (r.degrees.zero, r.degrees.pp, r.recompute) = (Some(3), Some(1), Some(Recompute::Full))),
+        ("llama", |r| (r.schedule, r.degrees.pp) = (Some(Schedule::ZbH1), Some(4))),
+        ("mixtral", |r| (r.degrees.ep, r.degrees.pp) = (Some(4), Some(1))),
+    ];
+    let mut said: std::collections::BTreeMap<&str, u32> = Default::default();
+    for (family, change) in changes {
+        let mut request = base(family);
+        (request.baselines, request.allow_microbatch_semantics) = (false, true);
+        change(&mut request);
+        let plan = plan(&request, &Silent).expect("a plan");
+        for stack in STACKS {
+            match round_trip(&plan, stack, family) {
+                None => *said.entry(stack.name).or_default() += 1,
+                Some(refusal) => assert!(refusal.contains("; plan with"), "{refusal}"),
+            }
+        }
+    }
+    // Every stack can say some of them.
+    assert_eq!(said.len(), STACKS.len(), "{said:?}");
+}
+
+#[test]
+fn rounding_has_its_price() {
+    let plan = configured(&torchtitan::TORCHTITAN, "llama", |s| (s.degrees.stages, s.degrees.dp) = (1, 4));
+    // FSDP shards gradients with the state.
+    let written = export(&plan, &torchtitan::TORCHTITAN).expect("a recipe");
+    let note = &written.notes[0];
+    assert!(note.starts_with("rounded: ZeRO level 1 to 2; "), "{note}");
+    assert!(note.contains(" a step in place of ") && note.contains(" on a device in place of "), "{note}");
+}
+
+#[test]
+fn what_a_stack_cannot_say_is_refused_with_the_option() {
+    let plan = configured(&megatron::MEGATRON, "llama", |_| ());
+    let refusal = |stack: &'static Stack, change: fn(&mut Plan)| {
+        let mut plan = plan.clone();
+        change(&mut plan);
+        export(&plan, stack).expect_err("a refusal").to_string()
+    };
+    let table: [(&'static Stack, fn(&mut Plan), &str); 8] = [
+        (&deepspeed::DEEPSPEED, |_| (), "--pp 1"),
+        (&accelerate::ACCELERATE, |_| (), "--pp 1"),
+        (&maxtext::MAXTEXT, |_| (), "--pp 1"),
+        (&transformers::TRANSFORMERS, |_| (), "--pp 1"),
+        (&megatron::MEGATRON, |p| p.update = Update::Stale, "--update synchronous"),
+        (&megatron::MEGATRON, |p| p.schedule = Schedule::PipeDream, "--schedule 1f1b"),
+        (
+            &torchtitan::TORCHTITAN,
+            |p| p.stages.iter_mut().for_each(|s| s.offload = Offload::OPTIMIZER),
+            "--offload none",
+        ),
+        (
+            &megatron::MEGATRON,
+            |p| p.optimizer = altiplano_ir::optimizer::Optimizer::parse("lamb").unwrap(),
+            "--optimizer adamw",
+        ),
+    ];
+    for (stack, change, option) in table {
+        let said = refusal(stack, change);
+        assert!(
+            said.starts_with(&format!("--to {}: ", stack.name)) && said.ends_with(&format!("; plan with {option}")),
+            "{said}"
+        );
+    }
+}
+
+fn megatron_text(more: &str) -> String {
+    format!(
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 8 \\\n  --seq-length 64 --max-position-embeddings 64 --vocab-size 512 --bf16 \\\n  --micro-batch-size 2 --global-batch-size 64 --lr 1e-4 {more}\n"
+    )
+}
+
+fn how() -> How {
+    How { within: Duration::from_secs(60), ..How::default() }
+}
+
+#[test]
+fn a_command_line_is_judged_in_its_own_words() {
+    let text = megatron_text(
+        "--tensor-model-parallel-size 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    );
+    let judgement = judge_text(Path::new("run.sh"), &text, &how()).expect("a judgement");
+    assert_eq!(judgement.stack.name, "megatron");
+    assert!(judgement.prediction.fits());
+    let best = &judgement.changes[0];
+    assert!(best.step_s < judgement.prediction.step_s());
+    let words: Vec<&String> = judgement.changes.iter().flat_map(|change| &change.words).collect();
+    assert!(words.iter().any(|w| w.starts_with("set `--tensor-model-parallel-size")), "{words:?}");
+    assert!(words.iter().any(|w| *w == "remove `--recompute-granularity`"), "{words:?}");
+    // Together they are faster than alone.
+    let together = judgement.together.as_ref().expect("several changes help");
+    assert!(together.step_s < best.step_s);
+    // A change that is made is predicted as it was said.
+    let made = megatron_text("--tensor-model-parallel-size 8");
+    let again = judge_text(Path::new("run.sh"), &made, &how()).expect("a judgement");
+    let said = judgement.changes.iter().find(|c| c.words.iter().all(|w| w.contains("recompute"))).expect("the change");
+    assert_eq!(said.step_s, again.prediction.step_s());
+}
+
+#[test]
+fn a_measured_step_corrects_the_rest() {
+    let text = megatron_text("--tensor-model-parallel-size 8");
+    let judgement = judge_text(Path::new("run.sh"), &text, &how()).expect("a judgement");
+    let measured = 2.0 * judgement.prediction.step_s();
+    let json = judgement.json(Some(measured));
+    assert_eq!(json["correction"], 2.0);
+    let first = &judgement.changes[0];
+    assert_eq!(json["changes"][0]["step_time_s"], 2.0 * first.step_s);
+    assert!(
+        judgement.text(Some(measured)).contains("100.0 % slower than predicted"),
+        "{}",
+        judgement.text(Some(measured))
+    );
+}
+
+#[test]
+fn unknown_knobs_are_named_by_line() {
+    let text = megatron_text("--fp8-format hybrid \\\n  --turbo-mode 3 --pipeline-model-parallel-size $PP");
+    let error = judge_text(Path::new("run.sh"), &text, &how()).err().expect("a refusal");
+    assert_eq!(error.exit_code(), 2);
+    let said = error.to_string();
+    for line in [
+        "run.sh: knobs of megatron that cannot be predicted:",
+        "line 3: --fp8-format: products in 8 bits cannot be predicted",
+        "line 4: --turbo-mode: is unknown, and may change speed or memory",
+        "line 4: --pipeline-model-parallel-size: is `$PP`, which the file does not say",
+    ] {
+        assert!(said.contains(line), "{said}");
+    }
+    let refused = |text: &str, problem: &str| {
+        let error = judge_text(Path::new("f"), text, &how()).err().expect("a refusal");
+        assert!(error.to_string().contains(problem), "{error}");
+        assert_eq!(error.exit_code(), 2);
+    };
+    refused("nothing here", "--stack megatron|");
+    refused("{\"train_batch_size\": }", "f: 1: expected a value, found `}`");
+    refused("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 1}}", "--cluster");
+    refused(
+        &megatron_text("--tensor-model-parallel-size 3"),
+        "3 devices at a time, which do not divide the cluster's 8",
+    );
+    refused(&megatron_text("").replace("--vocab-size 512", ""), "--vocab-size");
+    refused(&megatron_text("").replace("--global-batch-size 64", "--global-batch-size 7"), "7 samples");
+}
+
+#[test]
+fn stacks_are_found_by_their_knobs() {
+    let table = [
+        ("{\"train_micro_batch_size_per_gpu\": 4, \"zero_optimization\": {\"stage\": 2}}", "deepspeed"),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 8\n", "accelerate"),
+        ("[parallelism]\ntensor_parallel_degree = 2\n[training]\nlocal_batch_size = 4\n", "torchtitan"),
+        ("per_device_batch_size: 4\nici_fsdp_parallelism: 8\nremat_policy: 'full'\n", "maxtext"),
+        ("python3 -m MaxText.train base.yml ici_fsdp_parallelism=8 per_device_batch_size=4", "maxtext"),
+        (
+            "def f():\n    cfg.model.tensor_model_parallel_size = 2\n    cfg.train.micro_batch_size = 1\n",
+            "megatron-bridge",
+        ),
+        ("DistributedConfig(tp_size=2)\n", "transformers"),
+        ("MODEL_ARGS:\n  --tensor-model-parallel-size: 2\n  --num-layers: 4\n", "megatron"),
+        ("torchrun train.py --tensor-model-parallel-size 2", "megatron"),
+    ];
+    for (text, name) in table {
+        let (stack, settings) = recognised(text, None).expect("a stack");
+        assert_eq!(stack.name, name, "{text}");
+        assert!(stack.read(&settings).is_ok(), "{text}: {:?}", stack.read(&settings).err());
+    }
+}
+
+#[test]
+fn knobs_are_read_into_one_description() {
+    let read = |text: &str| {
+        let (stack, settings) = recognised(text, None).expect("a stack");
+        stack.read(&settings).expect("a configuration")
+    };
+    let c = read(
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 16\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n  fsdp_activation_checkpointing: true\n",
+    );
+    assert_eq!((c.zero, c.shards_by_node, c.recompute, c.devices), (Some(3), true, Some(Recompute::Full), Some(16)));
+    let c = read(
+        "[parallelism]\ndata_parallel_shard_degree = -1\npipeline_parallel_degree = 4\npipeline_parallel_schedule = \"Interleaved1F1B\"\n[training]\nlocal_batch_size = 8\n[activation_checkpoint]\nmode = \"selective\"\n",
+    );
+    assert_eq!((c.pp, c.virtual_stages, c.micro_batch, c.zero), (Some(4), Some(2), Some(1), Some(2)));
+    assert_eq!((c.recompute, c.shard, c.precision), (Some(Recompute::Selective), None, Some(DType::BF16)));
+    let c = read(
+        "{\"train_batch_size\": 64, \"bf16\": {\"enabled\": true}, \"zero_optimization\": {\"stage\": 2, \"offload_optimizer\": {\"device\": \"cpu\"}}}",
+    );
+    assert_eq!((c.global_batch, c.zero, c.offload), (Some(64), Some(2), Offload::OPTIMIZER));
+    let c = read(&megatron_text(
+        "--use-distributed-optimizer --num-experts 8 --moe-layer-freq ([0]*3+[1]*5) --moe-ffn-hidden-size 64",
+    ));
+    assert_eq!((c.zero, c.sequence_parallel, c.clip_norm), (Some(1), Some(false), Some(1.0)));
+    assert_eq!(c.model.expert_layers, Some([&[false; 3][..], &[true; 5]].concat()));
+    let c = read("per_device_batch_size: 4\nici_fsdp_parallelism: 8\ndcn_data_parallelism: 2\nremat_policy: minimal\n");
+    assert_eq!((c.replicate, c.shard, c.device_batch, c.zero), (Some(2), Some(8), Some(4.0), Some(3)));
+}
+
+/// A generator of numbers for choices of tests.
+struct Choices(u64);
+
+impl Choices {
+    fn of<T: Clone>(&mut self, all: &[T]) -> T {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        all[(self.0 >> 33) as usize % all.len()].clone()
+    }
+}
+
+/// A plan of the search with random options.
+fn searched(choices: &mut Choices, family: &str) -> Option<Plan> {
+    let mut request = base(family);
+    (request.baselines, request.allow_microbatch_semantics) = (false, true);
+    request.degrees.pp = choices.of(&[None, Some(1), Some(1), Some(2), Some(4)]);
+    request.degrees.tp = choices.of(&[None, Some(1), Some(2), Some(4)]);
+    request.degrees.cp = choices.of(&[None, None, None, Some(2)]);
+    request.degrees.zero = choices.of(&[None, Some(0), Some(1), Some(2), Some(3)]);
+    request.degrees.ep = if family == "mixtral" { choices.of(&[None, Some(2), Some(4)]) } else { None };
+    request.degrees.virtual_stages = choices.of(&[None, None, Some(2)]);
+    request.recompute = choices.of(&[None, Some(Recompute::None), Some(Recompute::Selective), Some(Recompute::Full)]);
+    request.schedule =
+        choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1), Some(Schedule::PipeDream)]);
+    request.offload =
+        choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
+    request.target = choices.of(&altiplano_ir::plan::Target::ALL);
+    request.training.clip_norm = choices.of(&[None, Some(1.0)]);
+    request.batch.global = choices.of(&[Some(16), Some(64), Some(48)]);
+    plan(&request, &Silent).ok()
+}
+
+/// A plan with random degrees, as software is configured.
+fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
+    let mut request = base(family);
+    let [tp, lanes, cp, virtual_stages] =
+        [choices.of(&[1, 1, 2, 4]), choices.of(&[1, 1, 2, 4]), choices.of(&[1, 1, 1, 2]), choices.of(&[1, 1, 2])];
+    // As many microbatches as keep all lanes busy.
+    let num_microbatches = choices.of(&[1, 2, 4, 8]);
+    let virtual_stages = if lanes > 1 && num_microbatches % lanes == 0 { virtual_stages } else { 1 };
+    let dp = 8 / (tp * lanes * cp);
+    let blocks = match (family, lanes * virtual_stages) {
+        ("llama", 2) => choices.of(&[None, Some(vec![3, 5]), Some(vec![7, 1])]),
+        ("llama", 4) => choices.of(&[None, Some(vec![1, 3, 3, 1]), Some(vec![2, 2, 3, 1])]),
+        _ => None,
+    };
+    let stated = Stated {
+        degrees: Degrees {
+            dp,
+            tp,
+            cp,
+            stages: lanes * virtual_stages,
+            virtual_stages,
+            num_microbatches,
+            zero: choices.of(&[0, 1, 2, 3]),
+            recompute: choices.of(&Recompute::ALL),
+        },
+        ep: if family == "mixtral" { choices.of(&[1, 2, 4]) } else { 1 },
+        blocks,
+        full_blocks: choices.of(&[None, None, Some(0), Some(1), Some(2)]),
+        splits_positions: choices.of(&[true, true, false]),
+    };
+    request.target = choices.of(&altiplano_ir::plan::Target::ALL);
+    request.execution = execution(request.target, &request.cluster, &request.graph, Some(stated.degrees.zero));
+    request.schedule =
+        choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1)]).filter(|_| virtual_stages == 1);
+    request.offload =
+        choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
+    request.training.clip_norm = choices.of(&[None, Some(1.0)]);
+    let optimizer = choices.of(&["adamw", "adamw", "adam", "sgd", "lamb"]);
+    request.training.optimizer = altiplano_ir::optimizer::Optimizer::parse(optimizer).expect("an optimizer");
+    let costs = altiplano_cost_models::Rooflines::of(&request.cluster);
+    (dp > 0).then(|| predict_stated(&request, &stated, &costs).ok())?
+}
+
+/// Each random plan is written for every stack as a file that predicts what it says, or refused in one line.
+/// `STACKS_PLANS` sets the number of plans; every eighth is searched.
+#[test]
+fn random_plans_are_written_or_refused() {
+    let count = std::env::var("STACKS_PLANS").ok().and_then(|n| n.parse().ok()).unwrap_or(24);
+    let mut choices = Choices(36);
+    let mut outcomes: std::collections::BTreeMap<String, u32> = Default::default();
+    let mut plans = 0;
+    while plans < count {
+        let family = choices.of(&["llama", "llama", "mixtral"]);
+        let made = if plans % 8 == 0 { searched(&mut choices, family) } else { stated(&mut choices, family) };
+        let Some(plan) = made else {
+            *outcomes.entry("no plan".into()).or_default() += 1;
+            continue;
+        };
+        plans += 1;
+        for stack in STACKS {
+            let outcome = match round_trip(&plan, stack, family) {
+                None => format!("{}: written", stack.name),
+                Some(refusal) => {
+                    assert!(!refusal.contains('\n') && refusal.contains("plan"), "{refusal}");
+                    format!("{}: refused", stack.name)
+                }
+            };
+            *outcomes.entry(outcome).or_default() += 1;
+        }
+    }
+    println!("{outcomes:#?}");
+    assert!(STACKS.iter().all(|stack| outcomes.contains_key(&format!("{}: written", stack.name))), "{outcomes:?}");
+}
+
+/// Public configurations are read, or refused with what is at fault by name.
+#[test]
+fn public_configurations_are_read_or_refused() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/judged");
+    let table = std::fs::read_to_string(folder.join("cases.csv")).expect("the list of cases");
+    let mut refused = Vec::new();
+    let files: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').next()).collect();
+    for file in &files {
+        let text = std::fs::read_to_string(folder.join(file)).expect("a configuration");
+        let (stack, settings) = recognised(&text, None).unwrap_or_else(|e| panic!("{file}: {e}"));
+        assert!(file.starts_with(stack.name.trim_start_matches("megatron-")), "{file} is read as of {}", stack.name);
+        if let Err(error) = stack.read(&settings) {
+            refused.push(format!("{file}: {error}"));
+        }
+    }
+    assert!(files.len() >= 30);
+    let expected = [
+        ("megatron-llama3-8b-fp8.sh", "--fp8-format"),
+        ("megatron-deepspeed-moe.sh", "--moe-expert-parallel-size"),
+        ("bridge-llama3-70b-fp8.py", "config.mixed_precision"),
+        ("torchtitan-llama3-405b.toml", "model.converters"),
+        ("torchtitan-llama3-8b-h200.sh", "model.converters"),
+        ("accelerate-deepspeed.yaml", "deepspeed_config.deepspeed_config_file"),
+    ];
+    assert_eq!(refused.len(), expected.len(), "{refused:#?}");
+    for (file, knob) in expected {
+        let said = refused.iter().find(|line| line.starts_with(file)).unwrap_or_else(|| panic!("{file}: {refused:#?}"));
+        assert!(said.contains(knob), "{said}");
+    }
+}

@@ -1,0 +1,17 @@
+# Knobs of Narayanan et al. 2021 (arXiv 2104.04473), table 1.
+MEGATRON_ARGS=(
+    --num-layers 128
+    --hidden-size 25600
+    --num-attention-heads 160
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --vocab-size 51200
+    --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 64
+    --micro-batch-size 1
+    --global-batch-size 3072
+    --fp16
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+)

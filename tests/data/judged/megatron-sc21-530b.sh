@@ -1,0 +1,18 @@
+# Knobs of Narayanan et al. 2021 (arXiv 2104.04473), table 1.
+MEGATRON_ARGS=(
+    --num-layers 105
+    --hidden-size 20480
+    --num-attention-heads 128
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --vocab-size 51200
+    --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 35
+    --micro-batch-size 1
+    --global-batch-size 2520
+    --num-virtual-stages-per-pipeline-rank 3
+    --fp16
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+)
