@@ -2,6 +2,7 @@
 
 use crate::commands::say;
 use altiplano::export::{Stack, export};
+use altiplano::ir::plan::Plan;
 use altiplano::{Error, expect_writable, load_plan, write_file};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -10,13 +11,13 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Export {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     /// The software that trains
     #[arg(long, value_enum)]
     to: To,
     /// The file to write
     #[arg(short, long, value_name = "PATH")]
-    output: PathBuf,
+    pub output: PathBuf,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -28,14 +29,22 @@ enum To {
 impl Export {
     pub fn run(self) -> Result<(), Error> {
         expect_writable(&self.output)?;
-        let to = match self.to {
-            To::Jax => Stack::Jax,
-        };
-        let exported = export(&load_plan(&self.plan)?, to)?;
-        for note in &exported.notes {
+        for note in self.write(&load_plan(&self.plan)?)? {
             eprintln!("note: {note}");
         }
+        say(format!("{}: the plan for {}", self.output.display(), self.stack().name()))
+    }
+
+    fn stack(&self) -> Stack {
+        match self.to {
+            To::Jax => Stack::Jax,
+        }
+    }
+
+    /// Writes a loaded plan. Returns notes on the choices that the export leaves out or rounds.
+    pub fn write(&self, plan: &Plan) -> Result<Vec<String>, Error> {
+        let exported = export(plan, self.stack())?;
         write_file(&self.output, &exported.text)?;
-        say(format!("{}: the plan for {}", self.output.display(), to.name()))
+        Ok(exported.notes)
     }
 }
