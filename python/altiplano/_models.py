@@ -156,7 +156,6 @@ def _of_function(function: Any, example_inputs: Any, folder: Path) -> str:
                 "pass arrays; bind Python values such as strings and flags by functools.partial",
             ],
         ) from error
-    # Shapes of one sample do not tell which dimension is the batch.
     return _of_lowered(lowered, name, folder)
 
 
