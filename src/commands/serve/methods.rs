@@ -14,6 +14,7 @@ use altiplano::{
     Error, ImportOptions, Warning, expect_writable, figures, frontier_json, load_plan, page_html, report, write_file,
 };
 use clap::{ArgMatches, Args, Command, FromArgMatches};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -92,40 +93,43 @@ impl Question<'_> {
 /// A method and its parameters.
 struct Method {
     name: &'static str,
-    definition: fn(&'static str) -> Command,
+    definition: Definition,
     /// Options of the command that the method has not.
     without: &'static [&'static str],
-    answer: fn(&Question<'_>) -> Result<Value, Failure>,
+    answer: Answer,
+    /// True if the answer takes milliseconds, and must not wait for the work of searches.
+    is_quick: bool,
 }
 
 const METHODS: [Method; 16] = [
-    Method { name: "load_model", definition: definition::<LoadModel>, without: &[], answer: load_model },
-    Method { name: "load_plan", definition: definition::<LoadPlan>, without: &[], answer: load },
-    Method {
-        name: "plan",
-        definition: definition::<plan::Plan>,
-        without: &["frontier", "from", "json"],
-        answer: planned,
-    },
-    Method { name: "judge", definition: definition::<Judge>, without: &judging::WITHOUT, answer: judged },
-    Method { name: "why", definition: definition::<why::Why>, without: &[], answer: why },
-    Method { name: "why_not", definition: definition::<why_not::WhyNot>, without: &[], answer: why_not },
-    Method { name: "advise", definition: definition::<advise::Advise>, without: &[], answer: advise },
-    Method { name: "compare", definition: definition::<compare::Compare>, without: &[], answer: compare },
-    Method { name: "simulate", definition: definition::<simulate::Simulate>, without: &[], answer: simulate },
-    Method {
-        name: "frontier",
-        definition: definition::<plan::Plan>,
-        without: &["frontier", "from", "json", "html", "output"],
-        answer: frontier,
-    },
-    Method { name: "scale", definition: definition::<scale::Scale>, without: &[], answer: scale },
-    Method { name: "inspect", definition: definition::<inspect::Inspect>, without: &[], answer: inspect },
-    Method { name: "export", definition: definition::<export::Export>, without: &[], answer: export },
-    Method { name: "verify", definition: definition::<verify::Verify>, without: &["device"], answer: verify },
-    Method { name: "save", definition: definition::<Save>, without: &[], answer: save },
-    Method { name: "release", definition: definition::<Release>, without: &[], answer: release },
+    slow("load_model", definition::<LoadModel>, &[], load_model),
+    quick("load_plan", definition::<LoadPlan>, &[], load),
+    slow("plan", definition::<plan::Plan>, &["frontier", "from", "json"], planned),
+    quick("judge", definition::<Judge>, &judging::WITHOUT, judged),
+    quick("why", definition::<why::Why>, &[], why),
+    slow("why_not", definition::<why_not::WhyNot>, &[], why_not),
+    slow("advise", definition::<advise::Advise>, &[], advise),
+    quick("compare", definition::<compare::Compare>, &[], compare),
+    slow("simulate", definition::<simulate::Simulate>, &[], simulate),
+    slow("frontier", definition::<plan::Plan>, &["frontier", "from", "json", "html", "output"], frontier),
+    slow("scale", definition::<scale::Scale>, &[], scale),
+    quick("inspect", definition::<inspect::Inspect>, &[], inspect),
+    slow("export", definition::<export::Export>, &[], export),
+    slow("verify", definition::<verify::Verify>, &["device"], verify),
+    quick("save", definition::<Save>, &[], save),
+    quick("release", definition::<Release>, &[], release),
 ];
+
+type Definition = fn(&'static str) -> Command;
+type Answer = fn(&Question<'_>) -> Result<Value, Failure>;
+
+const fn quick(name: &'static str, definition: Definition, without: &'static [&'static str], answer: Answer) -> Method {
+    Method { name, definition, without, answer, is_quick: true }
+}
+
+const fn slow(name: &'static str, definition: Definition, without: &'static [&'static str], answer: Answer) -> Method {
+    Method { name, definition, without, answer, is_quick: false }
+}
 
 /// Parameters beside those of a command, with the methods that have them.
 const KEEP: (&str, [&str; 2], &str) =
@@ -137,19 +141,19 @@ const REMEDIES: (&str, [&str; 3], &str) = (
 );
 
 /// The methods with their parsed definitions.
-pub struct Methods(Vec<(Method, Command)>);
+pub struct Methods {
+    all: Vec<(Method, Command)>,
+    /// Threads of quick methods, which the work of searches does not occupy.
+    quick: Option<ThreadPool>,
+}
 
 impl Methods {
     pub fn new() -> Methods {
-        Methods(
-            METHODS
-                .into_iter()
-                .map(|method| {
-                    let command = (method.definition)(method.name);
-                    (method, command)
-                })
-                .collect(),
-        )
+        let all = METHODS.into_iter().map(|method| {
+            let command = (method.definition)(method.name);
+            (method, command)
+        });
+        Methods { all: all.collect(), quick: ThreadPoolBuilder::new().build().ok() }
     }
 
     /// The methods as tools of MCP.
@@ -167,7 +171,7 @@ impl Methods {
             };
             json!({"name": method.name, "description": about, "inputSchema": schema})
         };
-        self.0.iter().map(tool).collect()
+        self.all.iter().map(tool).collect()
     }
 
     /// Answers a question.
@@ -178,7 +182,7 @@ impl Methods {
         params: &Map<String, Value>,
         call: &Call,
     ) -> Result<Value, Failure> {
-        let found = self.0.iter().find(|(method, _)| method.name == name);
+        let found = self.all.iter().find(|(method, _)| method.name == name);
         let (method, command) = found.ok_or_else(|| Failure::no_method(name))?;
         let mut params = params.clone();
         let mut flag = |of: &str, methods: &[&str], default: bool| match params.remove(of) {
@@ -204,7 +208,11 @@ impl Methods {
         }
         let line = command_line(command, &params)?;
         let matches = matches(command, &line)?;
-        (method.answer)(&Question { session, call, matches: &matches, line: &line, keeps, has_remedies })
+        let question = Question { session, call, matches: &matches, line: &line, keeps, has_remedies };
+        match &self.quick {
+            Some(threads) if method.is_quick => threads.install(|| (method.answer)(&question)),
+            _ => (method.answer)(&question),
+        }
     }
 }
 
