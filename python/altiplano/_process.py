@@ -63,6 +63,7 @@ class Process:
             raise _errors.ProcessError(f"{path} does not start: {error}", place=path) from error
         self._ids = itertools.count(1)
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._has_ended = False
         self._lock = threading.Lock()
         #: Handles that nobody has any more.
         self.released: collections.deque[str] = collections.deque()
@@ -80,6 +81,8 @@ class Process:
         second one gives up."""
         answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         with self._lock:
+            if self._has_ended:
+                raise self._ended()
             number = next(self._ids)
             self._answers[number] = answers
         try:
@@ -144,6 +147,7 @@ class Process:
             if waiting is not None:
                 waiting.put(message)
         with self._lock:
+            self._has_ended = True
             pending = list(self._answers.values())
         for waiting in pending:
             waiting.put(None)

@@ -108,8 +108,8 @@ fn answers_are_those_of_the_command_line() {
 
     let comparison = parsed(&succeeds(&["why-not", &file, "--tp", "4", "--json"]));
     assert_eq!(server.result("why_not", json!({"plan": plan, "tp": 4})), comparison);
-    let advice = parsed(&succeeds(&["advise", &file, "--json"]));
-    assert_eq!(server.result("advise", json!({"plan": plan})), advice);
+    let advice = parsed(&succeeds(&["advise", &file, "--json", "--within", "1000"]));
+    assert_eq!(server.result("advise", json!({"plan": plan, "within": 1000})), advice);
     let simulation = parsed(&succeeds(&["simulate", &file, "--json"]));
     assert_eq!(server.result("simulate", json!({"plan": plan})), simulation);
     let beside = parsed(&succeeds(&["compare", &file, "--baseline", "tp=2 mbs=2", "--json"]));
@@ -119,10 +119,11 @@ fn answers_are_those_of_the_command_line() {
         (json!({"plan": plan, "stage": 1}), &["why", &file, "--stage", "1"]),
         (json!({"plan": plan, "param": "*fc*", "layer": 2}), &["why", &file, "--param", "*fc*", "--layer", "2"]),
     ] {
-        assert_eq!(server.result("why", params)["text"].as_str(), Some(succeeds(command).trim_end()));
+        let text = server.result("why", params)["text"].take();
+        assert_eq!(text.as_str().map(str::trim_end), Some(succeeds(command).trim_end()));
     }
     let report = server.result("inspect", json!({"plan": plan}))["text"].take();
-    assert_eq!(report.as_str(), Some(succeeds(&["inspect", &file]).trim_end()));
+    assert_eq!(report.as_str().map(str::trim_end), Some(succeeds(&["inspect", &file]).trim_end()));
     server.end();
 }
 
@@ -179,13 +180,13 @@ fn failures_have_the_fields_of_the_command_line() {
     }
     assert_eq!((&found["kind"], &found["exit_code"]), (&json!("memory"), &json!(1)));
     for (method, params, kind, place) in [
-        ("plan", json!({"model": "none.json"}), "file", Value::Null),
+        ("plan", json!({"model": "none.json"}), "file", json!("none.json")),
         ("plan", json!({"model": DEMO, "tp": "many"}), "option", json!("tp")),
         ("plan", json!({"model": DEMO, "tensors": 2}), "option", json!("tensors")),
         ("plan", json!({"model": DEMO, "frontier": true}), "option", json!("frontier")),
         ("plan", json!({"model": DEMO, "cluster": "none:3"}), "cluster", Value::Null),
-        ("plan", json!({"model": "model:7"}), "option", Value::Null),
-        ("why", json!({"plan": "plan:7", "op": "x"}), "option", Value::Null),
+        ("plan", json!({"model": "model:7"}), "option", json!("model:7")),
+        ("why", json!({"plan": "plan:7", "op": "x"}), "option", json!("plan:7")),
         ("load_plan", json!({"file": DEMO}), "model", json!(DEMO)),
         ("judge", json!({"model": DEMO, "pin": "x"}), "option", json!("pin")),
         ("nothing", json!({}), "protocol", Value::Null),

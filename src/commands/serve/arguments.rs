@@ -90,7 +90,7 @@ pub fn matches(command: &Command, line: &[String]) -> Result<ArgMatches, Failure
             _ => return Failure::params(message),
         };
         let name = option.trim_start_matches('-').split([' ', '=', '[']).next().unwrap_or("");
-        Failure::params(message).with("place", name.trim_matches(['<', '>']).replace('-', "_"))
+        Failure::params(message).with("place", name.trim_matches(['<', '>']).replace('-', "_").to_lowercase())
     })
 }
 
@@ -191,7 +191,7 @@ mod tests {
             (json!({"model": "m", "global_batches": 4}), "global_batches"),
             (json!({"model": "m", "sequence_parallel": true}), "sequence_parallel"),
             (json!({"model": "m", "precision": "f8"}), "precision"),
-            (json!({"tp": 2}), "MODEL"),
+            (json!({"tp": 2}), "model"),
         ] {
             let Value::Object(params) = params else { panic!("an object") };
             let line = command_line(&command, &params).expect("names and values");

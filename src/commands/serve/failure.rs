@@ -3,6 +3,7 @@
 use altiplano::Error;
 use altiplano::suggestions::{Explained, failure_json};
 use serde_json::{Map, Value, json};
+use std::path::Path;
 
 const PARSE_ERROR: i64 = -32700;
 const INVALID_REQUEST: i64 = -32600;
@@ -115,9 +116,14 @@ fn place(message: &str) -> Option<&str> {
         return before.split_whitespace().next();
     }
     // The message follows a file's line and column directly, or a file's name.
+    // A cluster's count of nodes looks like a line.
+    if before.starts_with("cluster ") {
+        return None;
+    }
+    let is_name = !before.contains(char::is_whitespace) && before.contains(['.', '/']);
     let is_place =
         before.rsplit(':').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()));
-    (is_place || std::path::Path::new(before).is_file()).then_some(before)
+    (is_place || is_name || Path::new(before).is_file()).then_some(before)
 }
 
 #[cfg(test)]
@@ -133,6 +139,8 @@ mod tests {
             place(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml: is no model")),
             Some(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
         );
+        assert_eq!(place("none.mlir: No such file"), Some("none.mlir"));
+        assert_eq!(place("cluster none:3: there is no such preset"), None);
         assert_eq!(place("no plan fits in memory: the best needs more"), None);
     }
 }
