@@ -276,6 +276,58 @@ impl Error {
         }
     }
 
+    /// The kind of the error, for programs: `memory`, `no_plan`, `option`, `model`, `cluster`, `file`, `export`,
+    /// `numbers` or `run`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Error::Plan(failure) => match **failure {
+                PlanFailure::Memory { .. } | PlanFailure::HostMemory { .. } => "memory",
+                PlanFailure::Autodiff(_) => "model",
+                _ if failure.is_usage() => "option",
+                _ => "no_plan",
+            },
+            Error::TooLargeForMachine { .. } => "memory",
+            Error::Empty { .. }
+            | Error::Binary { .. }
+            | Error::UnknownFormat { .. }
+            | Error::OtherArtefact { .. }
+            | Error::StableHlo { .. }
+            | Error::TorchExport { .. }
+            | Error::Json { .. }
+            | Error::Onnx { .. }
+            | Error::Config { .. }
+            | Error::Graph { .. }
+            | Error::Arguments { .. }
+            | Error::SeveralLosses { .. }
+            | Error::NoLoss { .. }
+            | Error::Settle { .. }
+            | Error::UnknownUpdate { .. } => "model",
+            Error::Cluster { .. } => "cluster",
+            Error::Read { .. }
+            | Error::Write { .. }
+            | Error::NoPlace { .. }
+            | Error::PlanFile { .. }
+            | Error::Profile { .. }
+            | Error::Data { .. }
+            | Error::Trace { .. }
+            | Error::QueueWaits { .. }
+            | Error::Row { .. }
+            | Error::Checkpoint { .. }
+            | Error::Output(_) => "file",
+            Error::Export { .. } => "export",
+            Error::NumbersDiffer { .. } | Error::NoNumbers { .. } | Error::Diverged { .. } | Error::NaN { .. } => {
+                "numbers"
+            }
+            Error::Runtime(_)
+            | Error::Cuda(_)
+            | Error::Tape { .. }
+            | Error::TooManyWorkers { .. }
+            | Error::Launched { .. }
+            | Error::Interrupted { .. } => "run",
+            _ => "option",
+        }
+    }
+
     /// The exit code: 1 if work failed, 2 for unusable options or input, and 128 plus the signal's number after a
     /// signal.
     pub fn exit_code(&self) -> u8 {

@@ -60,8 +60,8 @@ pub use plan_diff::moved;
 pub use plan_file::{by_cluster, expect_writable, load_plan, open_cache, plan_of, write_file};
 pub use planner::{plan, programs};
 pub use report::{
-    Asked, Look, answer, answer_as, audience, frontier_json, frontier_text, held, kernels_text, one_line, page_html,
-    plan_dot, programs as programs_text, report, report_as, side_by_side, tape_text, why_stage, why_text,
+    Asked, Look, answer, answer_as, audience, figures, frontier_json, frontier_text, held, kernels_text, one_line,
+    page_html, plan_dot, programs as programs_text, report, report_as, side_by_side, tape_text, why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

@@ -20,13 +20,16 @@ use std::sync::{Mutex, PoisonError};
 
 /// Largest size of the file. Answers that were used last stay.
 const MOST_BYTES: usize = 256 << 20;
+/// Largest size of answers that are kept in memory alone.
+const MOST_BYTES_IN_MEMORY: usize = 64 << 20;
 /// The name of the file in its folder.
 const FILE: &str = "altiplano-searches";
 
 /// Answers by key.
 #[derive(Debug)]
 pub struct Cache {
-    file: PathBuf,
+    /// `None` if answers are kept in memory alone.
+    file: Option<PathBuf>,
     /// The beginning of the file, which names the build that can read it.
     header: Vec<u8>,
     read: Vec<u8>,
@@ -39,6 +42,8 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct Learned {
     new: BTreeMap<Key, Vec<u8>>,
+    /// Bytes of `new`.
+    bytes: usize,
     /// Keys from the file that were asked for.
     used: FxHashSet<Key>,
 }
@@ -193,7 +198,19 @@ impl Cache {
         let header = format!("altiplano searches of {build}\n").into_bytes();
         let places = places(&read, &header).unwrap_or_default();
         let index = places.iter().enumerate().map(|(i, (key, _))| (*key, i)).collect();
-        Ok(Cache { file, header, read, places, index, learned: Mutex::default() })
+        Ok(Cache { file: Some(file), header, read, places, index, learned: Mutex::default() })
+    }
+
+    /// A cache that ends with the process. Above its limit of bytes it starts anew.
+    pub fn in_memory() -> Cache {
+        Cache {
+            file: None,
+            header: Vec::new(),
+            read: Vec::new(),
+            places: Vec::new(),
+            index: FxHashMap::default(),
+            learned: Mutex::default(),
+        }
     }
 
     /// The answer for a key, if it is known.
@@ -211,11 +228,18 @@ impl Cache {
     /// Keeps an answer for [`Cache::save`].
     pub fn keep<T: Serialize>(&self, key: Key, value: &T) {
         let Ok(bytes) = rmp_serde::to_vec_named(value) else { return };
-        self.learned.lock().unwrap_or_else(PoisonError::into_inner).new.insert(key, bytes);
+        let mut learned = self.learned.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.file.is_none() && learned.bytes + bytes.len() > MOST_BYTES_IN_MEMORY {
+            learned.new.clear();
+            learned.bytes = 0;
+        }
+        learned.bytes += bytes.len();
+        learned.new.insert(key, bytes);
     }
 
-    pub fn file(&self) -> &Path {
-        &self.file
+    /// The file of the answers; `None` if they are kept in memory alone.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 
     /// Writes new and old answers, completely or not at all. If they are too large, answers that were not asked for are
@@ -224,6 +248,7 @@ impl Cache {
     /// # Errors
     /// If the file cannot be written. The old file stays.
     pub fn save(&self) -> io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
         let learned = self.learned.lock().unwrap_or_else(PoisonError::into_inner);
         if learned.new.is_empty() {
             return Ok(());
@@ -246,8 +271,8 @@ impl Cache {
         }
         let sum = checksum(&written);
         written.extend(sum);
-        let part = self.file.with_extension(format!("{}.part", std::process::id()));
-        let replaced = std::fs::write(&part, &written).and_then(|()| std::fs::rename(&part, &self.file));
+        let part = file.with_extension(format!("{}.part", std::process::id()));
+        let replaced = std::fs::write(&part, &written).and_then(|()| std::fs::rename(&part, file));
         replaced.inspect_err(|_| drop(std::fs::remove_file(&part)))
     }
 }

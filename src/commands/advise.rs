@@ -5,6 +5,7 @@ use crate::commands::{load_to_ask, say};
 use crate::progress::Bar;
 use altiplano::Error;
 use altiplano::advice::{advice, advice_json, changes, scenarios};
+use altiplano::ir::plan::Plan;
 use altiplano::planner::{Progress, Request};
 use altiplano::units::seconds;
 use clap::Args;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 #[derive(Args)]
 pub struct Advise {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     /// Fixed choices of the plans for comparison
     #[command(flatten)]
     fixed: FixedOptions,
@@ -38,22 +39,26 @@ fn positive(text: &str) -> Result<f64, &'static str> {
 impl Advise {
     pub fn run(self) -> Result<(), Error> {
         let plan = load_to_ask(&self.plan)?;
-        let mut request = Request::of_plan(&plan);
-        self.fixed.fix_all(&mut request)?;
         let bar = Bar::stoppable();
+        say(self.answer(&plan, &bar)?)
+    }
+
+    /// The advice on a loaded plan.
+    pub fn answer(&self, plan: &Plan, progress: &dyn Progress) -> Result<String, Error> {
+        let mut request = Request::of_plan(plan);
+        self.fixed.fix_all(&mut request)?;
         let start = Instant::now();
         let limit = Duration::from_secs_f64(self.within.min(1e9));
-        let found = scenarios(&plan, changes(&request), limit, &bar);
+        let found = scenarios(plan, changes(&request), limit, progress);
         let took_s = start.elapsed().as_secs_f64();
-        let stopped = bar.stopped() || took_s >= self.within;
-        drop(bar);
+        let stopped = progress.stopped() || took_s >= self.within;
         complain!("planned {} times in {}", found.len(), seconds(took_s));
         if stopped {
             complain!("note: a search ran out of time or was cancelled; some of these are its best plans by then");
         }
         if self.json {
-            return say(format!("{:#}", advice_json(&plan, &found, self.noise_scale)?));
+            return Ok(format!("{:#}", advice_json(plan, &found, self.noise_scale)?));
         }
-        say(advice(&plan, &found, self.noise_scale)?)
+        advice(plan, &found, self.noise_scale)
     }
 }

@@ -4,7 +4,9 @@
 use crate::commands::{load_to_ask, say};
 use altiplano::Error;
 use altiplano::compare::{Baseline, Comparison, duration};
+use altiplano::ir::plan::Plan;
 use clap::Args;
+use std::borrow::Borrow;
 use std::path::{Path, PathBuf};
 
 /// Compare a plan with another one, or with a configuration that you run today
@@ -29,18 +31,24 @@ pub struct Compare {
 
 impl Compare {
     pub fn run(self) -> Result<(), Error> {
-        let plan = load_to_ask(&self.plan)?;
+        say(self.answer(load_to_ask)?)
+    }
+
+    /// The comparison of plans that `load` reads.
+    pub fn answer<P: Borrow<Plan>>(&self, load: impl Fn(&Path) -> Result<P, Error>) -> Result<String, Error> {
+        let plan = load(&self.plan)?;
+        let plan = plan.borrow();
         if let Some(baseline) = &self.baseline {
-            let beside = Comparison::new(["plan", "baseline"], &plan, &baseline.plan(&plan)?)?;
-            return match self.json {
-                true => say(format!("{:#}", beside.json_of_baseline(self.measured))),
-                false => say(beside.text_of_baseline(self.measured)),
-            };
+            let beside = Comparison::new(["plan", "baseline"], plan, &baseline.plan(plan)?)?;
+            return Ok(match self.json {
+                true => format!("{:#}", beside.json_of_baseline(self.measured)),
+                false => beside.text_of_baseline(self.measured),
+            });
         }
-        let Some(file) = &self.other else { return Ok(()) };
-        let names = names([&self.plan, file]);
-        let beside = Comparison::new(names.each_ref().map(String::as_str), &plan, &load_to_ask(file)?)?;
-        if self.json { say(format!("{:#}", beside.json())) } else { say(beside.text()) }
+        let Some(file) = &self.other else { return Ok(String::new()) };
+        let (names, other) = (names([&self.plan, file]), load(file)?);
+        let beside = Comparison::new(names.each_ref().map(String::as_str), plan, other.borrow())?;
+        Ok(if self.json { format!("{:#}", beside.json()) } else { beside.text() })
     }
 }
 

@@ -1,7 +1,8 @@
-//! `altiplano export PLAN --to TARGET -o PATH`: writes a plan as a program of the software that trains.
+//! `altiplano export PLAN --to TARGET -o PATH`: writes a plan for the software that trains.
 
 use crate::commands::say;
 use altiplano::export::{Stack, export};
+use altiplano::ir::plan::Plan;
 use altiplano::{Error, expect_writable, load_plan, stacks, write_file};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -10,19 +11,23 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Export {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     /// The software that trains
     #[arg(long, value_enum)]
     to: To,
     /// The file to write
     #[arg(short, long, value_name = "PATH")]
-    output: PathBuf,
+    pub output: PathBuf,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum To {
     /// A Python module for JAX, with a PartitionSpec for each parameter
     Jax,
+    /// A Python module for PyTorch, with DTensor placements of each parameter
+    Torch,
+    /// A StableHLO module of the loss and its gradients, with Shardy's shardings
+    Stablehlo,
     /// Options of a command line of Megatron-LM
     Megatron,
     /// A recipe of Megatron-Bridge
@@ -40,30 +45,35 @@ enum To {
 }
 
 impl To {
-    /// The stack that is configured rather than programmed, if it is one.
-    fn configured(self) -> Option<&'static stacks::Stack> {
-        let name = self.to_possible_value()?.get_name().to_string();
-        stacks::Stack::named(&name)
+    fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
     }
 }
 
 impl Export {
     pub fn run(self) -> Result<(), Error> {
         expect_writable(&self.output)?;
-        if let Some(stack) = self.to.configured() {
-            let written = stacks::export(&load_plan(&self.plan)?, stack)?;
-            for note in &written.notes {
-                eprintln!("note: {note}");
-            }
-            write_file(&self.output, &written.text)?;
-            return say(format!("{}: the plan for {}", self.output.display(), stack.name));
-        }
-        let to = Stack::Jax;
-        let exported = export(&load_plan(&self.plan)?, to)?;
-        for note in &exported.notes {
+        for note in self.write(&load_plan(&self.plan)?)? {
             complain!("note: {note}");
         }
-        write_file(&self.output, &exported.text)?;
-        say(format!("{}: the plan for {}", self.output.display(), to.name()))
+        say(format!("{}: the plan for {}", self.output.display(), self.to.name()))
+    }
+
+    /// Writes a loaded plan. Returns notes on the choices that the export leaves out or rounds.
+    pub fn write(&self, plan: &Plan) -> Result<Vec<String>, Error> {
+        let program = match self.to {
+            To::Jax => Some(Stack::Jax),
+            To::Torch => Some(Stack::Torch),
+            To::Stablehlo => Some(Stack::StableHlo),
+            _ => None,
+        };
+        let configured = stacks::Stack::named(&self.to.name());
+        let (text, notes) = match (program, configured) {
+            (Some(stack), _) => export(plan, stack).map(|exported| (exported.text, exported.notes))?,
+            (None, Some(stack)) => stacks::export(plan, stack).map(|written| (written.text, written.notes))?,
+            (None, None) => unreachable!("each variant is a stack's name"),
+        };
+        write_file(&self.output, &text)?;
+        Ok(notes)
     }
 }

@@ -1,6 +1,7 @@
 //! `altiplano inspect PLAN`: reports on a plan file.
 
 use crate::commands::{say, say_report};
+use altiplano::ir::plan::Plan;
 use altiplano::units::bytes;
 use altiplano::{
     Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, tape_text,
@@ -13,7 +14,7 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Inspect {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     /// Print the plan as JSON
     #[arg(long, conflicts_with = "programs")]
     json: bool,
@@ -31,30 +32,38 @@ pub struct Inspect {
     dot: bool,
     /// Write an HTML page to this file: timelines, memory, layouts, and alternatives (docs/page.md)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "dot"])]
-    html: Option<PathBuf>,
+    pub html: Option<PathBuf>,
 }
 
 impl Inspect {
     pub fn run(self) -> Result<(), Error> {
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let plan = load_plan(&self.plan)?;
-        if let Some(file) = &self.html {
-            let page = page_html(&plan)?;
+        match self.answer(&plan)? {
+            Some(text) => say(text.trim_end()),
+            None => say_report(&plan),
+        }
+    }
+
+    /// The answer for a loaded plan; `None` if it is the report.
+    pub fn answer(&self, plan: &Plan) -> Result<Option<String>, Error> {
+        Ok(Some(if let Some(file) = &self.html {
+            let page = page_html(plan)?;
             write_file(file, &page)?;
             let (file, size) = (file.display(), bytes(page.len() as u64));
-            say(format!("{file}: a page of {size}, which a browser opens without a network"))
+            format!("{file}: a page of {size}, which a browser opens without a network")
         } else if self.json {
-            say(plan.to_json())
+            plan.to_json()
         } else if self.kernels {
-            say(kernels_text(&programs(&plan)?))
+            kernels_text(&programs(plan)?)
         } else if let Some(rank) = self.tape {
-            say(tape_text(&programs(&plan)?, rank)?.trim_end())
+            tape_text(&programs(plan)?, rank)?
         } else if self.programs {
-            say(programs_text(&programs(&plan)?).trim_end())
+            programs_text(&programs(plan)?)
         } else if self.dot {
-            say(plan_dot(&plan).trim_end())
+            plan_dot(plan)
         } else {
-            say_report(&plan)
-        }
+            return Ok(None);
+        }))
     }
 }

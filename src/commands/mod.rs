@@ -27,6 +27,7 @@ pub mod ranks;
 pub mod rate;
 pub mod run;
 pub mod scale;
+pub mod serve;
 pub mod show;
 pub mod simulate;
 pub mod verify;
@@ -36,7 +37,7 @@ pub mod why_not;
 
 use crate::progress::Bar;
 use altiplano::ir::plan::{MadeBy, Plan};
-use altiplano::planner::{PlanFailure, Request};
+use altiplano::planner::{PlanFailure, Progress, Request};
 use altiplano::suggestions::{Explained, failure_json, fixes, shortage};
 use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, report_as};
 use std::fmt::Display;
@@ -47,7 +48,8 @@ use std::path::Path;
 pub fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
-        complain!("warning: {}: {error}; the search results are not cached", cache.file().display());
+        let file = cache.file().map(|file| format!("{}: ", file.display())).unwrap_or_default();
+        complain!("warning: {file}{error}; the search results are not cached");
     }
 }
 
@@ -140,16 +142,22 @@ fn load_to_ask(file: &Path) -> Result<Plan, Error> {
     by_cluster(plan)
 }
 
+/// The explanation of a failed search: what is short or in conflict, and which changes were planned and work.
+fn explained(request: &Request, error: &Error, progress: &dyn Progress) -> Option<Explained> {
+    let Error::Plan(failure) = error else { return None };
+    match **failure {
+        PlanFailure::Memory { ref closest, .. } => {
+            closest.as_ref().and_then(|closest| shortage(request, closest, progress).ok()).map(Explained::Memory)
+        }
+        _ => Some(Explained::Choices(fixes(request, progress))),
+    }
+}
+
 /// Explains a failed search on stderr: what is short or in conflict, and which changes were planned and work. With
 /// `json`, prints it as JSON to stdout.
 fn explain_failure(request: &Request, error: &Error, bar: &Bar, json: bool) -> Result<(), Error> {
-    let Error::Plan(failure) = error else { return Ok(()) };
-    let explained = match **failure {
-        PlanFailure::Memory { ref closest, .. } => {
-            closest.as_ref().and_then(|closest| shortage(request, closest, bar).ok()).map(Explained::Memory)
-        }
-        _ => Some(Explained::Choices(fixes(request, bar))),
-    };
+    let Error::Plan(_) = error else { return Ok(()) };
+    let explained = explained(request, error, bar);
     if json {
         return bar.suspend(|| say(failure_json(error, explained.as_ref())));
     }

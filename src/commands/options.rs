@@ -16,13 +16,14 @@ use altiplano::planner::{OverServers, Progress, Request, SearchKind};
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
 use altiplano::training::{DataOptions, Training};
 use altiplano::{
-    Error, Format, GivenStep, ImportOptions, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
+    Error, Format, GivenStep, ImportOptions, Model, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
     read_bytes,
 };
 use altiplano_transforms::downscale::Goal;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Options of reading a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
@@ -226,7 +227,7 @@ pub struct PlanOptions {
     #[arg(long, value_name = "N", help_heading = "Cluster and batch")]
     global_batch: Option<u64>,
     #[command(flatten)]
-    fixed: FixedOptions,
+    pub fixed: FixedOptions,
     /// Optimizer, with the settings of its paper [default: adamw]
     #[arg(long, value_parser = PossibleValuesParser::new(Optimizer::NAMES), help_heading = "Optimizer")]
     optimizer: Option<String>,
@@ -450,10 +451,21 @@ impl PlanOptions {
     /// As [`Self::request`], for a model file that is already in memory.
     fn request_of(
         &self,
-        model: &Path,
+        file: &Path,
         bytes: &[u8],
         options: &ModelOptions,
-    ) -> Result<(Request, Option<GivenStep>, Vec<Warning>), Error> {
+    ) -> Result<(Request, Arc<Model>, Vec<Warning>), Error> {
+        self.request_by(file, Format::of(bytes), options, |import| model_of(file, bytes, import).map(Arc::new))
+    }
+
+    /// As [`Self::request`], for a model file that `read` imports.
+    pub fn request_by(
+        &self,
+        file: &Path,
+        format: Format,
+        options: &ModelOptions,
+        read: impl FnOnce(&ImportOptions) -> Result<Arc<Model>, Error>,
+    ) -> Result<(Request, Arc<Model>, Vec<Warning>), Error> {
         let mut cluster = load_cluster(self.cluster.as_deref().unwrap_or("local:4"))?;
         if let Some(file) = &self.devices {
             let devices = load_devices(file)?;
@@ -466,15 +478,14 @@ impl PlanOptions {
                 );
             }
         }
-        // A config's model gets the requested batch.
-        let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
         let FixedOptions { tp, pin, .. } = &self.fixed;
-        let sizes = [self.fixed.replicas(), *tp];
-        let import = ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: sizes, ..options.import() };
-        let file = model;
-        let mut model = model_of(file, bytes, &import)?;
-        if asked.is_none() && Format::of(bytes) == Format::HuggingFaceConfig {
-            model.warnings.push(Warning::OneSample);
+        // Only pins have axes of fixed sizes.
+        let sizes = if pin.is_empty() { [None, None] } else { [self.fixed.replicas(), *tp] };
+        let asked = self.batch_of_model(format);
+        let model = read(&ImportOptions { batch: asked, pins: pin.clone(), axis_sizes: sizes, ..options.import() })?;
+        let mut warnings = model.warnings.clone();
+        if asked.is_none() && format == Format::HuggingFaceConfig {
+            warnings.push(Warning::OneSample);
         }
         let ty = model.graph.ty(model.graph.outputs[0]);
         if !model.inference && (ty.rank() != 0 || !ty.dtype.is_float()) {
@@ -487,9 +498,20 @@ impl PlanOptions {
         request.batch.global = self.global_batch;
         self.fixed.fix(&mut request)?;
         self.set_training(&mut request, !model.inference, ty.dtype)?;
-        request.target = self.target_of(bytes);
+        request.target = self.target_of(format);
         self.set_space(&mut request)?;
-        Ok((request, model.given, model.warnings))
+        Ok((request, model, warnings))
+    }
+
+    /// The same options without fixed choices.
+    pub fn with_open_choices(&self) -> PlanOptions {
+        PlanOptions { fixed: FixedOptions::default(), ..self.clone() }
+    }
+
+    /// The batch of a config's model, if one is given. Other files have a batch of their own.
+    pub fn batch_of_model(&self, format: Format) -> Option<u64> {
+        let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
+        asked.filter(|_| format == Format::HuggingFaceConfig)
     }
 
     /// Sets how a step changes the weights, if the model is trained, for a loss of type `dtype`.
@@ -517,14 +539,14 @@ impl PlanOptions {
     }
 
     /// The software that runs the plan. `auto` takes it from the format of the model.
-    fn target_of(&self, bytes: &[u8]) -> Target {
+    fn target_of(&self, format: Format) -> Target {
         match self.target {
             None | Some(TargetName::Altiplano) => Target::Altiplano,
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
             Some(TargetName::Auto) => {
-                let (target, kind) = match Format::of(bytes) {
+                let (target, kind) = match format {
                     Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
                     Format::StableHlo => (Target::Xla, "StableHLO, as JAX writes it"),
                     _ => (Target::Altiplano, "in no framework's own format"),
@@ -601,7 +623,7 @@ pub struct PlanOrModel {
     /// A plan (altiplano.plan JSON), or a model to plan first (StableHLO text, .pt2, ONNX, config.json or
     /// altiplano.graph JSON)
     #[arg(value_name = "PLAN|MODEL")]
-    file: PathBuf,
+    pub file: PathBuf,
     #[command(flatten)]
     model: ModelOptions,
     #[command(flatten)]
@@ -661,11 +683,11 @@ impl PlanOrModel {
             }
             return Ok((plan, None));
         }
-        let (mut request, given, warnings) = self.plan.request_of(&self.file, &bytes, &self.model)?;
+        let (mut request, model, warnings) = self.plan.request_of(&self.file, &bytes, &self.model)?;
         warn(&warnings);
         request.baselines = false;
         let bar = Bar::new();
-        Ok((self.plan.plan(&request, &bar)?, given))
+        Ok((self.plan.plan(&request, &bar)?, model.given.clone()))
     }
 }
 

@@ -13,17 +13,17 @@ use std::path::{Path, PathBuf};
 pub struct Plan {
     /// A model: StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or
     /// altiplano.graph JSON
-    model: PathBuf,
+    pub model: PathBuf,
     #[command(flatten)]
-    options: ModelOptions,
+    pub options: ModelOptions,
     #[command(flatten)]
-    plan: PlanOptions,
+    pub plan: PlanOptions,
     /// Write the plan to this file
     #[arg(short, long, value_name = "FILE", help_heading = "Output")]
-    output: Option<PathBuf>,
+    pub output: Option<PathBuf>,
     /// Write an HTML page to this file, as `altiplano inspect --html` does
     #[arg(long, value_name = "FILE", conflicts_with = "frontier", help_heading = "Output")]
-    html: Option<PathBuf>,
+    pub html: Option<PathBuf>,
     /// Show the changes from this plan, of the same model or a similar one
     #[arg(long, value_name = "OLD", conflicts_with_all = ["frontier", "json"], help_heading = "Output")]
     from: Option<PathBuf>,

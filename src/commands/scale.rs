@@ -3,10 +3,10 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::{explain_failure, keep_searches, say};
 use crate::progress::Bar;
-use altiplano::planner::Request;
+use altiplano::planner::{Progress, Request};
 use altiplano::scale::{
-    BaseRate, Growth, Length, Question, QueueWaits, Samples, node_counts, sample_bytes, sample_tokens, scaling,
-    scaling_html, scaling_json, scaling_text, train_config,
+    BaseRate, Growth, Length, Question, QueueWaits, Samples, Scaling, node_counts, sample_bytes, sample_tokens,
+    scaling, scaling_html, scaling_json, scaling_text, train_config,
 };
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, read_bytes, write_file};
@@ -18,11 +18,11 @@ use std::time::Instant;
 #[derive(Args)]
 pub struct Scale {
     /// A model, as for `altiplano plan`
-    model: PathBuf,
+    pub model: PathBuf,
     #[command(flatten)]
-    options: ModelOptions,
+    pub options: ModelOptions,
     #[command(flatten)]
-    plan: PlanOptions,
+    pub plan: PlanOptions,
     /// Numbers of nodes, which override that of --cluster; 1,2,4,...,64 doubles from 4 to 64
     #[arg(long, value_name = "COUNTS")]
     nodes: String,
@@ -89,6 +89,27 @@ fn jitter(text: &str) -> Result<f64, &'static str> {
 
 impl Scale {
     pub fn run(self) -> Result<(), Error> {
+        let question = self.checked()?;
+        let request = self.plan.request(&self.model, &self.options)?;
+        let question = self.question(question, &request)?;
+        let bar = Bar::stoppable();
+        let start = Instant::now();
+        let found = match self.found(&request, &question, &bar)? {
+            Ok(found) => found,
+            Err((largest, error)) => {
+                if !error.is_usage() {
+                    explain_failure(&largest, &error, &bar, self.json)?;
+                }
+                return Err(error);
+            }
+        };
+        drop(bar);
+        eprintln!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
+        say(self.answer(&found)?)
+    }
+
+    /// The numbers of nodes, if the options go together.
+    pub fn checked(&self) -> Result<Vec<u32>, Error> {
         let nodes = node_counts(&self.nodes)?;
         [&self.write_config, &self.html].into_iter().flatten().try_for_each(|file| expect_writable(file))?;
         if self.queue_waits.is_some() && self.samples.is_none() && self.tokens.is_none() {
@@ -98,42 +119,48 @@ impl Scale {
             return Err(Error::Option { option: "--max-hours", problem: "needs --samples or --tokens to train on" });
         }
         self.plan.expect_no_profile()?;
-        let request = self.plan.request(&self.model, &self.options)?;
-        let question = self.question(nodes, &request)?;
-        let bar = Bar::stoppable();
-        let start = Instant::now();
-        let found = scaling(&request, &question, &bar);
-        keep_searches(&request);
+        Ok(nodes)
+    }
+
+    /// Plans for all numbers of nodes. If none has a plan, the request and the failure of the largest, which comes
+    /// closest.
+    pub fn found(
+        &self,
+        request: &Request,
+        question: &Question,
+        progress: &dyn Progress,
+    ) -> Result<Result<Scaling, (Box<Request>, Error)>, Error> {
+        let found = scaling(request, question, progress);
+        keep_searches(request);
         let mut found = found?;
         if found.rows.iter().all(|row| row.point.is_none()) {
             let Some(first) = found.rows.pop() else {
                 return Err(Error::Option { option: "--nodes", problem: "cancelled before any count had a plan" });
             };
-            // The largest number of nodes comes closest to a plan.
             if let Err(failure) = first.plan {
                 let mut largest = request.clone();
                 largest.cluster.groups[0].nodes = first.nodes;
-                let error = Error::from(failure);
-                if !error.is_usage() {
-                    explain_failure(&largest, &error, &bar, self.json)?;
-                }
-                return Err(error);
+                return Ok(Err((Box::new(largest), failure.into())));
             }
         }
-        drop(bar);
+        Ok(Ok(found))
+    }
+
+    /// The recommendation. Files are written if the options say so.
+    pub fn answer(&self, found: &Scaling) -> Result<String, Error> {
         if let Some(file) = &self.write_config {
             let problem = "no count of nodes has a plan to be written";
-            let text = train_config(&found).ok_or(Error::Option { option: "--write-config", problem })?;
+            let text = train_config(found).ok_or(Error::Option { option: "--write-config", problem })?;
             write_file(file, &text)?;
         }
         if let Some(file) = &self.html {
-            write_file(file, &scaling_html(&found))?;
+            write_file(file, &scaling_html(found))?;
         }
-        complain!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
-        if self.json { say(format!("{:#}", scaling_json(&found))) } else { say(scaling_text(&found)) }
+        Ok(if self.json { format!("{:#}", scaling_json(found)) } else { scaling_text(found) })
     }
 
-    fn question(&self, nodes: Vec<u32>, request: &Request) -> Result<Question, Error> {
+    /// The question about a request.
+    pub fn question(&self, nodes: Vec<u32>, request: &Request) -> Result<Question, Error> {
         let graph = &request.graph;
         let length = match (self.samples, self.tokens) {
             (Some(in_epoch), _) => {

@@ -2,6 +2,7 @@
 
 use crate::commands::options::predict_by;
 use crate::commands::say;
+use altiplano::ir::plan::Plan;
 use altiplano::simulate::Simulation;
 use altiplano::{Error, load_plan, write_file};
 use clap::Args;
@@ -11,7 +12,7 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Simulate {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     /// Explain the cost of the kernels that compute this value or op: a name in the model (transformer.h.0.mlp) or an
     /// op (all_reduce)
     #[arg(long, value_name = "NAME")]
@@ -35,7 +36,11 @@ pub struct Simulate {
 
 impl Simulate {
     pub fn run(self) -> Result<(), Error> {
-        let mut plan = load_plan(&self.plan)?;
+        say(self.answer(load_plan(&self.plan)?)?)
+    }
+
+    /// The answer for a loaded plan. The trace is written if the options say so.
+    pub fn answer(&self, mut plan: Plan) -> Result<String, Error> {
         let profile = match &self.profile {
             Some(file) => Some(predict_by(&mut plan, file)?),
             None => None,
@@ -50,7 +55,7 @@ impl Simulate {
             write_file(file, &simulation.trace().to_string())?;
         }
         if self.json {
-            return say(simulation.json());
+            return Ok(simulation.json().to_string());
         }
         if self.memory {
             let stages = simulation.num_stages();
@@ -60,14 +65,11 @@ impl Simulate {
                     problem: "is not a stage of the plan; they count from 0",
                 });
             }
-            return say(simulation.memory_text(self.stage));
+            return Ok(simulation.memory_text(self.stage));
         }
-        match self.explain {
-            Some(name) => {
-                let text = simulation.explain(&name).ok_or(Error::UnknownOp { name })?;
-                say(text)
-            }
-            None => say(simulation.text()),
+        match &self.explain {
+            Some(name) => simulation.explain(name).ok_or_else(|| Error::UnknownOp { name: name.clone() }),
+            None => Ok(simulation.text()),
         }
     }
 }

@@ -3,9 +3,11 @@
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::say;
 use crate::progress::Bar;
+use altiplano::ir::plan::Plan;
+use altiplano::planner::Progress;
 use altiplano::training::Training;
 use altiplano::verify::{Comparison, Verdict, verify};
-use altiplano::{Error, one_line};
+use altiplano::{Error, GivenStep, one_line};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -13,7 +15,7 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Verify {
     #[command(flatten)]
-    plan: PlanOrModel,
+    pub plan: PlanOrModel,
     /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
@@ -23,37 +25,47 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
-        let cuda = self.start.cuda()?;
+        self.start.cuda()?;
         let (plan, given) = self.plan.plan_and_step()?;
+        say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        let bar = Bar::new();
+        let (text, verdict) = self.answer(&plan, given.as_ref(), &bar)?;
+        drop(bar);
+        say(text)?;
+        verdict.and_then(|()| say("the numbers agree"))
+    }
+
+    /// Runs a loaded plan. Returns the tables, and an error if the numbers differ.
+    pub fn answer(
+        &self,
+        plan: &Plan,
+        given: Option<&GivenStep>,
+        progress: &dyn Progress,
+    ) -> Result<(String, Result<(), Error>), Error> {
+        let cuda = self.start.cuda()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;
         }
-        let training = Training { cuda, ..self.start.training(1, given.as_ref()) };
-        say(format!("{}: {}", plan.model, one_line(&plan)))?;
-        let bar = Bar::new();
-        let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;
-        drop(bar);
-        if let Some(loss) = verified.loss {
-            say(format!("loss {loss:.6}"))?;
-        }
-        say(table("one device", &verified.one_device))?;
+        let training = Training { cuda, ..self.start.clone().training(1, given) };
+        let verified = verify(plan, &training, self.expect.as_deref(), given, progress)?;
+        let mut lines: Vec<String> = verified.loss.map(|loss| format!("loss {loss:.6}")).into_iter().collect();
+        lines.push(table("one device", &verified.one_device));
         if let Some(file) = &self.expect {
-            say(table(&file.display().to_string(), &verified.expected))?;
+            lines.push(table(&file.display().to_string(), &verified.expected));
         }
         match given {
             Some(_) if verified.given.is_empty() => {
-                say(
-                    "against the step's own gradients: not compared, since the step changes them before they can be read",
-                )?;
+                let why = "not compared, since the step changes them before they can be read";
+                lines.push(format!("against the step's own gradients: {why}"));
             }
-            Some(_) => say(table("the step's own gradients", &verified.given))?,
+            Some(_) => lines.push(table("the step's own gradients", &verified.given)),
             None => {}
         }
         if verified.no_gradient {
             complain!("warning: all gradients are zero, in the plan and on one device: their agreement means little");
         }
-        match verified.failure() {
-            None => say("the numbers agree"),
+        let verdict = match verified.failure() {
+            None => Ok(()),
             Some(failure) if failure.verdict() == Verdict::BothNaN => {
                 Err(Error::NoNumbers { what: failure.quantity.name(), tensor: failure.worst.tensor.clone() })
             }
@@ -63,7 +75,8 @@ impl Verify {
                 difference: failure.worst.amount,
                 tolerance: failure.worst.allowed,
             }),
-        }
+        };
+        Ok((lines.join("\n"), verdict))
     }
 }
 

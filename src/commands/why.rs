@@ -2,6 +2,7 @@
 //! cost.
 
 use crate::commands::{load_to_ask, say};
+use altiplano::ir::plan::Plan;
 use altiplano::{Asked, Error, why_stage, why_text};
 use clap::Args;
 use std::path::PathBuf;
@@ -10,7 +11,7 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct Why {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     #[command(flatten)]
     question: Question,
     /// Only in this layer, as numbered in the report's stages
@@ -34,12 +35,16 @@ struct Question {
 
 impl Why {
     pub fn run(self) -> Result<(), Error> {
-        let plan = load_to_ask(&self.plan)?;
-        let Question { param, op, stage } = self.question;
+        say(self.answer(&load_to_ask(&self.plan)?)?)
+    }
+
+    /// The answer for a loaded plan.
+    pub fn answer(&self, plan: &Plan) -> Result<String, Error> {
+        let Question { param, op, stage } = &self.question;
         match (param, op, stage) {
-            (Some(name), ..) => say(why_text(&plan, Asked::Parameter, &name, self.layer)?),
-            (_, Some(name), _) => say(why_text(&plan, Asked::Op, &name, self.layer)?),
-            (.., stage) => say(why_stage(&plan, stage.unwrap_or(0))?),
+            (Some(name), ..) => why_text(plan, Asked::Parameter, name, self.layer),
+            (_, Some(name), _) => why_text(plan, Asked::Op, name, self.layer),
+            (.., stage) => why_stage(plan, stage.unwrap_or(0)),
         }
     }
 }

@@ -5,6 +5,7 @@ use crate::commands::{explain_failure, load_to_ask, made_by, say};
 use crate::progress::Bar;
 use altiplano::compare::Comparison;
 use altiplano::cost_models::Rooflines;
+use altiplano::ir::plan::Plan;
 use altiplano::planner::{Request, plan_or_closest};
 use altiplano::units::{percent, seconds};
 use altiplano::{Error, expect_writable, side_by_side, write_file};
@@ -15,7 +16,7 @@ use std::path::PathBuf;
 #[derive(Args)]
 pub struct WhyNot {
     /// A plan file, written by `altiplano plan -o`
-    plan: PathBuf,
+    pub plan: PathBuf,
     #[command(flatten)]
     fixed: FixedOptions,
     /// Write the other plan to this file
@@ -29,13 +30,9 @@ pub struct WhyNot {
 impl WhyNot {
     pub fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
-        if self.fixed.is_empty() {
-            let problem = "give what the plan should have had, such as --tp 8, as `altiplano plan` takes it";
-            return Err(Error::Option { option: "why-not", problem });
-        }
+        self.expect_fixed()?;
         let chosen = load_to_ask(&self.plan)?;
-        let mut request = Request::of_plan(&chosen);
-        self.fixed.fix_all(&mut request)?;
+        let request = self.request(&chosen)?;
         let bar = Bar::stoppable();
         let costs = Rooflines::of(&request.cluster);
         let mut asked = match plan_or_closest(&request, &costs, &bar).map_err(Error::from) {
@@ -47,22 +44,41 @@ impl WhyNot {
         };
         drop(bar);
         asked.made_by = Some(made_by());
+        say(self.answer(&chosen, &asked)?)
+    }
+
+    fn expect_fixed(&self) -> Result<(), Error> {
+        let problem = "give what the plan should have had, such as --tp 8, as `altiplano plan` takes it";
+        if self.fixed.is_empty() { Err(Error::Option { option: "why-not", problem }) } else { Ok(()) }
+    }
+
+    /// The request that the other plan answers.
+    pub fn request(&self, chosen: &Plan) -> Result<Request, Error> {
+        self.expect_fixed()?;
+        let mut request = Request::of_plan(chosen);
+        self.fixed.fix_all(&mut request)?;
+        Ok(request)
+    }
+
+    /// The comparison with the plan that was asked for, which is written if the options say so.
+    pub fn answer(&self, chosen: &Plan, asked: &Plan) -> Result<String, Error> {
         if let Some(file) = &self.output {
             write_file(file, &asked.to_json())?;
         }
         let (ours, theirs) = (chosen.predicted.step_time_s, asked.predicted.step_time_s);
-        let beside = Comparison::new(["plan", "asked for"], &chosen, &asked)?;
+        let beside = Comparison::new(["plan", "asked for"], chosen, asked)?;
         if self.json {
-            return say(format!("{:#}", beside.json()));
+            return Ok(format!("{:#}", beside.json()));
         }
-        say(side_by_side(beside.names, beside.simulations.each_ref()))?;
+        let tables = side_by_side(beside.names, beside.simulations.each_ref());
         let part = percent((theirs / ours - 1.0).abs());
-        say(match theirs > ours {
-            true => format!("\nwhat is asked for takes {} a step more ({part})", seconds(theirs - ours)),
+        let difference = match theirs > ours {
+            true => format!("what is asked for takes {} a step more ({part})", seconds(theirs - ours)),
             false => format!(
-                "\nwhat is asked for takes {} a step less ({part}): the plan was made with something else fixed, or needs fewer devices or less memory",
+                "what is asked for takes {} a step less ({part}): the plan was made with something else fixed, or needs fewer devices or less memory",
                 seconds(ours - theirs)
             ),
-        })
+        };
+        Ok(format!("{tables}\n\n{difference}"))
     }
 }

@@ -3,6 +3,7 @@
 mod answer;
 mod difference;
 mod dot;
+mod figures;
 mod frontier;
 mod held;
 mod html;
@@ -19,6 +20,7 @@ pub use answer::{answer, audience};
 use answer::{enough, faster, sharded};
 pub use difference::{side, side_by_side, side_by_side_json};
 pub use dot::plan_dot;
+pub use figures::figures;
 pub use frontier::{frontier_json, frontier_text};
 pub use held::held;
 pub(crate) use html::STYLE as PAGE_STYLE;

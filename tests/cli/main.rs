@@ -14,4 +14,5 @@ mod probe;
 mod profile;
 mod scale;
 mod schemas;
+mod serve;
 mod traces;

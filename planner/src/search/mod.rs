@@ -10,6 +10,7 @@ pub(crate) mod closest;
 pub mod context;
 pub(crate) mod fitting;
 pub mod fixed_degrees;
+pub mod judge;
 pub(crate) mod outcome;
 pub mod pareto;
 pub mod predictor;

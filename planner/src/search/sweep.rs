@@ -60,35 +60,61 @@ pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Re
     Configurations::new(request).configured(degrees, costs)
 }
 
-/// A model at the microbatch sizes that configurations ask for.
-struct Configurations<'a> {
-    request: &'a Request,
-    known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
+/// One model at the microbatch sizes that configurations ask for. Requests that share it differ only in cluster, batch
+/// and choices that leave the graph as it is.
+#[derive(Default)]
+pub struct ConfigurationCache {
+    known: Mutex<BTreeMap<SizeKey, Arc<OnceLock<Option<LayeredGraph>>>>>,
 }
 
-struct AtSize {
-    request: Request,
-    layered: LayeredGraph,
+/// Samples of a microbatch, and the degrees of context and expert parallelism, whose pins are part of the graph.
+type SizeKey = (u64, Option<u32>, Option<u32>);
+
+impl ConfigurationCache {
+    /// Most sizes that are kept. Beyond it, all are made anew.
+    const MOST: usize = 32;
+
+    fn cell(&self, key: SizeKey) -> Arc<OnceLock<Option<LayeredGraph>>> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= Self::MOST && !known.contains_key(&key) {
+            known.clear();
+        }
+        known.entry(key).or_default().clone()
+    }
+}
+
+/// A request whose configurations are predicted.
+pub(super) struct Configurations<'a> {
+    request: &'a Request,
+    cache: Arc<ConfigurationCache>,
 }
 
 impl<'a> Configurations<'a> {
     fn new(request: &'a Request) -> Self {
-        Configurations { request, known: Mutex::default() }
+        Configurations::among(request, &Arc::default())
     }
 
-    fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-        let count = degrees.num_microbatches;
-        let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
+    pub(super) fn among(request: &'a Request, cache: &Arc<ConfigurationCache>) -> Self {
+        Configurations { request, cache: cache.clone() }
+    }
+
+    pub(super) fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        let (count, given) = (degrees.num_microbatches, self.request.degrees);
+        let samples = match self.request.graph.batch {
+            0 => 0,
+            _ => self.request.global_batch_size() / u64::from(count),
+        };
+        let cell = self.cache.cell((samples, given.cp, given.ep));
         let new = || {
             let mut graph = at_microbatches(self.request, count)?;
-            if let Some(cp) = self.request.degrees.cp {
+            if let Some(cp) = given.cp {
                 pin_positions(Arc::make_mut(&mut graph), cp);
             }
-            let request = Request { graph, ..self.request.clone() };
-            Some(AtSize { layered: finely_layered(&request), request })
+            Some(finely_layered(&Request { graph, ..self.request.clone() }))
         };
-        let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
-        predict_with(fixed_of(request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
+        let layered = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
+        let request = Request { graph: layered.graph.clone(), ..self.request.clone() };
+        predict_with(fixed_of(&request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
     }
 }
 

@@ -1,0 +1,136 @@
+//! Judges configurations of one model and one cluster: degrees that are given in full, without a search.
+//!
+//! A judged configuration splits all layers alike, as software with uniform degrees does. It is lowered and predicted
+//! like the plans of a [`super::sweep`], and equals the plan that a sweep over it alone returns.
+
+use super::choice::fits;
+use super::fixed_degrees::Degrees;
+use super::space::SearchSpace;
+use super::sweep::{ConfigurationCache, Configurations};
+use crate::features::padding::{padded, with_padding};
+use crate::features::{chunked_loss, pins, rings, target};
+use crate::request::{PlanFailure, Request};
+use altiplano_cost_models::Costs;
+use altiplano_ir::batch::LossKind;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::padding::Padding;
+use altiplano_ir::plan::Plan;
+use altiplano_ir::recompute::Recompute;
+use std::sync::Arc;
+
+/// A model on a cluster, with the parts that the judgements of its configurations share.
+pub struct Judge {
+    request: Request,
+    models: Arc<ConfigurationCache>,
+    /// The model with slightly padded sizes, as a search on GPUs pads them.
+    padded: Option<PaddedModel>,
+}
+
+struct PaddedModel {
+    graph: Arc<Graph>,
+    stop_gradients: Vec<ValueId>,
+    padding: Padding,
+    models: Arc<ConfigurationCache>,
+}
+
+impl Judge {
+    /// Prepares a request whose degrees are open.
+    ///
+    /// # Errors
+    /// If the model cannot have the ring or the chunks of its loss that the request asks for.
+    pub fn new(request: &Request) -> Result<Judge, PlanFailure> {
+        let request = &rings::with_blocks(request)?;
+        let request = chunked_loss::with_chunks(request)?.into_owned();
+        let first = || padded(&request).into_iter().next().filter(|(_, padding)| padding.is_slight());
+        let padded = if request.has_gpus() { first() } else { None };
+        let padded = padded.map(|(larger, padding)| PaddedModel {
+            graph: larger.graph,
+            stop_gradients: larger.stop_gradients,
+            padding,
+            models: Arc::default(),
+        });
+        Ok(Judge { request, models: Arc::default(), padded })
+    }
+
+    /// The request without fixed choices, to be completed for [`Judge::judged`].
+    pub fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// Predicts the plan of the degrees, batch and recomputation that a completed request gives, fitting or not. Open
+    /// degrees are 1, the data-parallel one follows from the cluster, and a replica has one sample at a time.
+    ///
+    /// # Errors
+    /// If the choices contradict each other, the model, the cluster or the target, or if there is no such plan.
+    pub fn judged(&self, request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        target::one_group(request, "judging", "degrees")?;
+        let request = target::restrict(&completed(request))?;
+        let degrees = degrees_of(&request)?;
+        if let Some(of) = &self.padded {
+            let graph = of.graph.clone();
+            let larger = Request { graph, stop_gradients: of.stop_gradients.clone(), ..request.clone() };
+            let plan = judged_as(&larger, &degrees, costs, &of.models)?;
+            if fits(&plan) {
+                return Ok(with_padding(plan, &of.padding));
+            }
+        }
+        judged_as(&request, &degrees, costs, &self.models)
+    }
+}
+
+fn judged_as(
+    request: &Request,
+    degrees: &Degrees,
+    costs: &dyn Costs,
+    models: &Arc<ConfigurationCache>,
+) -> Result<Plan, PlanFailure> {
+    let request = &pins::with_pins(request)?;
+    Configurations::among(request, models).configured(degrees, costs)
+}
+
+/// The request with defaults for choices that it leaves open.
+fn completed(request: &Request) -> Request {
+    let mut request = request.clone();
+    let degrees = &mut request.degrees;
+    degrees.tp = degrees.tp.or(Some(1));
+    degrees.pp = degrees.pp.or(Some(1));
+    degrees.zero = degrees.zero.or(Some(0));
+    let each = [degrees.tp, degrees.pp, degrees.cp].into_iter().flatten().map(u64::from).product::<u64>();
+    let devices = u64::from(request.cluster.num_devices());
+    // Degrees that do not divide the devices are refused later.
+    let dp = degrees.dp.map_or(devices / each.max(1), u64::from).max(1);
+    let batch = &mut request.batch;
+    let is_open = batch.microbatch.is_none() && batch.num_microbatches.is_none();
+    let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics || request.graph.batch == 0;
+    if is_open && !(whole && batch.per_replica.is_none()) {
+        batch.microbatch = Some(batch.per_replica.unwrap_or(1).saturating_mul(dp));
+    }
+    batch.per_replica = None;
+    request
+}
+
+/// The degrees of a completed request.
+fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
+    // Degrees of 0 are refused before anything is divided by them.
+    if request.degrees.cp == Some(0) {
+        return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" });
+    }
+    let space = SearchSpace::from_request(request)?;
+    let of = |degree: Option<u32>| degree.unwrap_or(1);
+    let (lanes, virtual_stages) = (of(space.degrees.pp), of(request.degrees.virtual_stages));
+    let num_microbatches = space.num_microbatches[0];
+    if virtual_stages > 1 && !num_microbatches.is_multiple_of(lanes) {
+        let problem = "needs a number of microbatches that --pp divides";
+        return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
+    }
+    Ok(Degrees {
+        dp: of(space.degrees.dp),
+        tp: of(space.degrees.tp),
+        cp: of(request.degrees.cp),
+        stages: lanes.saturating_mul(virtual_stages),
+        virtual_stages,
+        num_microbatches,
+        zero: request.degrees.zero.unwrap_or(0),
+        recompute: space.recompute.unwrap_or(Recompute::None),
+    })
+}
