@@ -144,6 +144,7 @@ impl Baseline {
             recompute: self.recompute,
             layout: Layout::Even,
             experts: false,
+            sequence: false,
         };
         configured(&request, &degrees, &Rooflines::of(&request.cluster)).map_err(|failure| match failure {
             PlanFailure::NoCombination => {

@@ -166,6 +166,7 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
         recompute,
         layout: Layout::Even,
         experts: false,
+        sequence: false,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let derived = TrainingGraphs::of(&plan);

@@ -50,6 +50,7 @@ fn plans_of_given_degrees_compute_no_head_twice() {
             recompute: Recompute::Full,
             layout: Layout::Even,
             experts: false,
+            sequence: false,
         };
         let costs = Rooflines::of(&request.cluster);
         let plan = predict_plan(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("a prediction");

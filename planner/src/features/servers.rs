@@ -231,6 +231,7 @@ fn predict_all(
             recompute,
             layout: Layout::Even,
             experts: false,
+            sequence: false,
         };
         let mut plan = fixed_of(&request, &layered, &degrees, costs)?;
         plan.servers = over.map(|over| servers_of(&plan, over));

@@ -37,6 +37,8 @@ pub struct Degrees {
     pub layout: Layout,
     /// Replicas may divide the experts among themselves.
     pub experts: bool,
+    /// Devices of tensor parallelism split tokens between products.
+    pub sequence: bool,
 }
 
 /// Assembles the plan with these degrees, without predictions. `request.graph` is at the size of one microbatch.
@@ -85,6 +87,7 @@ pub fn fixed_of(
             experts_on_data: degrees.experts || request.degrees.ep.is_some_and(|ep| ep > 1),
             second_is_model: degrees.cp <= 1,
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
+            tokens_between: degrees.sequence,
         },
         variant: Variant {
             zero: degrees.zero,

@@ -73,7 +73,7 @@ pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Re
 
 /// A model at the microbatch sizes that configurations ask for.
 pub(super) struct Configurations<'a> {
-    request: &'a Request,
+    pub request: &'a Request,
     known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
 }
 
@@ -246,6 +246,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         recompute: start.stages.iter().map(|s| s.recompute.most()).max().unwrap_or_default(),
         layout: Layout::Even,
         experts: false,
+        sequence: false,
     };
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
@@ -439,6 +440,7 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                                 recompute,
                                 layout,
                                 experts: false,
+                                sequence: false,
                             });
                         }
                     }

@@ -1,10 +1,11 @@
 //! The best plan of software that runs one set of degrees on all stages.
 //!
 //! A sweep predicts all degrees with layers dealt out evenly. From its best configurations, a climb varies how layers
-//! are dealt out, how many stages share devices, and the rest with them.
+//! are dealt out, how many stages share devices, sequence parallelism, and the rest with them.
 
 use super::choice::fits;
 use super::fixed_degrees::Degrees;
+use super::layout::Layout;
 use super::sweep::{Configurations, Space, Swept, configurations, sweep};
 use crate::explain::alternatives;
 use crate::features::stacks::stack;
@@ -38,7 +39,7 @@ pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Re
     }
     space.uneven = stack.uneven;
     let mut found = sweep(request, &space, costs, progress)?;
-    if stack.uneven {
+    if stack.uniform {
         found.extend(with_layouts(request, &space, &found, costs, progress));
         found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
     }
@@ -63,7 +64,8 @@ fn with_layouts(
 ) -> Vec<Swept> {
     let most_s = swept.first().map_or(0.0, |best| FAR_BEHIND * best.plan.predicted.step_time_s);
     let mut starts: Vec<&Swept> = Vec::new();
-    for candidate in swept.iter().filter(|s| s.plan.stages.len() > 1 && s.plan.predicted.step_time_s <= most_s) {
+    let varies = |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1;
+    for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
         if starts.len() < STARTS && starts.iter().all(|start| shape(&start.degrees) != shape(&candidate.degrees)) {
             starts.push(candidate);
         }
@@ -113,12 +115,14 @@ fn climb(
     }
 }
 
-/// Configurations of the same shape that differ in one thing: in the layout of layers, in the next larger or smaller
-/// number of stages that share devices or of microbatches, in storage or in recomputation.
+/// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the
+/// next larger or smaller number of stages that share devices or of microbatches, in storage or in recomputation.
 fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<Degrees> {
+    let uneven = stack(known.request.target).uneven;
     let layouts = |degrees: Degrees| {
-        let ranked = known.layouts(&degrees).into_iter().take(LAYOUTS);
-        ranked.map(move |layout| Degrees { layout, ..degrees })
+        let ranked = if uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
+        let ranked = ranked.into_iter().take(LAYOUTS);
+        ranked.map(move |layout| Degrees { layout, sequence: at.sequence, ..degrees })
     };
     let others = |d: &Degrees| (d.virtual_stages, d.num_microbatches, d.zero, d.recompute);
     let (shared, count, zero, recompute) = others(at);
@@ -127,13 +131,14 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
         let below = alike.iter().filter(differ).filter(|d| value(d) < value(at)).max_by_key(|d| value(d));
         above.into_iter().chain(below).copied().collect::<Vec<_>>()
     };
-    let mut found: Vec<Degrees> = layouts(*at).collect();
+    let mut found: Vec<Degrees> = if at.stages > 1 { layouts(*at).collect() } else { Vec::new() };
     for degrees in
         next(|d| d.virtual_stages, &|d| (d.num_microbatches, d.zero, d.recompute) == (count, zero, recompute))
     {
         found.extend(layouts(degrees));
     }
-    let same = |degrees: &Degrees| Degrees { layout: at.layout, ..*degrees };
+    let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, ..*degrees };
+    found.extend((at.tp > 1).then_some(Degrees { sequence: !at.sequence, ..*at }));
     let counts =
         next(|d| d.num_microbatches, &|d| (d.virtual_stages, d.zero, d.recompute) == (shared, zero, recompute));
     found.extend(counts.iter().map(same));
