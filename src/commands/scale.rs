@@ -104,7 +104,7 @@ impl Scale {
             }
         };
         drop(bar);
-        eprintln!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
+        complain!("planned for {} counts of nodes in {}", found.rows.len(), seconds(start.elapsed().as_secs_f64()));
         say(self.answer(&found)?)
     }
 

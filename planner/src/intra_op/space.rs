@@ -34,6 +34,9 @@ pub struct AxisRoles {
     /// reshard splits activations over it, so partial sums are all-reduced. This is tensor parallelism as
     /// introduced by Megatron-LM (Shoeybi et al. 2019).
     pub features_axis: Option<AxisId>,
+    /// Between contractions, `features_axis` may split tokens as well. Partial sums are then reduce-scattered, and
+    /// gathered before the next contraction: sequence parallelism (Korthikanti et al. 2022).
+    pub tokens_between: bool,
 }
 
 /// The number of an interned layout.
@@ -133,7 +136,8 @@ impl<'a> Spaces<'a> {
             return price;
         }
         let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let price = match self.roles.features_axis.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
+        let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between);
+        let price = match whole.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
             true => Price { seconds: f64::INFINITY, issue_s: 0.0 },
             false => self.prices.reshard_uncached(ty, before, after),
         };
@@ -185,7 +189,10 @@ impl<'a> Spaces<'a> {
         let node = graph.node(v);
         let rule = graph.rule(v);
         let is_batch = batch_factors(graph, v, &rule);
-        let of_inputs = self.input_factors(graph, v, &rule);
+        let of_inputs = match self.roles.tokens_between && !node.op.is_contraction() {
+            true => vec![false; rule.factors.len()],
+            false => self.input_factors(graph, v, &rule),
+        };
         let of_experts = self.expert_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
