@@ -50,8 +50,8 @@ fn step(layouts: &Layouts) -> Result<Step, ExportProblem> {
     let (plan, stage) = (layouts.plan, layouts.stage);
     let expanded = expand(&plan.graph);
     let stops: Vec<ValueId> = plan.stop_gradients.iter().map(|v| expanded.values[v.index()]).collect();
-    let differentiated = differentiate_for(&expanded.graph, &stops, plan.execution.fused_loss)
-        .map_err(ExportProblem::Gradients)?;
+    let differentiated =
+        differentiate_for(&expanded.graph, &stops, plan.execution.fused_loss).map_err(ExportProblem::Gradients)?;
     let mut of_values = BTreeMap::new();
     for (&v, value) in &stage.shardings {
         let node = plan.graph.node(v);

@@ -19,6 +19,8 @@ pub enum EngineError {
     Overlap,
     #[error("the plan needs {needed} devices, and the plugin has {found}")]
     Devices { needed: usize, found: usize },
+    #[error("the plan pads '{0}', which XLA's devices do not; plan with degrees that divide its sizes")]
+    Padding(String),
     #[error("the step needs a value for '{0}'")]
     Missing(String),
     #[error("'{name}' is {found}, and the plan has {expected}")]
@@ -52,6 +54,9 @@ impl Engine {
         }
         if program.runs_ahead() {
             return Err(EngineError::Overlap);
+        }
+        if let Some(buffer) = program.buffers.iter().find(|buffer| buffer.extents.is_some()) {
+            return Err(EngineError::Padding(buffer.name.clone()));
         }
         let (needed, found) = (program.mesh.num_devices() as usize, client.num_devices());
         if needed > found {

@@ -112,7 +112,8 @@ impl Plugin {
         self.call_void(Function::ErrorMessage, &mut arguments);
         let message = text(arguments.message, arguments.size);
         self.call_void(Function::ErrorDestroy, &mut sys::ErrorDestroy { error, ..Default::default() });
-        message.trim().to_string()
+        // A message of several lines becomes one.
+        message.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
     }
 
     fn call_void<T>(&self, function: Function, arguments: &mut T) {
