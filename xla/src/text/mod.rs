@@ -1,0 +1,162 @@
+//! Prints a graph as the text of a StableHLO module.
+//!
+//! The entry is `@main`. Its arguments are the graph's leaves in order, each with its name as a location, and its
+//! results are the graph's outputs. Layouts are printed as Shardy's shardings.
+
+mod collective;
+mod ops;
+mod regions;
+mod shardy;
+mod types;
+
+pub use shardy::{Layouts, contiguous};
+
+use crate::legal::legalise;
+use altiplano_ir::graph::Graph;
+use altiplano_ir::mesh::Mesh;
+use altiplano_ir::op::{Input, Op, Parameter};
+use altiplano_ir::types::TensorType;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use types::{quoted, tensor};
+
+/// Choices for the printed module. The default is a program for one device without layouts.
+#[derive(Clone, Debug, Default)]
+pub struct Options<'a> {
+    /// The layouts of values on a mesh. XLA inserts the communication.
+    pub layouts: Option<Layouts<'a>>,
+    /// The mesh of a local graph with collectives. Its devices are the replicas of the program.
+    pub replicas: Option<&'a Mesh>,
+    /// Pairs of an argument and a result that may take the argument's memory.
+    pub donated: Vec<(usize, usize)>,
+    /// Names of the results, if they have any.
+    pub results: Vec<String>,
+}
+
+/// A value of the text: `%3`, or `%3#1` for the second result of an op.
+#[derive(Clone, Debug)]
+struct Value {
+    name: String,
+    ty: TensorType,
+}
+
+/// The text of a module while it is written.
+#[derive(Default)]
+struct Printer {
+    body: String,
+    next: usize,
+    /// The location of the op that is being printed, or nothing.
+    location: String,
+    /// Private functions by name.
+    functions: BTreeMap<String, String>,
+}
+
+impl Printer {
+    /// A name that no other value has.
+    fn fresh(&mut self) -> String {
+        self.next += 1;
+        format!("%{}", self.next - 1)
+    }
+
+    /// Appends an op with one result.
+    fn op(&mut self, text: impl AsRef<str>, ty: TensorType) -> Value {
+        let name = self.fresh();
+        let _ = writeln!(self.body, "    {name} = {}{}", text.as_ref(), self.location);
+        Value { name, ty }
+    }
+}
+
+/// Prints a verified graph.
+///
+/// ```
+/// use altiplano_ir::graph::Graph;
+/// use altiplano_ir::op::{Input, Op, Unary};
+/// use altiplano_ir::{dtype::DType, types::TensorType};
+///
+/// let mut graph = Graph::new("f");
+/// let x = graph.emit(Op::Input(Input { name: "x".into(), ty: TensorType::new(DType::F32, [2]) }), &[]);
+/// graph.outputs = vec![graph.unary(Unary::Tanh, x)];
+/// let text = altiplano_xla::text::module(&graph, &Default::default());
+/// assert!(text.contains("stablehlo.tanh %arg0 : tensor<2xf32>"));
+/// ```
+pub fn module(graph: &Graph, options: &Options<'_>) -> String {
+    let legal = legalise(graph);
+    let layouts = options.layouts.as_ref().map(|layouts| layouts.of(&legal));
+    let mut printer = Printer::default();
+    let mut values: Vec<Value> = Vec::with_capacity(legal.graph.len());
+    let mut arguments: Vec<String> = Vec::new();
+    for v in legal.graph.values() {
+        let node = legal.graph.node(v);
+        let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
+        if let Op::Parameter(Parameter { name, .. }) | Op::Input(Input { name, .. }) = &node.op {
+            let argument = Value { name: format!("%arg{}", arguments.len()), ty: node.ty.clone() };
+            arguments.push(header(&argument, name, arguments.len(), sharding, options));
+            values.push(argument);
+            continue;
+        }
+        printer.location = match node.name.is_empty() {
+            true => String::new(),
+            false => format!(" loc({})", quoted(&node.name)),
+        };
+        let operands: Vec<Value> = node.operands.iter().map(|o| values[o.index()].clone()).collect();
+        let mut value = printer.node(node, &operands);
+        if let Some(sharding) = sharding {
+            let ty = tensor(&value.ty);
+            let constraint = format!("sdy.sharding_constraint {} {sharding} : {ty}", value.name);
+            value = printer.op(constraint, node.ty.clone());
+        }
+        values.push(value);
+    }
+    let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
+    let outputs: Vec<(&Value, Option<String>)> =
+        legal.graph.outputs.iter().map(|o| &values[o.index()]).zip(shardings).collect();
+    let mesh = options.layouts.as_ref().map(|layouts| shardy::mesh(layouts.mesh)).unwrap_or_default();
+    assembled(graph, &printer, &arguments, &outputs, &mesh, options)
+}
+
+/// An argument of the entry: `%arg0: tensor<2xf32> {attributes} loc("x")`.
+fn header(value: &Value, name: &str, index: usize, sharding: Option<String>, options: &Options<'_>) -> String {
+    let mut attributes: Vec<String> =
+        sharding.iter().map(|text| format!("sdy.sharding = #sdy.sharding{text}")).collect();
+    let result = options.donated.iter().find(|(argument, _)| *argument == index);
+    attributes.extend(result.map(|(_, result)| format!("tf.aliasing_output = {result} : i32")));
+    let attributes = dictionary(attributes);
+    format!("{}: {}{attributes} loc({})", value.name, tensor(&value.ty), quoted(name))
+}
+
+/// ` {a = 1, b = 2}`, or nothing without attributes.
+fn dictionary(attributes: Vec<String>) -> String {
+    if attributes.is_empty() { String::new() } else { format!(" {{{}}}", attributes.join(", ")) }
+}
+
+fn assembled(
+    graph: &Graph,
+    printer: &Printer,
+    arguments: &[String],
+    outputs: &[(&Value, Option<String>)],
+    mesh: &str,
+    options: &Options<'_>,
+) -> String {
+    let replicas = options.replicas.map_or(1, Mesh::num_devices);
+    let partitions = options.layouts.as_ref().map_or(1, |layouts| layouts.mesh.num_devices());
+    let result = |(at, (value, sharding)): (usize, &(&Value, Option<String>))| {
+        let name = options.results.get(at).map(|name| format!("jax.result_info = {}", quoted(name)));
+        let sharding = sharding.as_ref().map(|text| format!("sdy.sharding = #sdy.sharding{text}"));
+        format!("{}{}", tensor(&value.ty), dictionary(name.into_iter().chain(sharding).collect()))
+    };
+    let results: Vec<String> = outputs.iter().enumerate().map(result).collect();
+    let names: Vec<&str> = outputs.iter().map(|(value, _)| value.name.as_str()).collect();
+    let types: Vec<String> = outputs.iter().map(|(value, _)| tensor(&value.ty)).collect();
+    let mut text = format!(
+        "module @{} attributes {{mhlo.num_partitions = {partitions} : i32, mhlo.num_replicas = {replicas} : i32}} {{\n{mesh}",
+        quoted(if graph.name.is_empty() { "main" } else { &graph.name })
+    );
+    let _ = writeln!(text, "  func.func public @main({}) -> ({}) {{", arguments.join(", "), results.join(", "));
+    text.push_str(&printer.body);
+    let _ = writeln!(text, "    return {} : {}\n  }}", names.join(", "), types.join(", "));
+    printer.functions.values().for_each(|function| text.push_str(function));
+    text + "}\n"
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+//! Printed graphs are read back by the importer and have the same values.
+
+use super::{Layouts, Options, module};
+use altiplano_import::stablehlo;
+use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::interpret::run;
+use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::op::{Input, Op, Unary};
+use altiplano_ir::sharding::{DimLayout, Sharding};
+use altiplano_ir::tensor::Tensor;
+use altiplano_ir::testing::numbers::{Rng, difference};
+use altiplano_ir::testing::{Case, cases};
+use altiplano_ir::types::TensorType;
+
+/// A graph of one op on inputs.
+fn graph_of(case: &Case) -> Graph {
+    let mut graph = Graph::new("case");
+    let mut operands: Vec<ValueId> = Vec::new();
+    for (i, ty) in case.operands.iter().enumerate() {
+        operands.push(graph.emit(Op::Input(Input { name: format!("x{i}"), ty: ty.clone() }), &[]));
+    }
+    graph.outputs = vec![graph.emit(case.op.clone(), &operands)];
+    graph
+}
+
+fn is_local(op: &Op) -> bool {
+    matches!(op, Op::Collective(_) | Op::AxisIndex(_))
+}
+
+/// The leaves in order, to which values are given.
+fn on_leaves(graph: &Graph, given: &[Tensor]) -> Vec<Tensor> {
+    let mut given = given.iter();
+    run(graph, |_| given.next().expect("a value for each leaf").clone())
+}
+
+#[test]
+fn every_op_is_read_back() {
+    let (mut seen, mut problems) = (0, Vec::new());
+    for (case, mut rng) in cases().into_iter().zip(Rng::sequence(7)) {
+        if is_local(&case.op) {
+            continue;
+        }
+        let graph = graph_of(&case);
+        let text = module(&graph, &Options::default());
+        seen += 1;
+        let imported = match stablehlo::import(&text) {
+            Ok(imported) => imported,
+            Err(error) => {
+                problems.push(format!("{}: {error}\n{text}", case.label()));
+                continue;
+            }
+        };
+        // A leaf has a value of its own.
+        let operands = match case.op.is_leaf() {
+            true => vec![Tensor::from_fn(case.result.clone(), |i| i.iter().sum::<u64>() as f64)],
+            false => case.random_operands(&mut rng),
+        };
+        let expected = on_leaves(&graph, &operands);
+        let found = on_leaves(&imported.graph, &operands);
+        if let Some(problem) = difference(&found[0], &expected[0], 1e-9) {
+            problems.push(format!("{}: {problem}\n{text}\n{}", case.label(), imported.graph));
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    assert!(seen > 500, "only {seen} cases");
+}
+
+/// Modules of this repository, each with its name and its graph.
+fn models() -> Vec<(String, Graph)> {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut files = Vec::new();
+    for folder in ["tests/models", "examples/models"] {
+        let entries = std::fs::read_dir(root.join(folder)).expect("a folder of models");
+        files
+            .extend(entries.flatten().map(|entry| entry.path()).filter(|p| p.extension().is_some_and(|e| e == "mlir")));
+    }
+    files.sort();
+    let model = |file: &std::path::PathBuf| {
+        let text = std::fs::read_to_string(file).expect("a readable model");
+        let imported = stablehlo::import(&text).expect("a model that is imported");
+        (file.display().to_string(), imported.graph)
+    };
+    files.iter().map(model).collect()
+}
+
+/// Everything but the layouts that authors ask for, which are not printed.
+fn without_pins(mut graph: Graph) -> Graph {
+    graph.pins.clear();
+    graph
+}
+
+#[test]
+fn models_are_read_back_to_equal_graphs() {
+    let models = models();
+    assert!(models.len() > 10, "only {} models", models.len());
+    for (name, graph) in models {
+        let text = module(&graph, &Options::default());
+        let imported = stablehlo::import(&text).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (found, expected) = (without_pins(imported.graph), without_pins(graph));
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
+#[test]
+fn layouts_are_read_back_as_pins() {
+    let mesh = Mesh::new(&[("data", 2), ("tensor", 2)]);
+    let (data, tensor) = (AxisId(0), AxisId(1));
+    let mut graph = Graph::new("layouts");
+    let ty = TensorType::new(DType::F32, [4, 6]);
+    let x = graph.emit(Op::Input(Input { name: "x['w']".into(), ty }), &[]);
+    let y = graph.unary(Unary::Tanh, x);
+    graph.outputs = vec![y];
+    let both = Sharding { dims: vec![DimLayout::split(4, [data]), DimLayout::split(6, [tensor])], partial: Vec::new() };
+    let values = [(x, Sharding::split(&[4, 6], 0, vec![data, tensor])), (y, both)].into_iter().collect();
+    let options = Options {
+        layouts: Some(Layouts { mesh: &mesh, values }),
+        donated: vec![(0, 0)],
+        results: vec!["y".into()],
+        ..Options::default()
+    };
+    let text = module(&graph, &options);
+    assert!(text.contains("mhlo.num_partitions = 4"), "{text}");
+    assert!(text.contains("tf.aliasing_output = 0 : i32"), "{text}");
+    let imported = stablehlo::import(&text).expect("it is read back");
+    let pins: Vec<String> = imported.graph.pins.iter().map(|pin| pin.to_string()).collect();
+    assert_eq!(
+        pins,
+        ["%0 on mesh<data=2, tensor=2>: [{data, tensor}, {}]", "%1 on mesh<data=2, tensor=2>: [{data}, {tensor}]"]
+    );
+    assert_eq!(imported.arguments[0].name.as_deref(), Some("x['w']"));
+    assert_eq!(imported.results, [Some("y".to_string())]);
+}
