@@ -50,8 +50,9 @@ def placements(module):
         parameter = owner._parameters[own]
         of_axis = {}
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names
-            of_axis = dict(zip(names, parameter.placements))
+            # FSDP2 says with a class of its own that a tensor axis splits the same dimension first.
+            plain = [Shard(p.dim) if p.is_shard() or hasattr(p, "dim") else p for p in parameter.placements]
+            of_axis = dict(zip(parameter.device_mesh.mesh_dim_names, plain))
         flat = of_axis.get("_".join(DATA))
         found[name] = tuple(of_axis.get(axis, flat if axis in DATA and flat else Replicate()) for axis in AXES)
     return found
@@ -149,7 +150,7 @@ class Pipeline(torch.nn.Module):
 
     def taken(self, inputs):
         """The inputs that the module takes."""
-        return {name: inputs[name] for name in INPUTS if self.loss is None or name != TARGET}
+        return {name: x for name, x in inputs.items() if self.loss is None or name != TARGET}
 
     def of_microbatch(self, result, target):
         if self.loss is not None:
@@ -280,8 +281,11 @@ def _find(module, name):
 
 
 def _check_inputs(inputs):
-    if set(inputs) != set(INPUTS):
-        raise KeyError(f"the plan's inputs are {', '.join(INPUTS)}, not {', '.join(inputs)}")
+    """Inputs without a batch may be buffers of the module, which has them itself."""
+    if missing := sorted(set(BATCH_DIMS) - set(inputs)):
+        raise KeyError(f"no input {', '.join(missing)} of the plan is given")
+    if unknown := sorted(set(inputs) - set(INPUTS)):
+        raise KeyError(f"the plan has no input {', '.join(unknown)}; its inputs are {', '.join(INPUTS)}")
 
 
 def _submesh(mesh, axes):
@@ -335,7 +339,7 @@ def _shard(module, root, names, mesh):
         _Replicated(root, [], None)
         return
     data = _data(mesh)
-    dims, kept = {}, set()
+    dims, kept = {}, []
     for name, owners in names.items():
         owner, own = owners[0]
         parameter = owner._parameters[own]
@@ -343,13 +347,13 @@ def _shard(module, root, names, mesh):
         if isinstance(placement, Shard):
             dims[id(parameter)] = placement
         else:
-            kept.add(parameter)
+            kept.append(parameter)
     if dims:
         options = {
             "mesh": data,
             "reshard_after_forward": RESHARD,
             "shard_placement_fn": lambda parameter: dims.get(id(parameter)),
-            "ignored_params": kept,
+            "ignored_params": set(kept),
         }
         for name in BLOCKS:
             if (block := _find(module, name)) is not None:
@@ -431,10 +435,49 @@ def _global_view(tensor, mesh):
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(implicit_replication())
+        stack.enter_context(_Convolutions(tensor))
         if mesh.device_type == "cpu":
             # The fused kernel for CPUs has no layouts.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
+
+
+class _Convolutions(TorchFunctionMode):
+    """Convolutions of DTensors: of samples, or of channels as the weights have them. PyTorch has the former only."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor = tensor
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "").split(".")[0]
+        if name in ("conv1d", "conv2d", "conv3d") and any(isinstance(x, DTensor) for x in args[:3]):
+            return self.convolution(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def convolution(self, func, x, weight, bias=None, *args, **kwargs):
+        x, weight = (_distributed(t, self.tensor, t.placements if isinstance(t, DTensor) else ()) for t in (x, weight))
+        grouped = (args[3] if len(args) > 3 else kwargs.get("groups", 1)) > 1
+        # For each axis the layouts of x, of its gradient, of the weight, of its gradient, and of the result.
+        layouts = []
+        for of_x, of_weight in zip(x.placements, weight.placements):
+            if of_weight.is_shard(0) and not grouped:
+                layouts.append((Replicate(), Partial(), Shard(0), Shard(0), Shard(1)))
+            elif of_weight.is_shard(1) and not grouped:
+                layouts.append((Shard(1), Shard(1), Shard(1), Shard(1), Partial()))
+            elif of_x.is_shard(0):
+                layouts.append((Shard(0), Shard(0), Replicate(), Partial(), Shard(0)))
+            else:
+                layouts.append((Replicate(),) * 5)
+        of_x, x_grad, of_weight, weight_grad, of_result = map(list, zip(*layouts))
+        x = x.redistribute(placements=of_x).to_local(grad_placements=x_grad)
+        weight = weight.redistribute(placements=of_weight).to_local(grad_placements=weight_grad)
+        result = DTensor.from_local(func(x, weight, None, *args, **kwargs), self.tensor, of_result, run_check=False)
+        if bias is None:
+            return result
+        # A bias is added once, to the sum.
+        result = result.redistribute(placements=[Replicate() if p.is_partial() else p for p in of_result])
+        return result + bias.reshape(-1, *[1] * (result.ndim - 2))
 
 
 def _part(x, dim, mesh):

@@ -5,7 +5,7 @@
 //! samples, and FSDP2 shards what ZeRO splits. Over *tensor* axes values are DTensors, and ops see whole tensors.
 
 use super::jax::{list, quiet, quoted, table};
-use super::{Exported, Layouts, Stack, refused};
+use super::{Exported, Input, Layouts, Stack, refused};
 use crate::error::{Error, Names};
 use crate::units::bytes;
 use altiplano_ir::batch::LossKind;
@@ -237,11 +237,12 @@ impl<'a> Torch<'a> {
         let _ = writeln!(text, "BLOCKS = {}", list(&of_blocks.keys().copied().collect::<Vec<_>>()));
         let _ = writeln!(text, "RECOMPUTED = {}", list(&recomputed));
         let _ = writeln!(text, "# Inputs, over TENSOR.");
-        table(text, "INPUTS", layouts.inputs.iter().map(|input| {
+        let inputs = inputs(layouts);
+        table(text, "INPUTS", inputs.values().map(|input| {
             (input.name, self.placements(&blocks(input.sharding), &self.tensor))
         }));
         let _ = writeln!(text, "# The dimension of each input that grows with the batch, and its size for one sample.");
-        let batched = layouts.inputs.iter().filter_map(|input| Some((input.name, input.batch_dims.first()?)));
+        let batched = inputs.values().filter_map(|input| Some((input.name, input.batch_dims.first()?)));
         table(text, "BATCH_DIMS", batched.map(|(name, (dim, rows))| (name, format!("({dim}, {rows})"))));
     }
 
@@ -499,6 +500,12 @@ fn containers<'n>(names: impl Iterator<Item = &'n String>) -> BTreeSet<String> {
     numbers.into_iter().filter(|(_, numbers)| numbers.len() > 1).map(|(name, _)| name.to_string()).collect()
 }
 
+/// The inputs, each once, in the order of the model.
+fn inputs<'a>(layouts: &'a Layouts) -> BTreeMap<ValueId, &'a Input<'a>> {
+    let order: BTreeMap<&str, ValueId> = layouts.plan.graph.inputs().map(|(v, name)| (name, v)).collect();
+    layouts.inputs.iter().rev().filter_map(|input| Some((*order.get(input.name)?, input))).collect()
+}
+
 fn python(flag: bool) -> &'static str {
     if flag { "True" } else { "False" }
 }
@@ -525,7 +532,7 @@ The plan and this module differ in:
         quiet(&plan.cluster.name),
         layouts.origin(),
         launched(plan, devices),
-        layouts.inputs.iter().map(|input| quiet(input.name)).collect::<Vec<_>>().join(", "),
+        inputs(layouts).values().map(|input| quiet(input.name)).collect::<Vec<_>>().join(", "),
     );
     for note in notes {
         let _ = writeln!(text, "  * {}", quiet(note));
@@ -581,8 +588,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, SplitPoint
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 "#;

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -330,7 +331,7 @@ def trained(module_of_plan, name, file):
 
 
 def worker(folder, cases):
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     for case in cases:
         name, _ = case.split("/")
         file = folder / case.replace("/", "-")
@@ -363,9 +364,27 @@ def planned(altiplano, model, devices, options, file):
     return done.stderr.strip().splitlines()[0] if done.returncode else ""
 
 
+def ran(devices, folder, cases, log):
+    """Runs cases in one job. A process that fails alone lets the others wait, which ends the job."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(devices), __file__, "--worker", folder]
+    with log.open("w") as errors:
+        job = subprocess.Popen([*command, *cases], stdout=subprocess.PIPE, stderr=errors, text=True)
+        ended, failed = [], False
+        for line in job.stdout:
+            print(line, end="", flush=True)
+            ended.append(line.split()[1])
+            failed |= line.startswith("FAILED")
+    job.wait()
+    for case in cases:
+        if case not in ended:
+            print(f"FAILED       {case}: the job ended before; its log is {log}")
+    return job.returncode == 0 and not failed and len(ended) == len(cases)
+
+
 def main(altiplano, folder, wanted):
-    by_size, failed = {2: [], 4: []}, False
+    failed = False
     for name in MODELS:
+        by_size = {2: [], 4: []}
         module, inputs = model_and_batch(name)
         args = tuple(x for key, x in inputs.items() if key != "labels")
         torch.export.save(torch.export.export(module, args), folder / f"{name}.pt2")
@@ -384,13 +403,8 @@ def main(altiplano, folder, wanted):
                 failed |= done.returncode != 2
                 continue
             by_size[devices].append(case)
-    for devices, cases in by_size.items():
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(devices), __file__, "--worker", folder]
-        done = cases and subprocess.run([*command, *cases], capture_output=True, text=True)
-        if cases:
-            print(done.stdout, end="")
-            failed |= done.returncode != 0 or "FAILED" in done.stdout
-            (folder / f"log-{devices}").write_text(done.stderr)
+        for devices, cases in by_size.items():
+            failed |= bool(cases) and not ran(devices, folder, cases, folder / f"log-{name}-{devices}")
     return failed
 
 
