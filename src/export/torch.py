@@ -61,7 +61,10 @@ def placements(module):
 def shard_inputs(inputs, mesh):
     """The part of a global batch that this process computes. `inputs` maps the plan's names of inputs to tensors."""
     _check_inputs(inputs)
-    return {name: _part(x, *BATCH_DIMS[name][:1], mesh) if name in BATCH_DIMS else x for name, x in inputs.items()}
+    for name, (dim, rows) in BATCH_DIMS.items():
+        if inputs[name].shape[dim] != GLOBAL_BATCH * rows:
+            raise ValueError(f"'{name}' has {inputs[name].shape[dim]} in dimension {dim}, planned {GLOBAL_BATCH * rows}")
+    return {name: _part(x, BATCH_DIMS[name][0], mesh) if name in BATCH_DIMS else x for name, x in inputs.items()}
 
 
 def loss_and_gradients(module, inputs, mesh, loss=None):
@@ -123,6 +126,7 @@ class Pipeline(torch.nn.Module):
         self.mesh, self.group, self.loss = mesh, mesh[PIPELINE].get_group(), loss
         self.tensor = _submesh(mesh, TENSOR)
         example = self.taken(_microbatches(shard_inputs(inputs, mesh))[0])
+        aliases = _aliases(module)
         device = next(iter(module.parameters())).device
         split = dict.fromkeys(SPLITS, SplitPoint.BEGINNING)
         traced = torch.distributed.pipelining.pipeline(module, (), example, split_spec=split)
@@ -132,6 +136,7 @@ class Pipeline(torch.nn.Module):
         self.stages = torch.nn.ModuleList()
         for i in own:
             stage = _Stage(traced.get_stage_module(i), i, self.tensor, example, *wires[i])
+            stage.part._aliases = aliases
             parallelize(stage.part, mesh, stage)
             stage._replicated.hold()
             self.stages.append(stage)
@@ -143,6 +148,7 @@ class Pipeline(torch.nn.Module):
         self.schedule = _PipelineScheduleRuntime(
             stages, MICROBATCHES, loss_fn=self.of_microbatch, args_chunk_spec=chunks, scale_grads=False
         )
+        self.tied = self.groups()
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(SCHEDULE)
             file.flush()
@@ -169,11 +175,34 @@ class Pipeline(torch.nn.Module):
         for value in losses:
             total += value.detach()
         dist.all_reduce(total, group=self.group)
-        gradients = {}
+        found = []
         for stage in self.stages:
             stage._replicated.finish()
-            gradients |= _gradients(stage.part)
-        return _mean(total, self.mesh), gradients
+            found.append(_gradients(stage.part))
+        for name, group in self.tied.items():
+            parts = [_local(gradients[name]) for gradients in found if name in gradients]
+            whole = torch.stack(parts).sum(0)
+            dist.all_reduce(whole, group=group)
+            for part in parts:
+                part.copy_(whole)
+        return _mean(total, self.mesh), {name: x for gradients in found for name, x in gradients.items()}
+
+    def groups(self):
+        """The processes that share each tied parameter of this one. All processes make all groups."""
+        ranks = self.mesh.mesh.movedim(self.mesh.mesh_dim_names.index(PIPELINE), 0).flatten(1)
+        found = {}
+        for name, stages in TIED.items():
+            lanes = sorted({self.lane(stage) for stage in stages})
+            for column in ranks.T.tolist():
+                own = [column[lane] for lane in lanes]
+                group = dist.new_group(own)
+                if dist.get_rank() in own:
+                    found[name] = group
+        return found
+
+    @staticmethod
+    def lane(stage):
+        return next(i for i, row in enumerate(SCHEDULE.splitlines()) if f",{stage}F0," in f",{row},")
 
 
 class _Stage(torch.nn.Module):
@@ -249,17 +278,30 @@ def _clean(name):
 
 def _names(module):
     """The owners of each parameter, by its name in the plan if it has one. Modules may share a parameter."""
-    tied = {}
+    tied, aliases = {}, getattr(module, "_aliases", {})
     for prefix, child in module.named_modules(remove_duplicate=False):
         for own, parameter in child._parameters.items():
             if parameter is not None:
                 name = _clean(f"{prefix}.{own}" if prefix else own)
+                name = aliases.get(name, name)
                 tied.setdefault(id(parameter), []).append((name, child, own))
     names = {}
     for owners in tied.values():
         name = next((name for name, _, _ in owners if name in PARAMETERS), owners[0][0])
         names[name] = [(child, own) for _, child, own in owners]
     return names
+
+
+def _aliases(module):
+    """Other names of parameters that modules share, with their names in the plan."""
+    tied = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(parameter), []).append(name)
+    aliases = {}
+    for names in tied.values():
+        first = next((name for name in names if name in PARAMETERS), names[0])
+        aliases |= {name: first for name in names if name != first}
+    return aliases
 
 
 def _check(names):
@@ -435,15 +477,15 @@ def _global_view(tensor, mesh):
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(implicit_replication())
-        stack.enter_context(_Convolutions(tensor))
+        stack.enter_context(_Functions(tensor))
         if mesh.device_type == "cpu":
             # The fused kernel for CPUs has no layouts.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
-class _Convolutions(TorchFunctionMode):
-    """Convolutions of DTensors: of samples, or of channels as the weights have them. PyTorch has the former only."""
+class _Functions(TorchFunctionMode):
+    """Functions that DTensors lack: convolutions of channels, as the weights have them, and checks of traced code."""
 
     def __init__(self, tensor):
         super().__init__()
@@ -453,6 +495,8 @@ class _Convolutions(TorchFunctionMode):
         name = getattr(func, "__name__", "").split(".")[0]
         if name in ("conv1d", "conv2d", "conv3d") and any(isinstance(x, DTensor) for x in args[:3]):
             return self.convolution(func, *args, **(kwargs or {}))
+        if name == "_assert_tensor_metadata":
+            return None
         return func(*args, **(kwargs or {}))
 
     def convolution(self, func, x, weight, bias=None, *args, **kwargs):

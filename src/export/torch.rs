@@ -8,6 +8,7 @@ use super::jax::{list, quiet, quoted, table};
 use super::{Exported, Input, Layouts, Stack, refused};
 use crate::error::{Error, Names};
 use crate::units::bytes;
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -15,9 +16,8 @@ use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Stage, Storage};
 use altiplano_ir::program::{Buffer, BufferKind, Call, Phase, Programs};
 use altiplano_ir::recompute::{Recomputation, Recompute};
-use altiplano_ir::sharding::Sharding;
+use altiplano_ir::sharding::{DimLayout, Sharding};
 use altiplano_planner::predict_plan;
-use altiplano_cost_models::Rooflines;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -32,15 +32,23 @@ pub enum TorchProblem {
     Name(String),
     #[error("stages 0 and {0} have different meshes, and a DeviceMesh has one shape; plan with --dp and --tp given")]
     Meshes(usize),
-    #[error("stages {0} and {1} share some of their devices, and a DeviceMesh has each once; plan with --dp and --tp given")]
+    #[error(
+        "stages {0} and {1} share some of their devices, and a DeviceMesh has each once; plan with --dp and --tp given"
+    )]
     Devices(usize, usize),
-    #[error("stage {stage} begins inside the block '{block}', and stages are cut where blocks begin; plan with another --pp")]
+    #[error(
+        "stage {stage} begins inside the block '{block}', and stages are cut where blocks begin; plan with another --pp"
+    )]
     InsideBlock { stage: usize, block: String },
-    #[error("stage {0} begins with no module of its own, and stages are cut where modules begin; plan with another --pp")]
+    #[error(
+        "stage {0} begins with no module of its own, and stages are cut where modules begin; plan with another --pp"
+    )]
     NoModule(usize),
-    #[error("parameter '{name}' is of stages {first} and {second}, and a pipeline's stages share none; plan with --pp 1")]
+    #[error("stages {first} and {second} lay out their common parameter '{name}' differently; plan with --pp 1")]
     Shared { name: String, first: usize, second: usize },
-    #[error("the loss is no mean or sum over samples, so stages cannot compute it for a part of them; plan with --dp 1")]
+    #[error(
+        "the loss is no mean or sum over samples, so stages cannot compute it for a part of them; plan with --dp 1"
+    )]
     Loss,
 }
 
@@ -50,11 +58,16 @@ pub(super) fn module(layouts: &Layouts) -> Result<Exported, Error> {
     let mut notes = Vec::new();
     notes.extend(of.rounding(layouts.lowered));
     notes.extend(of.gathered(layouts.lowered));
+    notes.extend(of.halos());
     notes.extend(of.recomputation()?);
+    notes.extend(of.stage_at_once());
     notes.extend(of.totals());
+    notes.extend(masters(layouts.lowered));
     notes.extend(layouts.update());
     let mut text = header(layouts, &of, &notes);
-    of.tables(&mut text, layouts);
+    of.mesh_tables(&mut text);
+    of.parameter_tables(&mut text, layouts);
+    of.activation_tables(&mut text, layouts);
     of.pipeline(&mut text, layouts.lowered, &splits);
     Ok(Exported { text: text + FUNCTIONS, notes })
 }
@@ -128,8 +141,9 @@ impl<'a> Torch<'a> {
         format!("({},)", axes.iter().map(of_axis).collect::<Vec<_>>().join(", ")).replace("(,)", "()")
     }
 
-    fn parameters(&self) -> impl Iterator<Item = (&'a String, &'a Storage)> {
-        self.plan.stages.iter().flat_map(|stage| &stage.parameters)
+    /// The parameters, each once.
+    fn parameters(&self) -> BTreeMap<&'a String, &'a Storage> {
+        self.plan.stages.iter().rev().flat_map(|stage| &stage.parameters).collect()
     }
 
     /// The block that a name is in: `model.layers.3` of `model.layers.3.mlp.up_proj`.
@@ -145,7 +159,7 @@ impl<'a> Torch<'a> {
     fn blocks(&self) -> BTreeMap<&'a str, bool> {
         let (plan, layer_of) = (self.plan, self.plan.layer_of());
         let mut found: BTreeMap<&str, bool> = BTreeMap::new();
-        for (name, _) in self.parameters() {
+        for name in self.parameters().into_keys() {
             found.extend(self.block(name).map(|block| (block, true)));
         }
         for stage in &plan.stages {
@@ -164,7 +178,7 @@ impl<'a> Torch<'a> {
     fn activations(&self) -> BTreeMap<&'a str, (Option<Sharding>, Option<Sharding>)> {
         let graph = &self.plan.graph;
         let owners: BTreeSet<&str> =
-            self.parameters().map(|(name, _)| name.rsplit_once('.').map_or("", |(owner, _)| owner)).collect();
+            self.parameters().into_keys().map(|name| name.rsplit_once('.').map_or("", |(owner, _)| owner)).collect();
         let mut found: BTreeMap<&str, (Option<Sharding>, Option<Sharding>)> = BTreeMap::new();
         let users = graph.users();
         for stage in &self.plan.stages {
@@ -189,58 +203,71 @@ impl<'a> Torch<'a> {
         found
     }
 
-    fn tables(&self, text: &mut String, layouts: &Layouts) {
-        let plan = self.plan;
+    fn mesh_tables(&self, text: &mut String) {
         let axes = self.axes();
         let name = |axis: &AxisId| self.mesh.name(*axis);
         let _ = writeln!(text, "# The mesh, major axis first, and the process of each of its devices.");
         let lanes = (self.lanes.len() > 1).then(|| (self.pipeline_axis(), self.lanes.len().to_string()));
         let sizes = self.mesh.axes.iter().map(|axis| (axis.name.as_str(), axis.size.to_string()));
         table(text, "MESH", lanes.into_iter().chain(sizes));
-        let mut used: Vec<u32> = self.lanes.iter().flat_map(|lane| lane.iter().copied()).collect();
-        let places = used.clone();
-        used.sort_unstable();
-        let processes: Vec<usize> = places.iter().map(|device| used.partition_point(|other| other < device)).collect();
+        let places: Vec<u32> = self.lanes.iter().flat_map(|lane| lane.iter().copied()).collect();
+        let used: BTreeSet<u32> = places.iter().copied().collect();
+        let processes: Vec<usize> = places.iter().map(|device| used.range(..device).count()).collect();
         let _ = writeln!(text, "DEVICES = {processes:?}");
         let named = |axes: &[AxisId]| list(&axes.iter().map(name).collect::<Vec<_>>());
-        let _ = writeln!(text, "# The axes of several devices. Over those of DATA processes have other samples, over those");
-        let _ = writeln!(text, "# of TENSOR they share the work on the same ones, and tensors are DTensors.");
-        let _ = writeln!(text, "AXES = {}", named(&axes));
-        let _ = writeln!(text, "DATA = {}\nTENSOR = {}", named(&self.data), named(&self.tensor));
-        let _ = writeln!(text, "GLOBAL_BATCH = {}\nMICROBATCHES = {}", plan.global_batch, plan.num_microbatches);
-        let _ = writeln!(text, "# True if the loss of a step is the mean of its microbatches' losses, False if it is their sum.");
-        let _ = writeln!(text, "LOSS_IS_MEAN = {}", python(plan.loss != LossKind::Sum));
+        let _ = writeln!(
+            text,
+            "# The axes of several devices. Over those of DATA processes have other samples. Over those of TENSOR they\n# share the work on the same samples, and tensors are DTensors."
+        );
+        let _ =
+            writeln!(text, "AXES = {}\nDATA = {}\nTENSOR = {}", named(&axes), named(&self.data), named(&self.tensor));
+        let _ =
+            writeln!(text, "GLOBAL_BATCH = {}\nMICROBATCHES = {}", self.plan.global_batch, self.plan.num_microbatches);
+        let _ = writeln!(
+            text,
+            "# True if the loss of a step is the mean of its microbatches' losses, False if it is their sum."
+        );
+        let _ = writeln!(text, "LOSS_IS_MEAN = {}", python(self.plan.loss != LossKind::Sum));
+    }
+
+    fn parameter_tables(&self, text: &mut String, layouts: &Layouts) {
+        let axes = self.axes();
         let of_data = |axis: AxisId| self.data.contains(&axis);
-        let whole = |storage: &Storage| storage.parameter.split_axes().any(of_data);
+        let in_parts = |storage: &Storage| storage.parameter.split_axes().any(of_data);
         let once = |storage: &Storage| storage.gradient.partial.iter().any(|(axis, _)| of_data(*axis));
+        let parameters = self.parameters();
         let _ = writeln!(text, "# True if FSDP2 frees parameters after a block's forward pass (ZeRO-3).");
-        let _ = writeln!(text, "RESHARD = {}", python(self.parameters().any(|(_, storage)| whole(storage))));
+        let _ = writeln!(text, "RESHARD = {}", python(parameters.values().any(|storage| in_parts(storage))));
         let _ = writeln!(text, "# True if gradients are reduced once a step, False if after each microbatch.");
-        let _ = writeln!(text, "REDUCE_ONCE = {}", python(self.parameters().any(|(_, storage)| once(storage))));
-        let _ = writeln!(text, "# The placements of each parameter over AXES. Where two axes split a dimension, TENSOR comes first.");
-        table(text, "PARAMETERS", self.parameters().map(|(name, storage)| {
-            (name.as_str(), self.placements(&self.stored(storage), &axes))
-        }));
+        let _ = writeln!(text, "REDUCE_ONCE = {}", python(parameters.values().any(|storage| once(storage))));
+        let _ = writeln!(
+            text,
+            "# The placements of each parameter over AXES. Where axes split the same dimension, TENSOR comes first."
+        );
+        let placed = |storage: &Storage| self.placements(&self.stored(storage), &axes);
+        table(text, "PARAMETERS", parameters.iter().map(|(name, storage)| (name.as_str(), placed(storage))));
         let frozen: Vec<&str> = layouts.frozen().collect();
         let _ = writeln!(text, "# Parameters that training does not change.\nFROZEN = {}", list(&frozen));
+        let blocks = self.blocks();
+        let recomputed: Vec<&str> = blocks.iter().filter(|(_, full)| **full).map(|(name, _)| *name).collect();
+        let _ =
+            writeln!(text, "# Blocks of the module, which FSDP2 gathers one by one, and those that are recomputed.");
+        let _ = writeln!(text, "BLOCKS = {}", list(&blocks.keys().copied().collect::<Vec<_>>()));
+        let _ = writeln!(text, "RECOMPUTED = {}", list(&recomputed));
+    }
+
+    fn activation_tables(&self, text: &mut String, layouts: &Layouts) {
         let _ = writeln!(text, "# The first input and the result of modules, over TENSOR.");
         let activations = if self.tensor.is_empty() { BTreeMap::new() } else { self.activations() };
         let side = |layout: &Option<Sharding>| {
             layout.as_ref().map_or("None".to_string(), |layout| self.placements(&blocks(layout), &self.tensor))
         };
-        table(text, "ACTIVATIONS", activations.iter().map(|(name, (of_input, of_result))| {
-            (*name, format!("({}, {})", side(of_input), side(of_result)))
-        }));
-        let of_blocks = self.blocks();
-        let recomputed: Vec<&str> = of_blocks.iter().filter(|(_, full)| **full).map(|(name, _)| *name).collect();
-        let _ = writeln!(text, "# Blocks of the module, which FSDP2 gathers one by one, and those that are recomputed.");
-        let _ = writeln!(text, "BLOCKS = {}", list(&of_blocks.keys().copied().collect::<Vec<_>>()));
-        let _ = writeln!(text, "RECOMPUTED = {}", list(&recomputed));
-        let _ = writeln!(text, "# Inputs, over TENSOR.");
+        let sides = |(of_input, of_result): &(_, _)| format!("({}, {})", side(of_input), side(of_result));
+        table(text, "ACTIVATIONS", activations.iter().map(|(name, layouts)| (*name, sides(layouts))));
+        let _ = writeln!(text, "# Inputs, over TENSOR. Those without a batch may be buffers of the module.");
         let inputs = inputs(layouts);
-        table(text, "INPUTS", inputs.values().map(|input| {
-            (input.name, self.placements(&blocks(input.sharding), &self.tensor))
-        }));
+        let placed = |input: &Input| self.placements(&blocks(input.sharding), &self.tensor);
+        table(text, "INPUTS", inputs.values().map(|input| (input.name, placed(input))));
         let _ = writeln!(text, "# The dimension of each input that grows with the batch, and its size for one sample.");
         let batched = inputs.values().filter_map(|input| Some((input.name, input.batch_dims.first()?)));
         table(text, "BATCH_DIMS", batched.map(|(name, (dim, rows))| (name, format!("({dim}, {rows})"))));
@@ -252,12 +279,21 @@ impl<'a> Torch<'a> {
 
     /// The stages of a pipeline: where they begin, and their actions as PyTorch's runtime reads them.
     fn pipeline(&self, text: &mut String, lowered: &Programs, splits: &[&str]) {
-        let _ = writeln!(text, "# The pipeline: the modules that stages from the second on begin with, and a line of actions");
+        let _ = writeln!(
+            text,
+            "# The pipeline: the modules that stages from the second on begin with, and a line of actions"
+        );
         let _ = writeln!(text, "# for each process of an axis. An action is a stage, a pass and a microbatch.");
         let _ = writeln!(text, "STAGES = {}", self.plan.stages.len());
         let _ = writeln!(text, "PIPELINE = {}", quoted(self.pipeline_axis()));
         let _ = writeln!(text, "SPLITS = {}", list(splits));
-        let _ = writeln!(text, "# The input that only the loss takes.\nTARGET = {}", self.target().map_or("None".to_string(), quoted));
+        let _ = writeln!(
+            text,
+            "# The input that only the loss takes.\nTARGET = {}",
+            self.target().map_or("None".to_string(), quoted)
+        );
+        let _ = writeln!(text, "# Parameters of several stages, whose gradients are summed.");
+        table(text, "TIED", self.tied().iter().map(|(name, stages)| (name.as_str(), format!("{stages:?}"))));
         let _ = writeln!(text, "SCHEDULE = \"\"\"\\");
         for program in lowered.programs.iter().filter(|_| self.plan.stages.len() > 1) {
             let action = |call: &Call| {
@@ -278,6 +314,16 @@ impl<'a> Torch<'a> {
         let _ = writeln!(text, "\"\"\"");
     }
 
+    /// Parameters of several stages, with the numbers of these.
+    fn tied(&self) -> BTreeMap<&'a String, Vec<usize>> {
+        let mut found: BTreeMap<&String, Vec<usize>> = BTreeMap::new();
+        for (number, stage) in self.plan.stages.iter().enumerate() {
+            stage.parameters.keys().for_each(|name| found.entry(name).or_default().push(number));
+        }
+        found.retain(|_, stages| stages.len() > 1);
+        found
+    }
+
     /// The one input that only the last stage reads.
     fn target(&self) -> Option<&'a str> {
         let (graph, users) = (&self.plan.graph, self.plan.graph.users());
@@ -290,11 +336,10 @@ impl<'a> Torch<'a> {
     /// The modules that stages begin with, from the second stage on.
     fn splits(&self) -> Result<Vec<&'a str>, TorchProblem> {
         let (plan, graph) = (self.plan, &self.plan.graph);
-        for (second, stage) in plan.stages.iter().enumerate() {
-            for name in stage.parameters.keys() {
-                if let Some(first) = plan.stages[..second].iter().position(|other| other.parameters.contains_key(name)) {
-                    return Err(TorchProblem::Shared { name: name.clone(), first, second });
-                }
+        for (name, stages) in self.tied() {
+            let of_stage = |stage: &usize| self.stored(&plan.stages[*stage].parameters[name]);
+            if let Some(&second) = stages.iter().find(|&stage| of_stage(stage) != of_stage(&stages[0])) {
+                return Err(TorchProblem::Shared { name: name.clone(), first: stages[0], second });
             }
         }
         let mut before: BTreeSet<&str> = BTreeSet::new();
@@ -335,7 +380,8 @@ impl<'a> Torch<'a> {
                     stored.retain(|axis, _| !of_data(axis));
                 }
                 // What FSDP2 stores of a parameter between steps has a note of its own.
-                let more = self.part(buffer, &stored).saturating_sub(buffer.sharding.local_bytes(&buffer.ty, self.mesh));
+                let more =
+                    self.part(buffer, &stored).saturating_sub(buffer.sharding.local_bytes(&buffer.ty, self.mesh));
                 of_program += more;
                 if more > 0 && !names.contains(name) {
                     names.push(name.clone());
@@ -389,6 +435,53 @@ impl<'a> Torch<'a> {
         whole.div_ceil(self.mesh.product(&axes).max(1))
     }
 
+    /// A note on convolutions whose samples are split in space: the module gathers them.
+    fn halos(&self) -> Option<String> {
+        let graph = &self.plan.graph;
+        let mut extra = 0;
+        for stage in &self.plan.stages {
+            for (&v, value) in &stage.shardings {
+                let Op::Convolution(op) = &graph.node(v).op else { continue };
+                let layout = graph.rule(v).shardings(&value.strategy, self.mesh).operands.swap_remove(0);
+                let operand = graph.node(v).operands[0];
+                let mut gathered = layout.clone();
+                for &dim in &op.lhs.spatial {
+                    gathered.dims[dim] = DimLayout::whole(layout.dims[dim].size());
+                }
+                let bytes = |layout: &Sharding| layout.local_bytes(graph.ty(operand), self.mesh);
+                extra += bytes(&gathered) - bytes(&layout);
+            }
+        }
+        (extra > 0).then(|| {
+            format!(
+                "convolutions of images that are split in space gather them instead of exchanging edges: {} on each device in the forward passes of a microbatch",
+                bytes(extra)
+            )
+        })
+    }
+
+    /// A note on ZeRO-3 in pipelines.
+    fn stage_at_once(&self) -> Option<String> {
+        let of_data = |axis: AxisId| self.data.contains(&axis);
+        let in_parts = |stage: &&Stage| stage.parameters.values().any(|s| s.parameter.split_axes().any(of_data));
+        let whole = |stage: &Stage| {
+            let shapes = self.plan.graph.parameters().filter(|(_, name)| stage.parameters.contains_key(*name));
+            let axes: Vec<AxisId> = self.tensor.clone();
+            let bytes: u64 = shapes
+                .map(|(v, _)| {
+                    Sharding::replicated(self.plan.graph.shape(v)).local_bytes(self.plan.graph.ty(v), self.mesh)
+                })
+                .sum();
+            bytes / self.mesh.product(&axes).max(1)
+        };
+        let stages = self.plan.stages.iter().filter(in_parts);
+        let most = stages.map(whole).max().filter(|_| self.plan.stages.len() > 1)?;
+        Some(format!(
+            "PyTorch's pipeline gathers a stage's parameters at once and keeps them while the stage is active: up to {} more on each device",
+            bytes(most)
+        ))
+    }
+
     /// A note on recomputation that wrapped blocks do not say.
     fn recomputation(&self) -> Result<Option<String>, Error> {
         let (plan, blocks, layer_of) = (self.plan, self.blocks(), self.plan.layer_of());
@@ -426,6 +519,15 @@ impl<'a> Torch<'a> {
             "the loss is a weighted mean: each process and microbatch takes its own, and their mean is the plan's only if their weights are alike".to_string()
         })
     }
+}
+
+/// A note on copies of half-precision parameters, which the module's own parameters have to be.
+fn masters(lowered: &Programs) -> Option<String> {
+    let is_master = |buffer: &Buffer| matches!(&buffer.kind, BufferKind::State { slot, .. } if slot == "master");
+    lowered.programs.iter().flat_map(|program| &program.buffers).any(is_master).then(|| {
+        "types are those of the module: the plan computes in half precision and updates copies of parameters in f32"
+            .to_string()
+    })
 }
 
 /// True if an axis splits nothing but samples: no other dimension of a value, and no parameter where it is used.
@@ -594,3 +696,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 "#;
+
+#[cfg(test)]
+mod tests;

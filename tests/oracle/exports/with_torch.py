@@ -4,7 +4,7 @@ CPU processes under torchrun. Each parameter must lie where the plan has it.
     with_torch.py ALTIPLANO FOLDER [MODEL[/PLAN]]...
 """
 
-import copy
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plans import exported
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -95,6 +94,7 @@ class Gpt(nn.Module):
         self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQUENCE, HIDDEN)
         self.h = nn.ModuleList(Block(True) for _ in range(4))
         self.ln_f, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.wte.weight
 
     def forward(self, tokens):
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
@@ -215,13 +215,41 @@ def images_and_labels():
     return {"images": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, CLASSES, (BATCH,))}
 
 
+def ids_and_labels():
+    tokens, labels = tokens_and_labels().values()
+    return {"input_ids": tokens, "labels": labels}
+
+
+def of_transformers():
+    """Models of Transformers, by configs that are planned without the model."""
+    if importlib.util.find_spec("transformers") is None:
+        print("SKIPPED tests/oracle exports of Hugging Face configs: there is no transformers")
+        return {}
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    size = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": 4}
+    llama = size | {"intermediate_size": 2 * HIDDEN, "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE}
+    gpt2 = {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_head": HEADS, "n_layer": 4, "n_positions": SEQUENCE}
+    gpt2 |= dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id"], 0)
+    plain = {"use_cache": False}
+
+    def model(kind, config, **options):
+        return lambda: getattr(transformers, kind)(config(**options, **plain))
+
+    return {
+        "hf-llama": (model("LlamaForCausalLM", transformers.LlamaConfig, **llama), ids_and_labels),
+        "hf-gpt2": (model("GPT2LMHeadModel", transformers.GPT2Config, **gpt2), ids_and_labels),
+    }
+
+
 MODELS = {
     "gpt": (Gpt, tokens_and_labels),
     "llama": (Llama, tokens_and_labels),
     "experts": (lambda: Llama(Experts), tokens_and_labels),
     "vit": (Vit, images_and_labels),
     "images": (Images, images_and_labels),
-}
+} | of_transformers()
 
 
 def model_and_batch(name):
@@ -231,6 +259,7 @@ def model_and_batch(name):
 
 
 def criterion(result, labels):
+    result = getattr(result, "logits", result)
     return F.cross_entropy(result.reshape(-1, result.shape[-1]), labels.reshape(-1))
 
 
@@ -243,6 +272,11 @@ def optimizer_of(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def named(module):
+    """Parameters by all their names."""
+    return module.named_parameters(remove_duplicate=False)
+
+
 def on_one_device(name):
     module, inputs = model_and_batch(name)
     optimizer, losses, gradients = optimizer_of(module.parameters()), [], None
@@ -250,10 +284,10 @@ def on_one_device(name):
         optimizer.zero_grad()
         value = loss(module, **inputs)
         value.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in module.named_parameters()}
+        gradients = gradients or {name: p.grad.clone() for name, p in named(module)}
         optimizer.step()
         losses.append(value.item())
-    return losses, gradients, {name: p.detach() for name, p in module.named_parameters()}
+    return losses, gradients, {name: p.detach() for name, p in named(module)}
 
 
 def whole(x):
@@ -269,8 +303,9 @@ def as_planned(file, own, parameters):
     stages = json.loads(file.read_text())["stages"]
     wrong = []
     for name, parameter in parameters.items():
-        stage = next(stage for stage in stages if name in stage["parameters"])
-        if dist.get_rank() not in stage["devices"]:
+        own_stages = [s for s in stages if name in s["parameters"] and dist.get_rank() in s["devices"]]
+        stage = next(iter(own_stages), None)
+        if stage is None:
             wrong.append(f"{name} is of another stage")
             continue
         axes, storage = stage["mesh"]["axes"], stage["parameters"][name]
@@ -297,7 +332,7 @@ def trained(module_of_plan, name, file):
     global plan_data
     plan, plan_data = module_of_plan, module_of_plan.DATA
     module, inputs = model_and_batch(name)
-    own = {name: p.detach().clone() for name, p in module.named_parameters()}
+    own = {name: p.detach().clone() for name, p in named(module)}
     losses, gradients, weights = on_one_device(name)
     mesh = plan.mesh("cpu")
     if plan.STAGES > 1:
@@ -349,8 +384,6 @@ def worker(folder, cases):
 
 
 def imported(file):
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location(file.stem.replace("-", "_"), file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -359,7 +392,7 @@ def imported(file):
 
 def planned(altiplano, model, devices, options, file):
     options = options if "--pp" in options else [*options, "--pp", "1"]
-    command = [altiplano, "plan", model, "--loss", "cross-entropy", "--cluster", f"local:{devices}", *options, "-o", file]
+    command = [altiplano, "plan", *model, "--cluster", f"local:{devices}", *options, "-o", file]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stderr.strip().splitlines()[0] if done.returncode else ""
 
@@ -386,14 +419,20 @@ def main(altiplano, folder, wanted):
     for name in MODELS:
         by_size = {2: [], 4: []}
         module, inputs = model_and_batch(name)
-        args = tuple(x for key, x in inputs.items() if key != "labels")
-        torch.export.save(torch.export.export(module, args), folder / f"{name}.pt2")
+        if hasattr(module, "config"):
+            file, options = folder / f"{name}.config.json", ["--seq", str(SEQUENCE), "--global-batch", str(BATCH)]
+            module.config.to_json_file(file)
+        else:
+            file, options = folder / f"{name}.pt2", ["--loss", "cross-entropy"]
+            args = tuple(x for key, x in inputs.items() if key != "labels")
+            torch.export.save(torch.export.export(module, args), file)
+        model = [file, *options]
         for plan, (devices, options) in (PLANS | PIPELINES).items():
             case = f"{name}/{plan}"
             if wanted and not any(word in (name, case, plan) for word in wanted):
                 continue
             file = folder / case.replace("/", "-")
-            if refused := planned(altiplano, folder / f"{name}.pt2", devices, options, file.with_suffix(".json")):
+            if refused := planned(altiplano, model, devices, options, file.with_suffix(".json")):
                 print(f"no plan      {case}: {refused}")
                 continue
             command = [altiplano, "export", file.with_suffix(".json"), "--to", "torch", "-o", file.with_suffix(".py")]
