@@ -13,7 +13,7 @@ const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 32, "intermediate
 fn asked(cluster: &str, fix: impl Fn(&mut Request)) -> Result<Plan, crate::Error> {
     let model = model_of(Path::new("config.json"), CONFIG.as_bytes(), &Default::default())?;
     let mut request = request(&model, load_cluster(cluster)?);
-    request.batch.global_batch = Some(8);
+    request.batch.global = Some(8);
     fix(&mut request);
     plan(&request, &Silent)
 }
