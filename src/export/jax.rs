@@ -186,7 +186,7 @@ fn used<'a>(layouts: &'a Layouts) -> BTreeMap<&'a str, Sharding> {
     stage.parameters.iter().map(layout).collect()
 }
 
-fn table<'a>(text: &mut String, name: &str, entries: impl Iterator<Item = (&'a str, String)>) {
+pub(super) fn table<'a>(text: &mut String, name: &str, entries: impl Iterator<Item = (&'a str, String)>) {
     let _ = writeln!(text, "{name} = {{");
     for (key, value) in entries {
         let _ = writeln!(text, "    {}: {value},", quoted(key));
@@ -194,16 +194,16 @@ fn table<'a>(text: &mut String, name: &str, entries: impl Iterator<Item = (&'a s
     text.push_str("}\n");
 }
 
-fn list(names: &[&str]) -> String {
+pub(super) fn list(names: &[&str]) -> String {
     format!("[{}]", names.iter().map(|name| quoted(name)).collect::<Vec<_>>().join(", "))
 }
 
 /// A string of Python. JSON's escapes are Python's too.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     serde_json::to_string(text).unwrap_or_default()
 }
 
 /// Text inside a docstring, which nothing in a plan may end.
-fn quiet(text: &str) -> String {
+pub(super) fn quiet(text: &str) -> String {
     text.chars().filter(|c| !matches!(c, '"' | '\\') && !c.is_control()).collect()
 }

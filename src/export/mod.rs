@@ -3,6 +3,7 @@
 
 mod jax;
 mod stablehlo;
+mod torch;
 
 use crate::error::{Error, Names};
 use crate::units::{bytes, plural};
@@ -13,16 +14,18 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
-use altiplano_ir::program::{Buffer, BufferKind, Program};
+use altiplano_ir::program::{Buffer, BufferKind, Program, Programs};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::sharding::Sharding;
 use altiplano_planner::{predict_plan, programs};
+use torch::TorchProblem;
 
 /// Software that a plan can be exported to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stack {
     Jax,
     StableHlo,
+    Torch,
 }
 
 impl Stack {
@@ -30,7 +33,13 @@ impl Stack {
         match self {
             Stack::Jax => "jax",
             Stack::StableHlo => "stablehlo",
+            Stack::Torch => "torch",
         }
+    }
+
+    /// Returns true if its modules have plans of several stages.
+    fn has_pipelines(self) -> bool {
+        self == Stack::Torch
     }
 }
 
@@ -77,40 +86,49 @@ pub enum ExportProblem {
     SeveralBatchDimensions(String),
     #[error("{0}")]
     Gradients(AutodiffError),
+    #[error(transparent)]
+    Torch(#[from] TorchProblem),
 }
 
 /// Writes a plan as a program of other software.
 pub fn export(plan: &Plan, to: Stack) -> Result<Exported, Error> {
-    let refused = |problem| Error::Export { to: to.name(), problem: Box::new(problem) };
-    let stage = sayable(plan).map_err(refused)?;
+    let stage = sayable(plan, to).map_err(|problem| refused(to, problem))?;
     let lowered = programs(plan)?;
     let inputs = lowered.programs.iter().flat_map(|program| &program.buffers);
     let layouts = Layouts {
         plan,
         stage,
         program: &lowered.programs[0],
+        lowered: &lowered,
         inputs: inputs.filter_map(|buffer| Input::of(plan, buffer)).collect(),
     };
     if plan.num_microbatches > 1
         && let Some(input) = layouts.inputs.iter().find(|input| input.batch_dims.len() > 1)
     {
-        return Err(refused(ExportProblem::SeveralBatchDimensions(input.name.to_string())));
+        return Err(refused(to, ExportProblem::SeveralBatchDimensions(input.name.to_string())));
     }
     match to {
         Stack::Jax => jax::module(&layouts),
         Stack::StableHlo => stablehlo::module(&layouts),
+        Stack::Torch => torch::module(&layouts),
     }
 }
 
-/// The one stage of a plan that all targets can say.
-fn sayable(plan: &Plan) -> Result<&Stage, ExportProblem> {
-    let [stage] = plan.stages.as_slice() else { return Err(ExportProblem::Stages(plan.stages.len())) };
+fn refused(to: Stack, problem: ExportProblem) -> Error {
+    Error::Export { to: to.name(), problem: Box::new(problem) }
+}
+
+/// The first stage of a plan that a target can say.
+fn sayable(plan: &Plan, to: Stack) -> Result<&Stage, ExportProblem> {
+    let [stage, rest @ ..] = plan.stages.as_slice() else { return Err(ExportProblem::Stages(0)) };
+    let offloads = plan.stages.iter().find(|stage| !stage.offload.is_none());
     match () {
+        _ if !rest.is_empty() && !to.has_pipelines() => Err(ExportProblem::Stages(plan.stages.len())),
         _ if !plan.schedule.trains() => Err(ExportProblem::TrainsNothing),
         _ if plan.schedule == Schedule::PipeDream => Err(ExportProblem::Late("--schedule pipedream")),
         _ if plan.update == Update::Stale => Err(ExportProblem::Late("--update stale")),
         _ if plan.servers.is_some() => Err(ExportProblem::Servers),
-        _ if !stage.offload.is_none() => Err(ExportProblem::Offload(stage.offload.words())),
+        _ if offloads.is_some() => Err(ExportProblem::Offload(offloads.map_or("", |stage| stage.offload.words()))),
         _ if plan.padding.is_some() => Err(ExportProblem::Padding(padded(plan))),
         _ if plan.num_microbatches > 1 && plan.loss == LossKind::Other => {
             Err(ExportProblem::Microbatches(plan.num_microbatches))
@@ -166,7 +184,9 @@ impl<'a> Input<'a> {
 struct Layouts<'a> {
     plan: &'a Plan,
     stage: &'a Stage,
+    /// The first lane's program.
     program: &'a Program,
+    lowered: &'a Programs,
     inputs: Vec<Input<'a>>,
 }
 
