@@ -1,5 +1,5 @@
 //! Plans as programs of other software, for `altiplano export`. The general part is here: the refusal of plans that no
-//! target can say yet, the layouts of a plan's one stage, and the price of rounding them.
+//! target can say yet, the layouts of a plan's inputs, and the price of rounding them.
 
 mod jax;
 
@@ -9,9 +9,9 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::op::{Function, Op};
+use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
-use altiplano_ir::program::{Buffer, BufferKind, Program};
+use altiplano_ir::program::{Buffer, BufferKind, Programs};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::sharding::Sharding;
 use altiplano_planner::{predict_plan, programs};
@@ -41,8 +41,10 @@ pub struct Exported {
 /// The reason why a target cannot say a plan.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ExportProblem {
-    #[error("the plan has {} pipeline stages, and an exported module has one; plan with --pp 1", .0)]
-    Stages(usize),
+    #[error("the plan's loss is no value of a layer")]
+    LossOutside,
+    #[error("the plan has the op {0}, which JAX has no function for")]
+    Op(&'static str),
     #[error("the plan trains nothing (--loss none), and an exported module is a training step; plan with a loss")]
     TrainsNothing,
     #[error("the plan's gradients are late ({0}); plan with --schedule 1f1b and --update synchronous")]
@@ -55,14 +57,6 @@ pub enum ExportProblem {
         "the plan pads {0}, and the model's own arrays cannot be split so; plan with degrees that divide their sizes"
     )]
     Padding(Names),
-    #[error(
-        "the plan computes logits in {0} chunks, which the model's own code does not; plan with --loss-chunks none"
-    )]
-    Chunks(u64),
-    #[error(
-        "the plan's attention passes blocks around rings, which the model's own code does not; plan with --ring none"
-    )]
-    Rings,
     #[error(
         "the loss of {} is no mean or sum of theirs, so their gradients cannot be accumulated; plan with --num-microbatches 1", plural(u64::from(*.0), "microbatch")
     )]
@@ -82,7 +76,7 @@ pub fn export(plan: &Plan, to: Stack) -> Result<Exported, Error> {
     let layouts = Layouts {
         plan,
         stage,
-        program: &lowered.programs[0],
+        lowered: &lowered,
         inputs: inputs.filter_map(|buffer| Input::of(plan, buffer)).collect(),
     };
     if plan.num_microbatches > 1
@@ -95,30 +89,21 @@ pub fn export(plan: &Plan, to: Stack) -> Result<Exported, Error> {
     }
 }
 
-/// The one stage of a plan that all targets can say.
+/// The first stage of a plan that targets can say.
 fn sayable(plan: &Plan) -> Result<&Stage, ExportProblem> {
-    let [stage] = plan.stages.as_slice() else { return Err(ExportProblem::Stages(plan.stages.len())) };
+    let stage = &plan.stages[0];
+    let offloads = plan.stages.iter().find(|stage| !stage.offload.is_none());
     match () {
         _ if !plan.schedule.trains() => Err(ExportProblem::TrainsNothing),
         _ if plan.schedule == Schedule::PipeDream => Err(ExportProblem::Late("--schedule pipedream")),
         _ if plan.update == Update::Stale => Err(ExportProblem::Late("--update stale")),
         _ if plan.servers.is_some() => Err(ExportProblem::Servers),
-        _ if !stage.offload.is_none() => Err(ExportProblem::Offload(stage.offload.words())),
+        _ if offloads.is_some() => Err(ExportProblem::Offload(offloads.map_or("", |stage| stage.offload.words()))),
         _ if plan.padding.is_some() => Err(ExportProblem::Padding(padded(plan))),
         _ if plan.num_microbatches > 1 && plan.loss == LossKind::Other => {
             Err(ExportProblem::Microbatches(plan.num_microbatches))
         }
-        _ => plan.graph.nodes.iter().find_map(|node| rewritten(&node.op)).map_or(Ok(stage), Err),
-    }
-}
-
-/// The change of the model's graph that an op of the plan shows.
-fn rewritten(op: &Op) -> Option<ExportProblem> {
-    let Op::Composite(op) = op else { return None };
-    match op.function {
-        Function::LinearCrossEntropy { chunks, .. } => Some(ExportProblem::Chunks(chunks)),
-        Function::Attention { blocks: 2.., .. } => Some(ExportProblem::Rings),
-        _ => None,
+        _ => Ok(stage),
     }
 }
 
@@ -139,6 +124,8 @@ fn padded(plan: &Plan) -> Names {
 /// An input of the model and its layout.
 struct Input<'a> {
     name: &'a str,
+    /// The stage that reads it.
+    stage: usize,
     sharding: &'a Sharding,
     /// The dimensions that grow with the batch, each with its size for one sample.
     batch_dims: Vec<(usize, u64)>,
@@ -151,15 +138,16 @@ impl<'a> Input<'a> {
         let node = plan.graph.node(plan.graph.values().find(leaf)?);
         let grows = (0..node.ty.shape.len()).filter(|dim| node.batch_dims >> dim & 1 == 1);
         let batch_dims = grows.map(|dim| (dim, node.ty.shape[dim] / plan.microbatch.max(1))).collect();
-        Some(Input { name, sharding: &buffer.sharding, batch_dims })
+        Some(Input { name, stage: buffer.stage as usize, sharding: &buffer.sharding, batch_dims })
     }
 }
 
-/// A plan's one stage as a target sees it.
+/// A plan as a target sees it.
 struct Layouts<'a> {
     plan: &'a Plan,
+    /// The first stage.
     stage: &'a Stage,
-    program: &'a Program,
+    lowered: &'a Programs,
     inputs: Vec<Input<'a>>,
 }
 
@@ -185,14 +173,14 @@ impl Layouts<'_> {
     /// that the target cannot split them so.
     fn rounding(&self, rounded: impl Fn(&Sharding) -> Sharding, why: &str) -> Option<String> {
         let (mut extra, mut names) = (0, Vec::new());
-        for buffer in &self.program.buffers {
+        for (program, buffer) in self.lowered.programs.iter().flat_map(|p| p.buffers.iter().map(move |b| (p, b))) {
             let name = match &buffer.kind {
                 BufferKind::Parameter { name } | BufferKind::Input { name } => name,
                 BufferKind::State { parameter, .. } | BufferKind::Accumulator { parameter } => parameter,
                 _ => continue,
             };
-            let stored = rounded(&buffer.sharding).local_bytes(&buffer.ty, self.mesh());
-            let planned = buffer.sharding.local_bytes(&buffer.ty, self.mesh());
+            let stored = rounded(&buffer.sharding).local_bytes(&buffer.ty, &program.mesh);
+            let planned = buffer.sharding.local_bytes(&buffer.ty, &program.mesh);
             if stored > planned {
                 extra += stored - planned;
                 if !names.contains(name) {
@@ -203,14 +191,14 @@ impl Layouts<'_> {
         (!names.is_empty()).then(|| format!("{}: {why}; {} more on each device", Names(names), bytes(extra)))
     }
 
-    /// A note on recomputation, which no module asks for: the model's own code does.
+    /// A note on recomputation by the user's own code, which a target does not change.
     fn recomputation(&self) -> Result<Option<String>, Error> {
         let recompute = &self.stage.recompute;
         if recompute.most() == Recompute::None {
             return Ok(None);
         }
         let mut keeping = self.plan.clone();
-        keeping.stages[0].recompute = Recomputation::Alike(Recompute::None);
+        keeping.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::None));
         let keeping = predict_plan(keeping, &Rooflines::of(&self.plan.cluster))?;
         let peak = |plan: &Plan| plan.predicted.peak_bytes.first().copied().unwrap_or(0);
         let extra = peak(&keeping).saturating_sub(peak(self.plan));
