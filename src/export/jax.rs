@@ -9,10 +9,12 @@ use super::{ExportProblem, Exported, Layouts, Stack};
 use crate::error::Error;
 use crate::units::{bytes, plural};
 use altiplano_ir::batch::LossKind;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Storage;
 use altiplano_ir::program::{Buffer, BufferKind, Call, Phase, Program};
+use altiplano_ir::rng::SAMPLE_INDEX;
 use altiplano_ir::sharding::{DimLayout, Sharding};
 use altiplano_planner::lower::forward::{Forward, forward};
 use model::{Model, Received, key};
@@ -43,11 +45,13 @@ pub(super) fn module(layouts: &Layouts) -> Result<Exported, Error> {
     if pipeline {
         let _ = writeln!(text, "# The values that each stage sends to later ones, and their layouts.");
         let sent = |s: usize| {
-            let rests = |&v: &altiplano_ir::graph::ValueId| (key(v), spec(&forward.resting(s, v), &forward.stages[s].mesh));
+            let rests =
+                |&v: &altiplano_ir::graph::ValueId| (key(v), spec(&forward.resting(s, v), &forward.stages[s].mesh));
             model.sends[s].iter().map(rests).collect()
         };
         stage_tables(&mut text, "SENDS", (0..plan.stages.len()).map(sent).collect());
-        let _ = writeln!(text, "# The values that each stage receives: the stage that sends each, its layout here, and");
+        let _ =
+            writeln!(text, "# The values that each stage receives: the stage that sends each, its layout here, and");
         let _ = writeln!(text, "# whether its gradient goes back.");
         let entries = |s: usize| model.receives[s].iter().map(|r| received(r, &forward.stages[s].mesh)).collect();
         stage_tables(&mut text, "RECEIVES", (0..plan.stages.len()).map(entries).collect());
@@ -70,9 +74,9 @@ fn notes(layouts: &Layouts, forward: &Forward, model: &Model) -> Result<Vec<Stri
         let own = layouts.recomputation()?;
         notes.extend(own.map(|note| format!("{note}, if the step is given a loss of your own")));
     }
-    let wide = |op: &altiplano_ir::graph::Node| matches!(ops::name(op.ty.dtype).as_str(), "\"float64\"");
+    let wide = |op: &altiplano_ir::graph::Node| matches!(op.ty.dtype, DType::F64 | DType::I64 | DType::U64);
     if forward.graph.nodes.iter().any(wide) {
-        notes.push("the model computes in 64 bits: set jax_enable_x64".to_string());
+        notes.push("the model has numbers of 64 bits: set jax_enable_x64, or JAX computes with 32".to_string());
     }
     notes.extend(layouts.update());
     Ok(notes)
@@ -118,7 +122,9 @@ fn tables(text: &mut String, layouts: &Layouts, forward: &Forward, model: &Model
         for input in layouts.inputs.iter().filter(|input| input.stage == s) {
             entries.entry(input.name.to_string()).or_insert_with(|| spec(input.sharding, meshes[s]));
         }
-        model.inputs[s].iter().for_each(|name| drop(entries.entry(name.clone()).or_insert_with(|| "P()".to_string())));
+        for name in &model.inputs[s] {
+            entries.entry(name.clone()).or_insert_with(|| "P()".to_string());
+        }
         entries.into_iter().collect()
     };
     stage_tables(text, "INPUTS", (0..plan.stages.len()).map(inputs).collect());
@@ -128,6 +134,8 @@ fn tables(text: &mut String, layouts: &Layouts, forward: &Forward, model: &Model
         batched.insert(input.name.to_string(), format!("({dim}, {rows})"));
     }
     stage_tables(text, "BATCH_DIMS", vec![batched.into_iter().collect()]);
+    let _ = writeln!(text, "# The input that counts samples, where the model draws random numbers by them.");
+    let _ = writeln!(text, "SAMPLES = {}", quoted(SAMPLE_INDEX));
 }
 
 fn received(r: &Received, mesh: &Mesh) -> (String, String) {
@@ -211,9 +219,12 @@ import difflib
 import functools
 
 import jax
+import jax.extend.core
+import jax.extend.random
 import jax.numpy as jnp
 import numpy
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -223,7 +234,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 /// `"tokens": tokens` for each argument of the loss that holds inputs.
 fn example(layouts: &Layouts) -> String {
-    let names: Vec<&str> = layouts.inputs.iter().map(|input| argument(input.name)).collect();
+    let given = layouts.inputs.iter().filter(|input| input.name != SAMPLE_INDEX);
+    let names: Vec<&str> = given.map(|input| argument(input.name)).collect();
     let mut once: Vec<String> = Vec::new();
     for name in names {
         let entry = format!("{}: {}", quoted(name), quiet(name));
@@ -236,9 +248,7 @@ fn example(layouts: &Layouts) -> String {
 
 /// A note on gradients that the plan sums over devices once a step. XLA sums those of each microbatch.
 fn partial_sums(layouts: &Layouts) -> Option<String> {
-    let late = |buffer: &&Buffer| {
-        matches!(buffer.kind, BufferKind::Accumulator { .. }) && buffer.sharding.is_partial()
-    };
+    let late = |buffer: &&Buffer| matches!(buffer.kind, BufferKind::Accumulator { .. }) && buffer.sharding.is_partial();
     let of_program = |program: &Program| -> u64 {
         let buffers = program.buffers.iter().filter(late);
         buffers.map(|buffer| buffer.sharding.local_bytes(&buffer.ty, &program.mesh)).sum()

@@ -8,7 +8,6 @@ use crate::units::{bytes, plural};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::program::{Buffer, BufferKind, Programs};
@@ -152,10 +151,6 @@ struct Layouts<'a> {
 }
 
 impl Layouts<'_> {
-    fn mesh(&self) -> &Mesh {
-        &self.stage.mesh
-    }
-
     /// The version of the program and the fingerprint of the plan.
     fn origin(&self) -> String {
         format!("Altiplano {}, plan {}", env!("CARGO_PKG_VERSION"), fingerprint(&self.plan.to_json()))

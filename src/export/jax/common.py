@@ -49,7 +49,7 @@ def _at(mesh):
 
 def keep(x):
     """Marks a value that the backward pass finds kept. It computes all others of a layer again."""
-    return jax.ad_checkpoint.checkpoint_name(x, "kept")
+    return checkpoint_name(x, "kept")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
@@ -97,9 +97,16 @@ def _near(name, table):
     return f"; similar names are {', '.join(near)}" if near else ""
 
 
+def _with_samples(inputs, table):
+    """The inputs, with the numbers of samples in the batch where the model draws random numbers by them."""
+    if SAMPLES not in table or SAMPLES in inputs:
+        return inputs
+    return inputs | {SAMPLES: numpy.arange(GLOBAL_BATCH * BATCH_DIMS[SAMPLES][1], dtype="int32")}
+
+
 def _arguments(params, table):
     """The argument of the loss that `params` is, or None if it maps names to several."""
-    is_flat = isinstance(params, dict) and set(params) <= set(table)
+    is_flat = isinstance(params, dict) and all(name in table or f"{name}[0]" in table for name in params)
     return ARGUMENTS if len(ARGUMENTS) == 1 and not is_flat else None
 
 

@@ -3,8 +3,8 @@
 
 use super::{ops, quoted, sayable_spec, spec};
 use crate::export::ExportProblem;
-use altiplano_ir::graph::ValueId;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Microbatches, Op};
 use altiplano_ir::plan::{Plan, Storage};
 use altiplano_ir::sharding::Sharding;
@@ -62,8 +62,15 @@ pub(super) fn written(plan: &Plan, forward: &Forward) -> Result<Model, ExportPro
         values.into_iter().collect::<Vec<_>>()
     };
     let sends: Vec<Vec<ValueId>> = (0..forward.stages.len()).map(sent_by).collect();
-    let mut writer =
-        Writer { plan, forward, users: graph.users(), layers: BTreeMap::new(), with_totals: BTreeSet::new(), text: String::new(), unsaid: 0 };
+    let mut writer = Writer {
+        plan,
+        forward,
+        users: graph.users(),
+        layers: BTreeMap::new(),
+        with_totals: BTreeSet::new(),
+        text: String::new(),
+        unsaid: 0,
+    };
     let mut inputs = Vec::new();
     for s in 0..forward.stages.len() {
         let mut read = writer.stage(s, &sends[s], (s == loss_stage).then_some(loss))?;
@@ -119,7 +126,8 @@ impl Writer<'_> {
             let mut written = Layer::new(self.plan, forward, stage);
             written.write(&nodes, &results)?;
             self.unsaid += written.unsaid;
-            let operands: Vec<String> = written.arguments.iter().map(|&v| self.operand(v, &known, &mut inputs)).collect();
+            let operands: Vec<String> =
+                written.arguments.iter().map(|&v| self.operand(v, &known, &mut inputs)).collect();
             let function = self.layer(written.function(&results));
             let names: Vec<String> = results.iter().map(|v| format!("v{}", v.0)).collect();
             let operands = operands.join(", ");
@@ -267,9 +275,8 @@ impl<'a> Layer<'a> {
         if forward.stopped[v.index()] {
             text = format!("lax.stop_gradient({text})");
         }
-        let same = |(o, layout): (&ValueId, &Sharding)| {
-            graph.shape(*o) == graph.shape(v) && *layout == shardings.result && self.layout(*o).is_some()
-        };
+        let varies = |o: ValueId| forward.layer_of[o.index()].is_some() || graph.node(o).op.is_leaf();
+        let same = |(o, layout): (&ValueId, &Sharding)| *layout == shardings.result && varies(*o);
         // The result of an elementwise op lies as its operands do.
         let follows = node.op.is_elementwise() && node.operands.iter().zip(&shardings.operands).any(same);
         if !shardings.result.is_partial() && (!follows || is_result) {

@@ -17,6 +17,7 @@ def shard_parameters(params, mesh):
 
 def shard_inputs(inputs, mesh):
     """Places the inputs of a step. `inputs` maps the names of the loss's arguments to their trees."""
+    inputs = _with_samples(inputs, INPUTS)
     return jax.device_put(inputs, shardings(input_specs(inputs), mesh))
 
 
@@ -49,7 +50,7 @@ def loss_and_gradients(mesh, loss=None):
             return own(params, inputs, totals)
         params = lax.with_sharding_constraint(params, shardings(parameter_specs(params, USED), mesh))
         arguments = {ARGUMENTS[0]: params} if len(ARGUMENTS) == 1 else params
-        return loss(**arguments, **inputs)
+        return loss(**arguments, **{name: tree for name, tree in inputs.items() if name != SAMPLES})
 
     def constrained(gradients):
         specs = parameter_specs(gradients, GRADIENTS)

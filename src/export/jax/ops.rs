@@ -37,7 +37,8 @@ pub(super) fn expression(graph: &Graph, v: ValueId, x: &[String], microbatches: 
         Op::Reverse(op) => format!("lax.rev({first}, {})", tuple(&op.dims)),
         Op::Roll(op) => format!("jnp.roll({first}, -{}, {})", op.by, op.dim),
         Op::Slice(op) => {
-            let steps = if op.stride.iter().all(|&s| s == 1) { String::new() } else { format!(", {}", tuple(&op.stride)) };
+            let steps =
+                if op.stride.iter().all(|&s| s == 1) { String::new() } else { format!(", {}", tuple(&op.stride)) };
             format!("lax.slice({first}, {}, {}{steps})", tuple(&op.start), tuple(&op.limit))
         }
         Op::Concatenate(op) => format!("lax.concatenate([{}], {})", x.join(", "), op.dim),
@@ -63,7 +64,12 @@ pub(super) fn expression(graph: &Graph, v: ValueId, x: &[String], microbatches: 
         }
         Op::DotGeneral(op) => format!(
             "lax.dot_general({}, {}, (({}, {}), ({}, {})), preferred_element_type={})",
-            x[0], x[1], tuple(&op.lhs_contract), tuple(&op.rhs_contract), tuple(&op.lhs_batch), tuple(&op.rhs_batch),
+            x[0],
+            x[1],
+            tuple(&op.lhs_contract),
+            tuple(&op.rhs_contract),
+            tuple(&op.lhs_batch),
+            tuple(&op.rhs_batch),
             name(dtype)
         ),
         Op::Convolution(op) => convolution(op, x, dtype),
@@ -275,7 +281,8 @@ fn each(window: &[WindowDim], of: impl Fn(&WindowDim) -> u64) -> String {
 
 fn convolution(op: &Convolution, x: &[String], dtype: DType) -> String {
     let dims = |first: usize, second: usize, spatial: &[usize]| tuple(&[&[first, second], spatial].concat());
-    let turned: Vec<usize> = op.window.iter().zip(&op.rhs.spatial).filter(|(w, _)| w.reversed).map(|(_, &d)| d).collect();
+    let turned: Vec<usize> =
+        op.window.iter().zip(&op.rhs.spatial).filter(|(w, _)| w.reversed).map(|(_, &d)| d).collect();
     let kernel = if turned.is_empty() { x[1].clone() } else { format!("lax.rev({}, {})", x[1], tuple(&turned)) };
     format!(
         "lax.conv_general_dilated({}, {kernel}, {}, {}, {}, {}, lax.ConvDimensionNumbers({}, {}, {}), {}, {}, \

@@ -35,7 +35,7 @@ def whole_parameters(stages, like):
 def shard_inputs(inputs, mesh):
     """The inputs of a step where the stages read them, for each stage and microbatch. `inputs` maps the names of the
     loss's arguments to their trees."""
-    known = dict(_named(inputs, None))
+    known = dict(_named(_with_samples(inputs, set().union(*INPUTS)), None))
     missing = sorted(set().union(*INPUTS) - set(known))
     if missing:
         raise KeyError(f"the inputs have no {', '.join(missing)}, which the plan lays out")

@@ -35,7 +35,6 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={NVCC}"
 
 import jax
-import jax._src.xla_bridge as xla_bridge
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
@@ -269,7 +268,6 @@ def case(name, altiplano, folder):
 def main():
     altiplano, folder = sys.argv[1], Path(sys.argv[2])
     try:
-        xla_bridge.discover_pjrt_plugins()
         topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H100, topology="1x1x8")
     except Exception as error:
         skipped(f"jax has no plugin for CUDA ({str(error).splitlines()[0]})")
