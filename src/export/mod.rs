@@ -1,5 +1,5 @@
 //! Plans as programs of other software, for `altiplano export`. The general part is here: the refusal of plans that no
-//! target can say yet, the layouts of a plan's one stage, and the price of rounding them.
+//! target can say yet, the layouts of a plan's inputs, and the price of rounding them.
 
 mod jax;
 mod stablehlo;
@@ -11,10 +11,9 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
-use altiplano_ir::program::{Buffer, BufferKind, Program, Programs};
+use altiplano_ir::program::{Buffer, BufferKind, Programs};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::sharding::Sharding;
 use altiplano_planner::{predict_plan, programs};
@@ -39,7 +38,7 @@ impl Stack {
 
     /// Returns true if its modules have plans of several stages.
     fn has_pipelines(self) -> bool {
-        self == Stack::Torch
+        self != Stack::StableHlo
     }
 }
 
@@ -56,6 +55,18 @@ pub struct Exported {
 pub enum ExportProblem {
     #[error("the plan has {} pipeline stages, and an exported module has one; plan with --pp 1", .0)]
     Stages(usize),
+    #[error(
+        "the plan computes logits in {0} chunks, which the model's own code does not; plan with --loss-chunks none"
+    )]
+    Chunks(u64),
+    #[error(
+        "the plan's attention passes blocks around rings, which the model's own code does not; plan with --ring none"
+    )]
+    Rings,
+    #[error("the plan's loss is no value of a layer")]
+    LossOutside,
+    #[error("the plan has the op {0}, which JAX has no function for")]
+    Op(&'static str),
     #[error("the plan trains nothing (--loss none), and an exported module is a training step; plan with a loss")]
     TrainsNothing,
     #[error("the plan's gradients are late ({0}); plan with --schedule 1f1b and --update synchronous")]
@@ -68,14 +79,6 @@ pub enum ExportProblem {
         "the plan pads {0}, and the model's own arrays cannot be split so; plan with degrees that divide their sizes"
     )]
     Padding(Names),
-    #[error(
-        "the plan computes logits in {0} chunks, which the model's own code does not; plan with --loss-chunks none"
-    )]
-    Chunks(u64),
-    #[error(
-        "the plan's attention passes blocks around rings, which the model's own code does not; plan with --ring none"
-    )]
-    Rings,
     #[error(
         "the loss of {} is no mean or sum of theirs, so their gradients cannot be accumulated; plan with --num-microbatches 1", plural(u64::from(*.0), "microbatch")
     )]
@@ -98,7 +101,6 @@ pub fn export(plan: &Plan, to: Stack) -> Result<Exported, Error> {
     let layouts = Layouts {
         plan,
         stage,
-        program: &lowered.programs[0],
         lowered: &lowered,
         inputs: inputs.filter_map(|buffer| Input::of(plan, buffer)).collect(),
     };
@@ -133,7 +135,9 @@ fn sayable(plan: &Plan, to: Stack) -> Result<&Stage, ExportProblem> {
         _ if plan.num_microbatches > 1 && plan.loss == LossKind::Other => {
             Err(ExportProblem::Microbatches(plan.num_microbatches))
         }
-        _ => plan.graph.nodes.iter().find_map(|node| rewritten(&node.op)).map_or(Ok(stage), Err),
+        // The other targets compute the plan's own graph.
+        _ if to == Stack::Torch => plan.graph.nodes.iter().find_map(|node| rewritten(&node.op)).map_or(Ok(stage), Err),
+        _ => Ok(stage),
     }
 }
 
@@ -164,6 +168,8 @@ fn padded(plan: &Plan) -> Names {
 /// An input of the model and its layout.
 struct Input<'a> {
     name: &'a str,
+    /// The stage that reads it.
+    stage: usize,
     sharding: &'a Sharding,
     /// The dimensions that grow with the batch, each with its size for one sample.
     batch_dims: Vec<(usize, u64)>,
@@ -176,25 +182,20 @@ impl<'a> Input<'a> {
         let node = plan.graph.node(plan.graph.values().find(leaf)?);
         let grows = (0..node.ty.shape.len()).filter(|dim| node.batch_dims >> dim & 1 == 1);
         let batch_dims = grows.map(|dim| (dim, node.ty.shape[dim] / plan.microbatch.max(1))).collect();
-        Some(Input { name, sharding: &buffer.sharding, batch_dims })
+        Some(Input { name, stage: buffer.stage as usize, sharding: &buffer.sharding, batch_dims })
     }
 }
 
-/// A plan's one stage as a target sees it.
+/// A plan as a target sees it.
 struct Layouts<'a> {
     plan: &'a Plan,
+    /// The first stage.
     stage: &'a Stage,
-    /// The first lane's program.
-    program: &'a Program,
     lowered: &'a Programs,
     inputs: Vec<Input<'a>>,
 }
 
 impl Layouts<'_> {
-    fn mesh(&self) -> &Mesh {
-        &self.stage.mesh
-    }
-
     /// The version of the program and the fingerprint of the plan.
     fn origin(&self) -> String {
         format!("Altiplano {}, plan {}", env!("CARGO_PKG_VERSION"), fingerprint(&self.plan.to_json()))
@@ -212,14 +213,14 @@ impl Layouts<'_> {
     /// that the target cannot split them so.
     fn rounding(&self, rounded: impl Fn(&Sharding) -> Sharding, why: &str) -> Option<String> {
         let (mut extra, mut names) = (0, Vec::new());
-        for buffer in &self.program.buffers {
+        for (program, buffer) in self.lowered.programs.iter().flat_map(|p| p.buffers.iter().map(move |b| (p, b))) {
             let name = match &buffer.kind {
                 BufferKind::Parameter { name } | BufferKind::Input { name } => name,
                 BufferKind::State { parameter, .. } | BufferKind::Accumulator { parameter } => parameter,
                 _ => continue,
             };
-            let stored = rounded(&buffer.sharding).local_bytes(&buffer.ty, self.mesh());
-            let planned = buffer.sharding.local_bytes(&buffer.ty, self.mesh());
+            let stored = rounded(&buffer.sharding).local_bytes(&buffer.ty, &program.mesh);
+            let planned = buffer.sharding.local_bytes(&buffer.ty, &program.mesh);
             if stored > planned {
                 extra += stored - planned;
                 if !names.contains(name) {
@@ -230,14 +231,14 @@ impl Layouts<'_> {
         (!names.is_empty()).then(|| format!("{}: {why}; {} more on each device", Names(names), bytes(extra)))
     }
 
-    /// A note on recomputation, which no module asks for: the model's own code does.
+    /// A note on recomputation by the user's own code, which a target does not change.
     fn recomputation(&self) -> Result<Option<String>, Error> {
         let recompute = &self.stage.recompute;
         if recompute.most() == Recompute::None {
             return Ok(None);
         }
         let mut keeping = self.plan.clone();
-        keeping.stages[0].recompute = Recomputation::Alike(Recompute::None);
+        keeping.stages.iter_mut().for_each(|stage| stage.recompute = Recomputation::Alike(Recompute::None));
         let keeping = predict_plan(keeping, &Rooflines::of(&self.plan.cluster))?;
         let peak = |plan: &Plan| plan.predicted.peak_bytes.first().copied().unwrap_or(0);
         let extra = peak(&keeping).saturating_sub(peak(self.plan));

@@ -12,7 +12,7 @@ use altiplano_xla::text::{self, Options, contiguous};
 use std::collections::BTreeMap;
 
 pub(super) fn module(layouts: &Layouts) -> Result<Exported, Error> {
-    let (plan, mesh) = (layouts.plan, layouts.mesh());
+    let (plan, mesh) = (layouts.plan, &layouts.stage.mesh);
     let mut notes: Vec<String> = Vec::new();
     notes.extend(layouts.rounding(contiguous, "Shardy splits a dimension into contiguous blocks only"));
     notes.extend(layouts.recomputation()?);

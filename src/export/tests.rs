@@ -25,10 +25,6 @@ fn refusal(plan: &Plan) -> String {
 fn what_no_module_can_say_is_refused_by_name() {
     let one = planned(|_| ());
     assert!(export(&one, Stack::Jax).is_ok());
-    let two =
-        planned(|request| (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(1), Some(2), Some(2)));
-    assert!(refusal(&two).starts_with("--to jax: the plan has 2 pipeline stages"), "{}", refusal(&two));
-    assert!(refusal(&two).ends_with("plan with --pp 1"));
     let changed = |change: fn(&mut Plan)| {
         let mut plan = one.clone();
         change(&mut plan);
@@ -87,6 +83,44 @@ fn recomputation_is_priced() {
     let note = full.notes.iter().find(|note| note.starts_with("recomputation (full")).expect("a note");
     assert!(!note.contains(" 0 B more"), "{note}");
     assert!(full.text.contains("recomputation (full"));
+    // The plan's own model keeps less than without recomputation.
+    let kept = |text: &str| text.matches("keep(").count();
+    let plain = export(&planned(|request| request.recompute = Some(Recompute::None)), Stack::Jax).expect("a module");
+    assert!(kept(&full.text) < kept(&plain.text), "{} and {}", kept(&full.text), kept(&plain.text));
+}
+
+#[test]
+fn layers_state_layouts_and_share_functions() {
+    let plan = planned(|request| (request.degrees.dp, request.degrees.tp) = (Some(1), Some(4)));
+    let text = export(&plan, Stack::Jax).expect("a module").text;
+    // Four equal blocks, the embedding and the head.
+    assert_eq!(text.matches("\ndef _layer").count() - 1, 3, "the functions of layers and the one that calls them");
+    assert_eq!(text.matches("_layer(_layer1, at, ").count(), 4);
+    assert!(text.contains("_layer(_layer0, at, "));
+    assert!(text.lines().any(|line| line.contains("lax.dot_general") && line.contains("\"tensor\"")), "{text}");
+    assert!(text.contains("return {\"loss\": "));
+    assert!(!text.contains("RECEIVES"));
+}
+
+#[test]
+fn pipelines_name_what_stages_exchange_and_the_order_of_their_calls() {
+    let plan = planned(|request| {
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(1), Some(2), Some(2));
+        request.batch.num_microbatches = Some(2);
+        request.schedule = Some(Schedule::ZbH1);
+    });
+    let text = export(&plan, Stack::Jax).expect("a module").text;
+    assert!(text.contains("DEVICES = [\n    [0, 1],\n    [2, 3],\n]"));
+    assert!(text.contains("\"F0:0 F0:1 B0:0 W0:0 B0:1 W0:1\","), "the first stage runs ahead");
+    assert!(text.contains("\"F1:0 B1:0 F1:1 B1:1 W1:0 W1:1\","), "weights wait");
+    assert!(text.contains("LOSS_STAGE = 1"));
+    // The residual stream goes forward, and its gradient back.
+    let receives = text.split("RECEIVES = [").nth(1).expect("the table").split("\n]").next().expect("its end");
+    assert_eq!(receives.matches("True)").count(), 1, "{receives}");
+    assert!(receives.contains("\": (0, P("), "{receives}");
+    // The embedding is the head's matrix too.
+    let parameters = text.split("PARAMETERS = [").nth(1).expect("the table").split("\n]").next().expect("its end");
+    assert_eq!(parameters.matches("\"params['wte']\"").count(), 2, "{parameters}");
 }
 
 #[test]
@@ -94,7 +128,7 @@ fn nothing_in_a_plan_ends_the_docstring() {
     let mut plan = planned(|_| ());
     plan.model = "\"\"\"\nimport os # \\".to_string();
     let text = export(&plan, Stack::Jax).expect("a module").text;
-    assert!(text.starts_with("\"\"\"The layouts of 'import os # ' on local:4"), "{}", &text[..200]);
+    assert!(text.starts_with("\"\"\"The plan of 'import os # ' on local:4"), "{}", &text[..200]);
     assert_eq!(text.split("import difflib").next().expect("a header").matches("\"\"\"").count(), 2);
 }
 

@@ -11,6 +11,7 @@
 mod body;
 mod choose;
 mod dedup;
+pub mod forward;
 pub(crate) mod repeat;
 mod schedule;
 mod servers;

@@ -491,7 +491,7 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
 }
 
 /// Forward values of this stage that the backward body recomputes.
-fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
+pub(super) fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     let execution = &cx.plan.execution;
     let products = if execution.recomputes_products { second_products(cx.graph, cx.layer_of) } else { Vec::new() };
     let repeats = Repeats {

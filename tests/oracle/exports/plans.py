@@ -7,21 +7,31 @@ import sys
 
 import numpy as np
 
-DEVICES = 4
-# Options of plans that are exported. The last one is the searched plan.
+# Options of plans that are exported, with the number of their workers. The last ones of both lists are searched plans.
 PLANS = {
-    "dp": ["--dp", "4"],
-    "fsdp": ["--dp", "4", "--zero", "3"],
-    "tp": ["--tp", "4"],
-    "fsdp-tp": ["--dp", "2", "--tp", "2", "--zero", "3"],
-    "accumulated": ["--dp", "2", "--tp", "2", "--zero", "2", "--num-microbatches", "2"],
-    "searched": [],
+    "dp": (4, ["--pp", "1", "--dp", "4"]),
+    "fsdp": (4, ["--pp", "1", "--dp", "4", "--zero", "3"]),
+    "tp": (4, ["--pp", "1", "--tp", "4"]),
+    "fsdp-tp": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--zero", "3"]),
+    "accumulated": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--zero", "2", "--num-microbatches", "2"]),
+    "recomputed": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--recompute", "full"]),
+    "selective": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--recompute", "selective"]),
+    "searched": (4, ["--pp", "1"]),
+}
+PIPELINES = {
+    "1f1b": (4, ["--pp", "2", "--tp", "2", "--num-microbatches", "4", "--schedule", "1f1b"]),
+    "gpipe": (4, ["--pp", "2", "--dp", "2", "--num-microbatches", "4", "--schedule", "gpipe", "--recompute", "full"]),
+    "interleaved": (4, ["--pp", "2", "--dp", "2", "--num-microbatches", "4", "--virtual-stages", "2"]),
+    "zb-h1": (4, ["--pp", "2", "--tp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]),
+    "dp-tp-pp": (8, ["--dp", "2", "--tp", "2", "--pp", "2", "--zero", "1", "--num-microbatches", "2"]),
+    "pp4": (4, ["--pp", "4", "--num-microbatches", "4"]),
+    "searched-pp": (8, ["--pp", "2"]),
 }
 
 
-def planned(altiplano, model, options, file):
-    """Plans a model on four workers in one stage. None if the options have no plan for it, with the reason."""
-    command = [altiplano, "plan", model, "--cluster", f"local:{DEVICES}", "--pp", "1", *options, "-o", file]
+def planned(altiplano, model, workers, options, file):
+    """Plans a model on workers of this machine. None if the options have no plan for it, with the reason."""
+    command = [altiplano, "plan", model, "--cluster", f"local:{workers}", *options, "-o", file]
     done = subprocess.run(command, capture_output=True, text=True)
     return (json.loads(file.read_text()), "") if done.returncode == 0 else (None, done.stderr.strip().splitlines()[0])
 
