@@ -5,6 +5,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::search::fixed_degrees::Degrees;
+use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::Stated;
 
 /// A configuration as a stack states it. `None` is unstated: the stack's default or what follows from the rest.
@@ -253,6 +254,9 @@ impl Configuration {
                 Some(_) => Recompute::None,
                 None => self.recompute.unwrap_or_default(),
             },
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
         };
         let stated = Stated {
             degrees,

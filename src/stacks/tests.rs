@@ -8,6 +8,7 @@ use altiplano_ir::plan::{Offload, Plan, Schedule, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::fixed_degrees::Degrees;
+use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::{Stated, predict_stated};
 use altiplano_planner::{Request, Silent};
 use std::path::{Path, PathBuf};
@@ -64,6 +65,9 @@ fn configured(stack: &Stack, family: &str, change: impl Fn(&mut Stated)) -> Plan
             num_microbatches: 4,
             zero: 1,
             recompute: Recompute::None,
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
         },
         ep: 1,
         blocks: None,
@@ -399,6 +403,9 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
             num_microbatches,
             zero: choices.of(&[0, 1, 2, 3]),
             recompute: choices.of(&Recompute::ALL),
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
         },
         ep: if family == "mixtral" { choices.of(&[1, 2, 4]) } else { 1 },
         blocks,

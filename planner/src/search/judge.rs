@@ -5,6 +5,7 @@
 
 use super::choice::fits;
 use super::fixed_degrees::Degrees;
+use super::layout::Layout;
 use super::space::SearchSpace;
 use super::sweep::{ConfigurationCache, Configurations};
 use crate::features::padding::{padded, with_padding};
@@ -132,5 +133,8 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
         num_microbatches,
         zero: request.degrees.zero.unwrap_or(0),
         recompute: space.recompute.unwrap_or(Recompute::None),
+        layout: Layout::Even,
+        experts: false,
+        sequence: false,
     })
 }
