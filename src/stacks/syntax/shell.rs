@@ -57,6 +57,9 @@ fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -
                 Some((name, value)) => (name.to_string(), line, vec![value.to_string()]),
                 None => (name, line, parts.collect()),
             });
+            if word.contains('=') {
+                finish(&mut option);
+            }
             continue;
         }
         let assigned = raw.split_once('=').filter(|(name, _)| is_name(name));
@@ -82,6 +85,12 @@ fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -
             }
             // `-x` is an option of a launcher.
             (None, Some(_)) if raw.starts_with('-') && raw[1..].starts_with(|c: char| c.is_ascii_alphabetic()) => {
+                finish(&mut option);
+            }
+            // The program that a launcher starts, and its options in a variable.
+            (_, Some((_, _, values)))
+                if word.ends_with(".py") || raw.contains("[@]") || raw.starts_with('$') && !values.is_empty() =>
+            {
                 finish(&mut option);
             }
             (_, Some((_, _, values))) => values.push(word),
