@@ -68,8 +68,12 @@ class Process:
         #: Handles that nobody has any more.
         self.released: collections.deque[str] = collections.deque()
         self._said: collections.deque[str] = collections.deque(maxlen=40)
-        threading.Thread(target=self._read, name="altiplano-answers", daemon=True).start()
-        threading.Thread(target=self._listen, name="altiplano-remarks", daemon=True).start()
+        self._readers = [
+            threading.Thread(target=self._read, name="altiplano-answers", daemon=True),
+            threading.Thread(target=self._listen, name="altiplano-remarks", daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def is_alive(self) -> bool:
         return self._child.poll() is None
@@ -124,6 +128,10 @@ class Process:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+        for reader in self._readers:
+            reader.join()
+        self._child.stdout.close()
+        self._child.stderr.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -166,7 +174,10 @@ def shared() -> Process:
     """The process of this interpreter, which starts with the first question. A fork has one of its own."""
     global _shared, _of_pid
     with _starting:
-        if _shared is None or _of_pid != os.getpid() or not _shared.is_alive():
+        if _shared is not None and _of_pid == os.getpid() and not _shared.is_alive():
+            _shared.close()
+            _shared = None
+        if _shared is None or _of_pid != os.getpid():
             _shared, _of_pid = Process(), os.getpid()
     return _shared
 
