@@ -135,8 +135,8 @@ fn sayable(plan: &Plan, to: Stack) -> Result<&Stage, ExportProblem> {
         _ if plan.num_microbatches > 1 && plan.loss == LossKind::Other => {
             Err(ExportProblem::Microbatches(plan.num_microbatches))
         }
-        // The other targets compute the plan's own graph.
-        _ if to == Stack::Torch => plan.graph.nodes.iter().find_map(|node| rewritten(&node.op)).map_or(Ok(stage), Err),
+        // A module for JAX computes the plan's own graph.
+        _ if to != Stack::Jax => plan.graph.nodes.iter().find_map(|node| rewritten(&node.op)).map_or(Ok(stage), Err),
         _ => Ok(stage),
     }
 }
