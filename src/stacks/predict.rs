@@ -8,6 +8,7 @@ use altiplano_ir::plan::{Plan, Schedule, Target};
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
+use std::sync::Arc;
 
 /// A predicted configuration.
 #[derive(Clone, Debug)]
@@ -46,7 +47,9 @@ pub struct Predictor<'a> {
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(stack: &'a Stack, request: Request) -> Predictor<'a> {
+    pub fn new(stack: &'a Stack, mut request: Request) -> Predictor<'a> {
+        // Stacks do not read the layouts that a model's file states.
+        Arc::make_mut(&mut request.graph).pins.clear();
         let blocks = num_blocks(&request);
         Predictor { stack, request, blocks }
     }
@@ -65,9 +68,13 @@ impl<'a> Predictor<'a> {
         let settled = c.settled(devices, self.blocks).map_err(|misfit| of(misfit.into()))?;
         let mut request = self.request.clone();
         let zero = settled.stated.degrees.zero;
-        request.target = self.stack.target;
-        request.execution = execution(request.target, &request.cluster, &request.graph, Some(zero));
-        request.execution.overlap = match request.target {
+        request.execution = execution(self.stack.target, &request.cluster, &request.graph, Some(zero));
+        // Stacks that run as FSDP or XLA have degrees that a plan for these targets alone may not have.
+        request.target = match self.stack.target {
+            Target::Megatron => Target::Megatron,
+            _ => Target::Altiplano,
+        };
+        request.execution.overlap = match self.stack.target {
             Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
