@@ -40,7 +40,7 @@ fn model(family: &str) -> PathBuf {
 }
 
 fn import() -> ImportOptions {
-    ImportOptions { sequence: Some(64), batch: Some(1), precision: Some(DType::BF16), ..ImportOptions::default() }
+    ImportOptions { sequence: Some(64), batch: Some(64), precision: Some(DType::BF16), ..ImportOptions::default() }
 }
 
 fn base(family: &str) -> Request {
