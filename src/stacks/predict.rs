@@ -6,7 +6,7 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule, Target};
 use altiplano_planner::features::target::execution;
-use altiplano_planner::search::stated::{num_blocks, predict_stated};
+use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
 use std::sync::Arc;
 
@@ -91,7 +91,13 @@ impl<'a> Predictor<'a> {
             request.training.optimizer = Optimizer::parse(optimizer).unwrap_or(request.training.optimizer);
         }
         let costs = Rooflines::of(&request.cluster);
-        let plan = predict_stated(&request, &settled.stated, &costs).map_err(|failure| match failure {
+        let mut plan = predict_stated(&request, &settled.stated, &costs);
+        if matches!(plan, Err(PlanFailure::NoCombination)) && !settled.stated.splits_positions {
+            // With gradients sharded over replicas, no layout may keep all values whole: the search decides.
+            let stated = Stated { splits_positions: true, ..settled.stated.clone() };
+            plan = predict_stated(&request, &stated, &costs);
+        }
+        let plan = plan.map_err(|failure| match failure {
             PlanFailure::NoCombination => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
             )),
