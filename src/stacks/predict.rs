@@ -98,6 +98,9 @@ impl<'a> Predictor<'a> {
             plan = predict_stated(&request, &stated, &costs);
         }
         let plan = plan.map_err(|failure| match failure {
+            PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Plan(
+                "experts can be split over all replicas or over all tensor-parallel devices, not over a part of them",
+            )),
             PlanFailure::NoCombination => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
             )),

@@ -195,7 +195,7 @@ def trained_on_two(altiplano, folder):
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})).save_pretrained(folder / "tiny")
-    file = written(altiplano, folder, "two", LLAMA, "--dp 1 --tp 2 --pp 1 --cp 1 --cluster dgx-a100/2", "transformers")
+    file = written(altiplano, folder, "two", LLAMA, "--dp 1 --tp 2 --pp 1 --target megatron --cluster dgx-a100/2", "transformers")
     worker = folder / "worker.py"
     worker.write_text(WORKER.format(module=file.stem))
     run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29533, worker, folder, folder / "tiny")
