@@ -248,7 +248,7 @@ impl Configuration {
             stages,
             virtual_stages,
             num_microbatches,
-            zero: if dp > 1 { self.zero.unwrap_or(0) } else { 0 },
+            zero: if dp > 1 || self.cp() > 1 { self.zero.unwrap_or(0) } else { 0 },
             recompute: match self.recomputed_layers {
                 Some(_) => Recompute::None,
                 None => self.recompute.unwrap_or_default(),
