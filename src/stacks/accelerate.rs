@@ -256,7 +256,8 @@ fn defaults(c: &mut Configuration) {
     if c.shard.is_some() && c.zero == Some(0) && c.shard != Some(1) {
         c.zero = Some(3);
     }
-    if c.shard == Some(1) {
+    // FSDP shards over devices that split positions as well.
+    if c.shard == Some(1) && c.cp() == 1 {
         c.zero = Some(0);
     }
 }

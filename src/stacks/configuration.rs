@@ -249,7 +249,7 @@ impl Configuration {
             stages,
             virtual_stages,
             num_microbatches,
-            zero: if dp > 1 { self.zero.unwrap_or(0) } else { 0 },
+            zero: if dp > 1 || self.cp() > 1 { self.zero.unwrap_or(0) } else { 0 },
             recompute: match self.recomputed_layers {
                 Some(_) => Recompute::None,
                 None => self.recompute.unwrap_or_default(),
@@ -412,7 +412,11 @@ mod tests {
         assert_eq!(blocks(&ends, 4), Ok(Some(vec![3, 4, 4, 3])));
         let counted = of(|c| (c.pp, c.model.layers, c.counted_ends) = (Some(4), Some(14), [true; 2]));
         assert_eq!(blocks(&counted, 4), Ok(Some(vec![3, 4, 4, 3])));
-        let layout = of(|c| (c.pp, c.model.layers, c.layout) = (Some(2), Some(9), Some(vec![2, 3, 3, 1])));
+        let layout = of(|c| {
+            (c.pp, c.model.layers, c.layout) = (Some(2), Some(9), Some(vec![2, 3, 3, 1]));
+            c.global_batch = Some(4);
+            c.micro_batch = Some(1);
+        });
         assert_eq!(layout.settled(2, 0).unwrap().stated.degrees.virtual_stages, 2);
         let short = of(|c| c.layout = Some(vec![4]));
         assert_eq!(short.settled(1, 5), Err(Misfit::Layers { stated: 4, layers: 5 }));

@@ -154,21 +154,22 @@ fn cluster(c: &Configuration, how: &How, notes: &mut Vec<String>) -> Result<Clus
 }
 
 fn model(c: &mut Configuration, how: &How, notes: &mut Vec<String>) -> Result<Model, Error> {
-    let stated = |precision: &mut ImportOptions| precision.precision = precision.precision.or(c.precision);
     let mut import = how.import.clone();
-    stated(&mut import);
+    import.precision = import.precision.or(c.precision);
+    // Experts are told from samples by their numbers, so one sample is too few.
+    let batch = c.global_batch.filter(|&samples| samples > 1).or(Some(SAMPLES));
     if let Some(file) = &how.model {
         let bytes = read_bytes(file)?;
         if crate::model::Format::of(&bytes) == crate::model::Format::HuggingFaceConfig {
             import.sequence = import.sequence.or(c.sequence);
-            import.batch = import.batch.or(Some(1));
+            import.batch = import.batch.or(batch);
         }
         // The file of the model knows its layers; the stack's options describe them again.
         c.model.layers = c.model.layers.filter(|_| c.layout.is_none());
         return model_of(file, &bytes, &import);
     }
     import.sequence = import.sequence.or(c.sequence);
-    import.batch = import.batch.or(Some(1));
+    import.batch = import.batch.or(batch);
     import.capacity_factor = import.capacity_factor.or(c.model.capacity_factor);
     let of = |problem: StackProblem| Error::Stack { file: None, problem: Box::new(problem) };
     let config = model::config(&c.model, import.sequence).map_err(of)?;
@@ -428,6 +429,8 @@ impl Judgement {
     }
 }
 
+/// Samples of the graph of a model if the global batch is not known yet.
+const SAMPLES: u64 = 64;
 /// Least gain of a change that is worth its line.
 const LEAST_GAIN: f64 = 0.005;
 /// Most changes that are tried together.

@@ -282,6 +282,9 @@ fn round(c: &mut Configuration) {
     c.sequence_parallel = None;
     c.recomputed_layers = None;
     c.overlap = None;
+    if c.shard == Some(1) {
+        c.zero = Some(0);
+    }
     // Sharded storage is that of parameters with all that belongs to them.
     if c.zero.is_some_and(|zero| zero > 0) {
         c.zero = Some(3);

@@ -90,8 +90,13 @@ fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
     if each * lanes != all {
         return Err(unsayable(uneven, "--target megatron"));
     }
-    let context = found.context.min(each);
-    let tensor = (1..=found.tensor).rev().find(|tp| each % (tp * context) == 0).unwrap_or(1);
+    // Positions that are split by no axis of their own are so by tensor-parallel devices.
+    let has_context = plan.stages[most].mesh.axes.iter().any(|axis| axis.name == "context");
+    let [of_tensor, context] = match has_context {
+        true => [found.tensor, found.context.min(each)],
+        false => [found.tensor.saturating_mul(found.context), 1],
+    };
+    let tensor = (1..=of_tensor).rev().find(|tp| each % (tp * context) == 0).unwrap_or(1);
     if each % (tensor * context) != 0 {
         return Err(unsayable(uneven, "--target megatron"));
     }

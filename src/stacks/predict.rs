@@ -6,8 +6,9 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule, Target};
 use altiplano_planner::features::target::execution;
-use altiplano_planner::search::stated::{num_blocks, predict_stated};
+use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
+use std::sync::Arc;
 
 /// A predicted configuration.
 #[derive(Clone, Debug)]
@@ -46,7 +47,9 @@ pub struct Predictor<'a> {
 }
 
 impl<'a> Predictor<'a> {
-    pub fn new(stack: &'a Stack, request: Request) -> Predictor<'a> {
+    pub fn new(stack: &'a Stack, mut request: Request) -> Predictor<'a> {
+        // Stacks do not read the layouts that a model's file states.
+        Arc::make_mut(&mut request.graph).pins.clear();
         let blocks = num_blocks(&request);
         Predictor { stack, request, blocks }
     }
@@ -65,9 +68,13 @@ impl<'a> Predictor<'a> {
         let settled = c.settled(devices, self.blocks).map_err(|misfit| of(misfit.into()))?;
         let mut request = self.request.clone();
         let zero = settled.stated.degrees.zero;
-        request.target = self.stack.target;
-        request.execution = execution(request.target, &request.cluster, &request.graph, Some(zero));
-        request.execution.overlap = match request.target {
+        request.execution = execution(self.stack.target, &request.cluster, &request.graph, Some(zero));
+        // Stacks that run as FSDP or XLA have degrees that a plan for these targets alone may not have.
+        request.target = match self.stack.target {
+            Target::Megatron => Target::Megatron,
+            _ => Target::Altiplano,
+        };
+        request.execution.overlap = match self.stack.target {
             Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
@@ -84,7 +91,16 @@ impl<'a> Predictor<'a> {
             request.training.optimizer = Optimizer::parse(optimizer).unwrap_or(request.training.optimizer);
         }
         let costs = Rooflines::of(&request.cluster);
-        let plan = predict_stated(&request, &settled.stated, &costs).map_err(|failure| match failure {
+        let mut plan = predict_stated(&request, &settled.stated, &costs);
+        if matches!(plan, Err(PlanFailure::NoCombination)) && !settled.stated.splits_positions {
+            // With gradients sharded over replicas, no layout may keep all values whole: the search decides.
+            let stated = Stated { splits_positions: true, ..settled.stated.clone() };
+            plan = predict_stated(&request, &stated, &costs);
+        }
+        let plan = plan.map_err(|failure| match failure {
+            PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Plan(
+                "experts can be split over all replicas or over all tensor-parallel devices, not over a part of them",
+            )),
             PlanFailure::NoCombination => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
             )),

@@ -288,7 +288,7 @@ fn defaults(c: &mut Configuration) {
         c.micro_batch = c.local_batch;
     }
     // Of one replica, nothing is left to shard.
-    let shards = c.shard != Some(1);
+    let shards = c.shard != Some(1) || c.cp() > 1;
     c.zero = match (shards, c.zero) {
         (false, _) => Some(0),
         (true, None) => Some(if c.pp() > 1 { 2 } else { 3 }),

@@ -1,5 +1,6 @@
 # Knobs of Narayanan et al. 2021 (arXiv 2104.04473), table 1.
 MEGATRON_ARGS=(
+    --transformer-impl local
     --num-layers 80
     --hidden-size 12288
     --num-attention-heads 96

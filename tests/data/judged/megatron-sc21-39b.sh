@@ -1,5 +1,6 @@
 # Knobs of Narayanan et al. 2021 (arXiv 2104.04473), table 1.
 MEGATRON_ARGS=(
+    --transformer-impl local
     --num-layers 48
     --hidden-size 8192
     --num-attention-heads 64

@@ -1,5 +1,6 @@
 # Knobs of Narayanan et al. 2021 (arXiv 2104.04473), table 1.
 MEGATRON_ARGS=(
+    --transformer-impl local
     --num-layers 105
     --hidden-size 20480
     --num-attention-heads 128

@@ -28,7 +28,7 @@ PLANS = [
     ("uneven", {**LLAMA, "num_hidden_layers": 7}, "--dp 2 --tp 2 --pp 2 --num-microbatches 4 --target megatron", "megatron torchtitan"),
     ("searched", LLAMA, "--pp 3 --cluster dgx-a100/6", "megatron torchtitan"),
     ("cp", LLAMA, "--dp 4 --tp 1 --pp 1 --cp 2 --zero 1", "megatron torchtitan accelerate"),
-    ("ep", MIXTRAL, "--dp 8 --tp 1 --pp 1 --ep 4 --zero 1", "megatron torchtitan transformers"),
+    ("ep", MIXTRAL, "--dp 4 --tp 1 --pp 1 --ep 4 --zero 1 --cluster dgx-a100/4", "megatron torchtitan transformers"),
 ]
 SUFFIXES = {"megatron": "sh", "torchtitan": "py", "accelerate": "yaml", "deepspeed": "json", "transformers": "py"}
 
@@ -195,7 +195,7 @@ def trained_on_two(altiplano, folder):
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})).save_pretrained(folder / "tiny")
-    file = written(altiplano, folder, "two", LLAMA, "--dp 1 --tp 2 --pp 1 --cluster dgx-a100/2", "transformers")
+    file = written(altiplano, folder, "two", LLAMA, "--dp 1 --tp 2 --pp 1 --target megatron --cluster dgx-a100/2", "transformers")
     worker = folder / "worker.py"
     worker.write_text(WORKER.format(module=file.stem))
     run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29533, worker, folder, folder / "tiny")
