@@ -168,7 +168,7 @@ fn a_judgement_is_the_plan_that_software_of_fixed_degrees_has() {
 fn failures_have_the_fields_of_the_command_line() {
     let scratch = Scratch::new();
     let config =
-        r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 4096, "n_layer": 24, "n_head": 32}"#;
+        r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 8192, "n_layer": 2, "n_head": 64}"#;
     let config = scratch.file("large.json", config);
     let arguments = ["plan", &config, "--cluster", "local:2", "--seq", "64", "--global-batch", "2", "--json"];
     let printed = crate::common::altiplano(&arguments);
