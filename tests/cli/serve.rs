@@ -329,12 +329,9 @@ fn a_thousand_random_questions_get_an_answer_each_and_the_same_one_again() {
         answer.as_object_mut().expect("an object").remove("id");
         assert_ne!(answer["error"]["code"], -32603, "{method} {params}");
         results += usize::from(answer["result"]["fits"] == true);
-        match known.insert(format!("{method} {params}"), answer.clone()) {
-            Some(earlier) => {
-                repeated += 1;
-                assert_eq!(earlier, answer, "{method} {params}");
-            }
-            None => {}
+        if let Some(earlier) = known.insert(format!("{method} {params}"), answer.clone()) {
+            repeated += 1;
+            assert_eq!(earlier, answer, "{method} {params}");
         }
     }
     assert!(results > 100 && repeated > 20, "{results} judgements fit, {repeated} questions came again");
