@@ -117,7 +117,7 @@ class Judging(unittest.TestCase):
 
 class Failures(unittest.TestCase):
     def test_what_does_not_fit_has_remedies(self):
-        large = GPT | {"n_embd": 4096, "n_layer": 32, "n_head": 32}
+        large = GPT | {"n_embd": 8192, "n_layer": 2, "n_head": 64}
         with self.assertRaises(altiplano.DoesNotFit) as caught:
             altiplano.plan(large, cluster="local:2", seq=64, global_batch=2)
         self.assertTrue(caught.exception.remedies)

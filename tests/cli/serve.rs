@@ -168,7 +168,7 @@ fn a_judgement_is_the_plan_that_software_of_fixed_degrees_has() {
 fn failures_have_the_fields_of_the_command_line() {
     let scratch = Scratch::new();
     let config =
-        r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 4096, "n_layer": 24, "n_head": 32}"#;
+        r#"{"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 8192, "n_layer": 2, "n_head": 64}"#;
     let config = scratch.file("large.json", config);
     let arguments = ["plan", &config, "--cluster", "local:2", "--seq", "64", "--global-batch", "2", "--json"];
     let printed = crate::common::altiplano(&arguments);
@@ -329,12 +329,9 @@ fn a_thousand_random_questions_get_an_answer_each_and_the_same_one_again() {
         answer.as_object_mut().expect("an object").remove("id");
         assert_ne!(answer["error"]["code"], -32603, "{method} {params}");
         results += usize::from(answer["result"]["fits"] == true);
-        match known.insert(format!("{method} {params}"), answer.clone()) {
-            Some(earlier) => {
-                repeated += 1;
-                assert_eq!(earlier, answer, "{method} {params}");
-            }
-            None => {}
+        if let Some(earlier) = known.insert(format!("{method} {params}"), answer.clone()) {
+            repeated += 1;
+            assert_eq!(earlier, answer, "{method} {params}");
         }
     }
     assert!(results > 100 && repeated > 20, "{results} judgements fit, {repeated} questions came again");
