@@ -62,8 +62,8 @@ def shard_inputs(inputs, mesh):
     """The part of a global batch that this process computes. `inputs` maps the plan's names of inputs to tensors."""
     _check_inputs(inputs)
     for name, (dim, rows) in BATCH_DIMS.items():
-        if inputs[name].shape[dim] != GLOBAL_BATCH * rows:
-            raise ValueError(f"'{name}' has {inputs[name].shape[dim]} in dimension {dim}, planned {GLOBAL_BATCH * rows}")
+        if (found := inputs[name].shape[dim]) != GLOBAL_BATCH * rows:
+            raise ValueError(f"'{name}' has {found} in dimension {dim}, planned {GLOBAL_BATCH * rows}")
     return {name: _part(x, BATCH_DIMS[name][0], mesh) if name in BATCH_DIMS else x for name, x in inputs.items()}
 
 
@@ -95,14 +95,7 @@ def loss_and_gradients(module, inputs, mesh, loss=None):
             (value * scale).backward()
         total += value.detach() * scale
     replicated.finish()
-    parameters = {name: owner._parameters[own] for name, [(owner, own), *_] in _names(module).items()}
-    for parameter in parameters.values():
-        _summed(parameter)
-    if DATA:
-        dist.all_reduce(total, group=_data(mesh).get_group())
-        total /= math.prod(MESH[axis] for axis in DATA)
-    found = {name: parameter.grad for name, parameter in parameters.items()}
-    return total, {name: gradient for name, gradient in found.items() if gradient is not None}
+    return _mean(total, mesh), _gradients(module)
 
 
 def train_step(module, optimizer, inputs, mesh, loss=None):
@@ -164,6 +157,7 @@ class Pipeline(torch.nn.Module):
         return _whole(getattr(result, "loss", result)) * _scale()
 
     def loss_and_gradients(self, inputs):
+        """As the function of this name, for the stages of this process."""
         first, last = self.stages[0].index == 0, self.stages[-1].index == STAGES - 1
         args = tuple(self.taken(inputs).values()) if first else ()
         losses, target = [], None
@@ -202,6 +196,7 @@ class Pipeline(torch.nn.Module):
 
     @staticmethod
     def lane(stage):
+        """The position of a stage's process along PIPELINE."""
         return next(i for i, row in enumerate(SCHEDULE.splitlines()) if f",{stage}F0," in f",{row},")
 
 
@@ -367,12 +362,16 @@ def _distributed(x, tensor, layout):
 
 
 def _lay_out(child, tensor, of_input, of_result):
-    if of_input is not None:
-        child.register_forward_pre_hook(lambda _, args: (_distributed(args[0], tensor, of_input), *args[1:]) if args else None)
-    if of_result is not None:
-        child.register_forward_hook(
-            lambda _, args, result: _distributed(result, tensor, of_result) if isinstance(result, torch.Tensor) else None
-        )
+    """Brings the first input and the result of a module to the plan's layouts."""
+
+    def before(_, args):
+        return (_distributed(args[0], tensor, of_input), *args[1:]) if args and of_input is not None else None
+
+    def after(_, args, result):
+        return _distributed(result, tensor, of_result) if of_result is not None else None
+
+    child.register_forward_pre_hook(before)
+    child.register_forward_hook(after)
 
 
 def _shard(module, root, names, mesh):
@@ -433,7 +432,7 @@ class _Replicated:
 
     def send(self):
         """Starts the reduction of a bucket. Sums over the tensor axes are complete first."""
-        for dtype in {p.grad.dtype for p in self.bucket}:
+        for dtype in dict.fromkeys(p.grad.dtype for p in self.bucket):
             parameters = [p for p in self.bucket if p.grad.dtype == dtype]
             parts = [_local(_summed(p)) for p in parameters]
             flat = torch.cat([part.reshape(-1) for part in parts])
@@ -489,7 +488,7 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, tensor):
         super().__init__()
-        self.tensor = tensor
+        self.tensor, self.whole = tensor, [Replicate()] * tensor.ndim
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "").split(".")[0]
@@ -500,7 +499,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def convolution(self, func, x, weight, bias=None, *args, **kwargs):
-        x, weight = (_distributed(t, self.tensor, t.placements if isinstance(t, DTensor) else ()) for t in (x, weight))
+        x, weight = (t if isinstance(t, DTensor) else _distributed(t, self.tensor, self.whole) for t in (x, weight))
         grouped = (args[3] if len(args) > 3 else kwargs.get("groups", 1)) > 1
         # For each axis the layouts of x, of its gradient, of the weight, of its gradient, and of the result.
         layouts = []

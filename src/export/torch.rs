@@ -57,6 +57,7 @@ pub(super) fn module(layouts: &Layouts) -> Result<Exported, Error> {
     let splits = of.splits().map_err(|problem| refused(Stack::Torch, problem.into()))?;
     let mut notes = Vec::new();
     notes.extend(of.rounding(layouts.lowered));
+    notes.extend(of.displaced());
     notes.extend(of.gathered(layouts.lowered));
     notes.extend(of.halos());
     notes.extend(of.recomputation()?);
@@ -83,6 +84,8 @@ struct Torch<'a> {
     data: Vec<AxisId>,
     /// All other axes of several devices.
     tensor: Vec<AxisId>,
+    /// All axes in the order of the `DeviceMesh`, which is that in which they split a dimension.
+    order: Vec<AxisId>,
     /// Prefixes of names that have several numbered children, such as `model.layers`.
     containers: BTreeSet<String>,
 }
@@ -108,15 +111,17 @@ impl<'a> Torch<'a> {
         let several = mesh.axis_ids().filter(|&axis| mesh.size(axis) > 1);
         let splits_samples = |axis: &AxisId| plan.stages.iter().all(|stage| only_samples(plan, stage, *axis));
         let of_samples = plan.loss != LossKind::Other;
-        let (data, tensor) = several.partition(|axis| of_samples && splits_samples(axis));
-        let containers = containers(names());
-        let shared = Torch { plan, mesh, lanes, data, tensor, containers };
+        let (data, tensor): (Vec<AxisId>, _) = several.partition(|axis| of_samples && splits_samples(axis));
+        let order = order(plan, mesh, &tensor);
+        let in_order = |axes: &[AxisId]| order.iter().copied().filter(|axis| axes.contains(axis)).collect();
+        let (data, tensor) = (in_order(&data), in_order(&tensor));
+        let shared = Torch { plan, mesh, lanes, data, tensor, order, containers: containers(names()) };
         if plan.stages.len() > 1 && !of_samples { Err(TorchProblem::Loss) } else { Ok(shared) }
     }
 
     /// All axes of several devices, data axes and tensor axes.
     fn axes(&self) -> Vec<AxisId> {
-        self.mesh.axis_ids().filter(|axis| self.data.contains(axis) || self.tensor.contains(axis)).collect()
+        [&self.data[..], &self.tensor].concat()
     }
 
     /// The dimension that each axis splits where the module stores a parameter. FSDP2 keeps what any ZeRO level splits
@@ -208,9 +213,12 @@ impl<'a> Torch<'a> {
         let name = |axis: &AxisId| self.mesh.name(*axis);
         let _ = writeln!(text, "# The mesh, major axis first, and the process of each of its devices.");
         let lanes = (self.lanes.len() > 1).then(|| (self.pipeline_axis(), self.lanes.len().to_string()));
-        let sizes = self.mesh.axes.iter().map(|axis| (axis.name.as_str(), axis.size.to_string()));
+        let sizes = self.order.iter().map(|&axis| (self.mesh.name(axis), self.mesh.size(axis).to_string()));
         table(text, "MESH", lanes.into_iter().chain(sizes));
-        let places: Vec<u32> = self.lanes.iter().flat_map(|lane| lane.iter().copied()).collect();
+        // The group over all axes lists the positions of a lane's devices with the last axis as the fastest.
+        let positions = self.mesh.group(&self.order, 0);
+        let places = self.lanes.iter().flat_map(|lane| positions.iter().map(|&position| lane[position as usize]));
+        let places: Vec<u32> = places.collect();
         let used: BTreeSet<u32> = places.iter().copied().collect();
         let processes: Vec<usize> = places.iter().map(|device| used.range(..device).count()).collect();
         let _ = writeln!(text, "DEVICES = {processes:?}");
@@ -398,6 +406,23 @@ impl<'a> Torch<'a> {
         })
     }
 
+    /// A note on parameters that axes split in another order than the others.
+    fn displaced(&self) -> Option<String> {
+        let place = |axis: &AxisId| self.order.iter().position(|other| other == axis);
+        let group =
+            |axes: &[AxisId], of: &[AxisId]| -> Vec<_> { axes.iter().filter(|a| of.contains(a)).map(place).collect() };
+        let sorted = |storage: &Storage| {
+            storage.parameter.dims.iter().all(|dim| {
+                let axes = &dim.segments()[0].axes;
+                [&self.data, &self.tensor].iter().all(|of| group(axes, of).is_sorted())
+            })
+        };
+        let names: Vec<String> =
+            self.parameters().into_iter().filter(|(_, s)| !sorted(s)).map(|(name, _)| name.clone()).collect();
+        (!names.is_empty())
+            .then(|| format!("{}: parts lie on other devices than planned, as many on each device", Names(names)))
+    }
+
     /// A note on ZeRO-1 and ZeRO-2: FSDP2 has the whole parameters only during a step, beside their parts.
     fn gathered(&self, lowered: &Programs) -> Option<String> {
         let twice = |buffer: &Buffer| match (&buffer.kind, self.storage(buffer)) {
@@ -528,6 +553,29 @@ fn masters(lowered: &Programs) -> Option<String> {
         "types are those of the module: the plan computes in half precision and updates copies of parameters in f32"
             .to_string()
     })
+}
+
+/// The axes of a mesh: tensor axes last, and those first that come first where several split a dimension of a parameter.
+fn order(plan: &Plan, mesh: &Mesh, tensor: &[AxisId]) -> Vec<AxisId> {
+    let mut before: BTreeMap<(AxisId, AxisId), i64> = BTreeMap::new();
+    for storage in plan.stages.iter().flat_map(|stage| stage.parameters.values()) {
+        for dim in storage.parameter.dims.iter().chain(&storage.state.dims) {
+            let axes = &dim.segments()[0].axes;
+            for (i, &first) in axes.iter().enumerate() {
+                axes[i + 1..].iter().for_each(|&second| *before.entry((first, second)).or_default() += 1);
+            }
+        }
+    }
+    let count = |a, b| before.get(&(a, b)).copied().unwrap_or(0);
+    let mut order: Vec<AxisId> = Vec::new();
+    for axis in mesh.axis_ids() {
+        let later = |&other: &AxisId| {
+            let kinds = (tensor.contains(&axis), tensor.contains(&other));
+            kinds.0 < kinds.1 || kinds.0 == kinds.1 && count(axis, other) > count(other, axis)
+        };
+        order.insert(order.iter().position(later).unwrap_or(order.len()), axis);
+    }
+    order
 }
 
 /// True if an axis splits nothing but samples: no other dimension of a value, and no parameter where it is used.

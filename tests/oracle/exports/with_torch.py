@@ -190,17 +190,20 @@ class Images(nn.Module):
     """A convolutional net with residual blocks."""
 
     class Block(nn.Module):
-        def __init__(self, channels):
+        def __init__(self, channels, norm):
             super().__init__()
-            self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+            # A gradient of a bias before a norm would vanish.
+            convolutions = (nn.Conv2d(channels, channels, 3, padding=1, bias=norm is nn.Identity) for _ in range(2))
+            self.first, self.second = convolutions
+            self.norm_1, self.norm_2 = norm(channels), norm(channels)
 
         def forward(self, x):
-            return F.relu(x + self.second(F.relu(self.first(x))))
+            return F.relu(x + self.norm_2(self.second(F.relu(self.norm_1(self.first(x))))))
 
-    def __init__(self):
+    def __init__(self, norm=nn.Identity):
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, 2, 1)
-        self.blocks = nn.ModuleList(Images.Block(16) for _ in range(4))
+        self.blocks = nn.ModuleList(Images.Block(16, norm) for _ in range(4))
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, images):
@@ -252,6 +255,7 @@ MODELS = {
     "experts": (lambda: Llama(Experts), tokens_and_labels),
     "vit": (Vit, images_and_labels),
     "images": (Images, images_and_labels),
+    "batch-norm": (lambda: Images(nn.BatchNorm2d), images_and_labels),
 } | of_transformers()
 
 
@@ -354,7 +358,9 @@ def trained(module_of_plan, name, file):
         for key, found in plan.placements(part).items():
             if found != plan.PARAMETERS[key]:
                 return f"{key} lies as {found}"
-    if wrong := as_planned(file, own, parameters()):
+    wrong = [None] * dist.get_world_size()
+    dist.all_gather_object(wrong, as_planned(file, own, parameters()))
+    if wrong := [text for of_process in wrong for text in of_process]:
         return "; ".join(wrong[:3])
     optimizer, part, worst = optimizer_of(module.parameters()), plan.shard_inputs(inputs, mesh), []
     for step, expected in enumerate(losses):
