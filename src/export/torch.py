@@ -128,7 +128,7 @@ class Pipeline(torch.nn.Module):
         own = sorted({int(re.match(r"\d+", action)[0]) for action in rows[mesh.get_local_rank(PIPELINE)]})
         self.stages = torch.nn.ModuleList()
         for i in own:
-            stage = _Stage(traced.get_stage_module(i), i, self.tensor, example, *wires[i])
+            stage = _Stage(traced.get_stage_module(i), i, self.tensor, *wires[i])
             stage.part._aliases = aliases
             parallelize(stage.part, mesh, stage)
             stage._replicated.hold()
@@ -137,9 +137,9 @@ class Pipeline(torch.nn.Module):
             PipelineStage(stage, i, STAGES, device, group=self.group, get_mesh=lambda *_: self.tensor)
             for i, stage in zip(own, self.stages)
         ]
-        chunks = tuple(_Replicate() if x not in BATCH_DIMS else TensorChunkSpec(BATCH_DIMS[x][0]) for x in example)
+        chunks = {x: TensorChunkSpec(BATCH_DIMS[x][0]) if x in BATCH_DIMS else _Replicate() for x in example}
         self.schedule = _PipelineScheduleRuntime(
-            stages, MICROBATCHES, loss_fn=self.of_microbatch, args_chunk_spec=chunks, scale_grads=False
+            stages, MICROBATCHES, loss_fn=self.of_microbatch, kwargs_chunk_spec=chunks, scale_grads=False
         )
         self.tied = self.groups()
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -158,13 +158,11 @@ class Pipeline(torch.nn.Module):
 
     def loss_and_gradients(self, inputs):
         """As the function of this name, for the stages of this process."""
-        first, last = self.stages[0].index == 0, self.stages[-1].index == STAGES - 1
-        args = tuple(self.taken(inputs).values()) if first else ()
         losses, target = [], None
-        if last:
+        if self.stages[-1].index == STAGES - 1:
             target = torch.zeros(MICROBATCHES) if self.loss is None else inputs[TARGET]
         with _global_view(self.tensor, self.mesh):
-            self.schedule.step(*args, target=target, losses=losses, return_outputs=False)
+            self.schedule.step(**self.taken(inputs), target=target, losses=losses, return_outputs=False)
         total = torch.zeros((), device=next(iter(self.parameters())).device)
         for value in losses:
             total += value.detach()
@@ -201,17 +199,19 @@ class Pipeline(torch.nn.Module):
 
 
 class _Stage(torch.nn.Module):
-    """A part of the traced module. It takes what it and later stages need, and gives what later stages need."""
+    """A part of the traced module. It takes what it and later stages need, and gives what later stages need.
 
-    def __init__(self, part, index, tensor, inputs, takes, args, results, gives):
+    Every process has the inputs of the step, so these are not passed on.
+    """
+
+    def __init__(self, part, index, tensor, takes, args, results, gives):
         super().__init__()
-        self.part, self.index, self.tensor, self.inputs = part, index, tensor, list(inputs)
+        self.part, self.index, self.tensor = part, index, tensor
         self.takes, self.args, self.results, self.gives = takes, args, results, gives
 
-    def forward(self, *values):
-        if self.index == 0:
-            values = [_distributed(x, self.tensor, INPUTS[name]) for name, x in zip(self.inputs, values)]
-        known = dict(zip(self.takes, values))
+    def forward(self, *values, **inputs):
+        known = {name: _distributed(x, self.tensor, INPUTS[name]) for name, x in inputs.items()}
+        known |= dict(zip(self.takes, values))
         result = self.part(*[known.get(arg, arg) for arg in self.args])
         if None in self.results:
             known[self.results[None]] = result
@@ -223,15 +223,16 @@ class _Stage(torch.nn.Module):
 
 def _wires(graph):
     """Names of values: what each stage takes, its arguments, its results by position, and what it gives."""
-    taken = [node.name for node in graph.nodes if node.op == "placeholder"]
+    inputs = {node.name: node.target for node in graph.nodes if node.op == "placeholder"}
     stages = []
     for node in graph.nodes:
         if node.op == "call_module":
             picked = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
-            stages.append(([getattr(arg, "name", arg) for arg in node.args], picked or {None: node.name}))
+            names = [getattr(arg, "name", arg) for arg in node.args]
+            stages.append(([inputs.get(name, name) for name in names], picked or {None: node.name}))
     result = next(node for node in graph.nodes if node.op == "output").args[0]
     result = [node.name for node in (result if isinstance(result, (tuple, list)) else [result])]
-    wires = []
+    wires, taken = [], []
     for i, (args, results) in enumerate(stages):
         later = {name for others, _ in stages[i + 1 :] for name in others} | set(result)
         known = taken + list(results.values())

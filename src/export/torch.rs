@@ -217,7 +217,7 @@ impl<'a> Torch<'a> {
         table(text, "MESH", lanes.into_iter().chain(sizes));
         // The group over all axes lists the positions of a lane's devices with the last axis as the fastest.
         let positions = self.mesh.group(&self.order, 0);
-        let places = self.lanes.iter().flat_map(|lane| positions.iter().map(|&position| lane[position as usize]));
+        let places = self.lanes.iter().flat_map(|lane| positions.iter().map(move |&position| lane[position as usize]));
         let places: Vec<u32> = places.collect();
         let used: BTreeSet<u32> = places.iter().copied().collect();
         let processes: Vec<usize> = places.iter().map(|device| used.range(..device).count()).collect();
@@ -491,13 +491,12 @@ impl<'a> Torch<'a> {
         let in_parts = |stage: &&Stage| stage.parameters.values().any(|s| s.parameter.split_axes().any(of_data));
         let whole = |stage: &Stage| {
             let shapes = self.plan.graph.parameters().filter(|(_, name)| stage.parameters.contains_key(*name));
-            let axes: Vec<AxisId> = self.tensor.clone();
             let bytes: u64 = shapes
                 .map(|(v, _)| {
                     Sharding::replicated(self.plan.graph.shape(v)).local_bytes(self.plan.graph.ty(v), self.mesh)
                 })
                 .sum();
-            bytes / self.mesh.product(&axes).max(1)
+            bytes / self.mesh.product(&self.tensor).max(1)
         };
         let stages = self.plan.stages.iter().filter(in_parts);
         let most = stages.map(whole).max().filter(|_| self.plan.stages.len() > 1)?;
