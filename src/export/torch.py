@@ -130,6 +130,7 @@ class Pipeline(torch.nn.Module):
         for i in own:
             stage = _Stage(traced.get_stage_module(i), i, self.tensor, *wires[i])
             stage.part._aliases = aliases
+            _without_copies(stage.part)
             parallelize(stage.part, mesh, stage)
             stage._replicated.hold()
             self.stages.append(stage)
@@ -240,6 +241,20 @@ def _wires(graph):
         wires.append((taken, args, results, gives))
         taken = gives
     return wires
+
+
+def _without_copies(part):
+    """Deletes what a stage has of shared parameters without reading it: the trace copies them for each of their names."""
+    read = set()
+    for child in part.modules():
+        for node in getattr(getattr(child, "graph", None), "nodes", ()):
+            if node.op == "get_attr":
+                read.add(id(operator.attrgetter(node.target)(child)))
+    shared = part._aliases.keys() | part._aliases.values()
+    for prefix, child in part.named_modules():
+        for own, parameter in list(child._parameters.items()):
+            if (f"{prefix}.{own}" if prefix else own) in shared and id(parameter) not in read:
+                del child._parameters[own]
 
 
 def _scale():
