@@ -92,7 +92,8 @@ def loss_and_gradients(module, inputs, mesh, loss=None):
             part = {name: _distributed(x, tensor, INPUTS[name]) for name, x in part.items()}
             value = module(**part) if loss is None else loss(module, **part)
             value = _whole(getattr(value, "loss", value))
-            (value * scale).backward()
+            # Not `backward` of the tensor, during which recomputed code would miss _Functions.
+            torch.autograd.backward(value * scale)
         total += value.detach() * scale
     replicated.finish()
     return _mean(total, mesh), _gradients(module)
