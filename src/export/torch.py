@@ -38,7 +38,12 @@ def parallelize(module, mesh, root=None):
     for name in RECOMPUTED:
         parent, _, own = name.rpartition(".")
         if (parent := _find(module, parent)) is not None and own in parent._modules:
-            parent._modules[own] = checkpoint_wrapper(parent._modules[own], CheckpointImpl.NO_REENTRANT)
+            # The backward pass does not keep the modes of the forward pass.
+            parent._modules[own] = checkpoint_wrapper(
+                parent._modules[own],
+                CheckpointImpl.NO_REENTRANT,
+                context_fn=lambda: (contextlib.nullcontext(), _global_view(tensor, mesh, again=True)),
+            )
     _shard(module, root or module, names, mesh)
     return module
 
@@ -92,8 +97,7 @@ def loss_and_gradients(module, inputs, mesh, loss=None):
             part = {name: _distributed(x, tensor, INPUTS[name]) for name, x in part.items()}
             value = module(**part) if loss is None else loss(module, **part)
             value = _whole(getattr(value, "loss", value))
-            # Not `backward` of the tensor, during which recomputed code would miss _Functions.
-            torch.autograd.backward(value * scale)
+            (value * scale).backward()
         total += value.detach() * scale
     replicated.finish()
     return _mean(total, mesh), _gradients(module)
@@ -486,13 +490,18 @@ def _summed(parameter):
 
 
 @contextlib.contextmanager
-def _global_view(tensor, mesh):
-    """Ops see whole tensors. Those that the model makes itself are the same in all processes."""
+def _global_view(tensor, mesh, again=False):
+    """Ops see whole tensors. Those that the model makes itself are the same in all processes.
+
+    `again` is for code that is recomputed inside of another view.
+    """
     if tensor is None:
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(implicit_replication())
+        if not again:
+            # Its end would be that of the outer view too.
+            stack.enter_context(implicit_replication())
         stack.enter_context(_Functions(tensor))
         if mesh.device_type == "cpu":
             # The fused kernel for CPUs has no layouts.
