@@ -38,7 +38,12 @@ def parallelize(module, mesh, root=None):
     for name in RECOMPUTED:
         parent, _, own = name.rpartition(".")
         if (parent := _find(module, parent)) is not None and own in parent._modules:
-            parent._modules[own] = checkpoint_wrapper(parent._modules[own], CheckpointImpl.NO_REENTRANT)
+            # The backward pass does not keep the modes of the forward pass.
+            parent._modules[own] = checkpoint_wrapper(
+                parent._modules[own],
+                CheckpointImpl.NO_REENTRANT,
+                context_fn=lambda: (contextlib.nullcontext(), _global_view(tensor, mesh, again=True)),
+            )
     _shard(module, root or module, names, mesh)
     return module
 
@@ -130,6 +135,7 @@ class Pipeline(torch.nn.Module):
         for i in own:
             stage = _Stage(traced.get_stage_module(i), i, self.tensor, *wires[i])
             stage.part._aliases = aliases
+            _without_copies(stage.part)
             parallelize(stage.part, mesh, stage)
             stage._replicated.hold()
             self.stages.append(stage)
@@ -240,6 +246,20 @@ def _wires(graph):
         wires.append((taken, args, results, gives))
         taken = gives
     return wires
+
+
+def _without_copies(part):
+    """Deletes what a stage has of shared parameters without reading it: the trace copies them for each of their names."""
+    read = set()
+    for child in part.modules():
+        for node in getattr(getattr(child, "graph", None), "nodes", ()):
+            if node.op == "get_attr":
+                read.add(id(operator.attrgetter(node.target)(child)))
+    shared = part._aliases.keys() | part._aliases.values()
+    for prefix, child in part.named_modules():
+        for own, parameter in list(child._parameters.items()):
+            if (f"{prefix}.{own}" if prefix else own) in shared and id(parameter) not in read:
+                del child._parameters[own]
 
 
 def _scale():
@@ -470,13 +490,18 @@ def _summed(parameter):
 
 
 @contextlib.contextmanager
-def _global_view(tensor, mesh):
-    """Ops see whole tensors. Those that the model makes itself are the same in all processes."""
+def _global_view(tensor, mesh, again=False):
+    """Ops see whole tensors. Those that the model makes itself are the same in all processes.
+
+    `again` is for code that is recomputed inside of another view.
+    """
     if tensor is None:
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(implicit_replication())
+        if not again:
+            # Its end would be that of the outer view too.
+            stack.enter_context(implicit_replication())
         stack.enter_context(_Functions(tensor))
         if mesh.device_type == "cpu":
             # The fused kernel for CPUs has no layouts.

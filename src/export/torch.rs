@@ -142,8 +142,11 @@ impl<'a> Torch<'a> {
 
     /// `(Shard(0), Replicate())`, with one placement for each of `axes`.
     fn placements(&self, layout: &BTreeMap<AxisId, usize>, axes: &[AxisId]) -> String {
-        let of_axis = |axis| layout.get(axis).map_or("Replicate()".to_string(), |dim| format!("Shard({dim})"));
-        format!("({},)", axes.iter().map(of_axis).collect::<Vec<_>>().join(", ")).replace("(,)", "()")
+        let of_axis = |axis: &AxisId| layout.get(axis).map_or("Replicate()".to_string(), |dim| format!("Shard({dim})"));
+        match axes {
+            [axis] => format!("({},)", of_axis(axis)),
+            axes => format!("({})", axes.iter().map(of_axis).collect::<Vec<_>>().join(", ")),
+        }
     }
 
     /// The parameters, each once.
@@ -569,8 +572,8 @@ fn order(plan: &Plan, mesh: &Mesh, tensor: &[AxisId]) -> Vec<AxisId> {
     let mut order: Vec<AxisId> = Vec::new();
     for axis in mesh.axis_ids() {
         let later = |&other: &AxisId| {
-            let kinds = (tensor.contains(&axis), tensor.contains(&other));
-            kinds.0 < kinds.1 || kinds.0 == kinds.1 && count(axis, other) > count(other, axis)
+            let (ours, theirs) = (tensor.contains(&axis), tensor.contains(&other));
+            !ours && theirs || ours == theirs && count(axis, other) > count(other, axis)
         };
         order.insert(order.iter().position(later).unwrap_or(order.len()), axis);
     }

@@ -15,7 +15,7 @@ fn asked(cluster: &str, fix: impl Fn(&mut Request)) -> Result<Plan, crate::Error
     let mut request = request(&model, load_cluster(cluster)?);
     request.batch.global = Some(8);
     fix(&mut request);
-    plan(&request, &Silent)
+    Ok(plan(&request, &Silent)?)
 }
 
 fn planned(cluster: &str, fix: impl Fn(&mut Request)) -> Plan {

@@ -36,6 +36,7 @@ PLANS = {
     "zero3": (2, ["--dp", "2", "--zero", "3"]),
     "zero3-recomputed": (2, ["--dp", "2", "--zero", "3", "--recompute", "full"]),
     "tp": (2, ["--tp", "2"]),
+    "tp-recomputed": (2, ["--tp", "2", "--recompute", "full"]),
     "sequence": (2, ["--cp", "2"]),
     "dp-tp": (4, ["--dp", "2", "--tp", "2", "--zero", "0"]),
     "zero1-tp-accumulated": (4, ["--dp", "2", "--tp", "2", "--zero", "1", "--num-microbatches", "2"]),
