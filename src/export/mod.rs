@@ -40,7 +40,7 @@ pub struct Exported {
 /// The reason why a target cannot say a plan.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ExportProblem {
-    #[error("the plan's loss is no value of a layer")]
+    #[error("the plan's loss depends on no parameter and no input")]
     LossOutside,
     #[error("the plan has the op {0}, which JAX has no function for")]
     Op(&'static str),
