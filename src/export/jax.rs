@@ -67,7 +67,7 @@ fn notes(layouts: &Layouts, forward: &Forward, model: &Model) -> Result<Vec<Stri
     notes.extend(layouts.rounding(contiguous, "a PartitionSpec splits a dimension into contiguous blocks only"));
     if model.unsaid > 0 {
         let activations = plural(model.unsaid as u64, "layout");
-        notes.push(format!("{activations} of activations is no PartitionSpec, so that XLA chooses there"));
+        notes.push(format!("XLA chooses {activations} of activations, which no PartitionSpec can say"));
     }
     notes.extend(partial_sums(layouts));
     if layouts.plan.stages.len() == 1 {
@@ -104,7 +104,7 @@ fn tables(text: &mut String, layouts: &Layouts, forward: &Forward, model: &Model
         stage_tables(text, name, plan.stages.iter().zip(&meshes).map(of_stage).collect());
     };
     specs("PARAMETERS", |storage| &storage.parameter);
-    specs("GRADIENTS", |storage| &storage.gradient);
+    specs("GRADIENTS", summed);
     specs("STATE", |storage| &storage.state);
     if plan.stages.len() == 1 {
         let _ = writeln!(
@@ -271,6 +271,12 @@ fn contiguous(sharding: &Sharding) -> Sharding {
         _ => dim.clone(),
     };
     Sharding { dims: sharding.dims.iter().map(outermost).collect(), partial: sharding.partial.clone() }
+}
+
+/// The layout in which a parameter's gradients are summed over microbatches. XLA has no partial sums, so that what the
+/// plan reduces at the end of a step goes to the layout of the state each time.
+fn summed(storage: &Storage) -> &Sharding {
+    if storage.gradient.is_partial() { &storage.state } else { &storage.gradient }
 }
 
 /// [`spec`] of a layout, or `None` if it differs from the layout.

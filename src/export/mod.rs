@@ -63,7 +63,7 @@ pub enum ExportProblem {
         "the plan's attention passes blocks around rings, which the model's own code does not; plan with --ring none"
     )]
     Rings,
-    #[error("the plan's loss is no value of a layer")]
+    #[error("the plan's loss depends on no parameter and no input")]
     LossOutside,
     #[error("the plan has the op {0}, which JAX has no function for")]
     Op(&'static str),

@@ -58,7 +58,7 @@ fn parameters_gradients_and_state_have_their_own_layouts() {
     assert_eq!(entry("PARAMETERS"), format!(r#"{name}P(None, "tensor"),"#));
     assert_eq!(entry("STATE"), format!(r#"{name}P(None, ("tensor", "data")),"#));
     assert_eq!(table(&exported.text, "MESH"), [r#""data": 2,"#, r#""tensor": 2,"#]);
-    assert_eq!(table(&exported.text, "BATCH_DIMS"), [r#""tokens": (0, 1),"#, r#""labels": (0, 1),"#]);
+    assert_eq!(table(&exported.text, "BATCH_DIMS"), [r#""labels": (0, 1),"#, r#""tokens": (0, 1),"#]);
     assert!(exported.text.contains(&fingerprint(&plan.to_json())));
 }
 

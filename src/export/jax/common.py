@@ -53,12 +53,16 @@ def keep(x):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2, 3))
-def gather(at, x, used, gradient):
-    """A parameter in the layout in which ops read it. Its gradient goes straight to the layout of gradients."""
-    return at(x, used)
+def move(at, x, to, back):
+    """A value in the layout in which an op reads it. Its cotangent goes straight to the layout `back`, if there is one."""
+    return at(x, to)
 
 
-gather.defvjp(lambda at, x, used, gradient: (at(x, used), None), lambda at, used, gradient, _, g: (at(g, gradient),))
+def _moved_back(at, to, back, _, cotangent):
+    return (cotangent if back is None else at(cotangent, back),)
+
+
+move.defvjp(lambda at, x, to, back: (at(x, to), None), _moved_back)
 
 
 def _layer(function, at, *operands):

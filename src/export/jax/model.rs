@@ -1,7 +1,7 @@
 //! The model of a plan as functions of Python: one for each layer, and one for each stage, which calls them. Layers that
 //! differ only in their parameters share a function. Layouts and the values that are kept are part of the text.
 
-use super::{ops, quoted, sayable_spec, spec};
+use super::{ops, quoted, sayable_spec, summed};
 use crate::export::ExportProblem;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
@@ -72,8 +72,8 @@ pub(super) fn written(plan: &Plan, forward: &Forward) -> Result<Model, ExportPro
         unsaid: 0,
     };
     let mut inputs = Vec::new();
-    for s in 0..forward.stages.len() {
-        let mut read = writer.stage(s, &sends[s], (s == loss_stage).then_some(loss))?;
+    for (s, sent) in sends.iter().enumerate() {
+        let mut read = writer.stage(s, sent, (s == loss_stage).then_some(loss))?;
         writer.totals(s, &mut read)?;
         inputs.push(read);
     }
@@ -339,10 +339,14 @@ impl<'a> Layer<'a> {
         if let Some(known) = self.moved.get(&place) {
             return Ok(known.clone());
         }
-        let mut text = match (&graph.node(v).op, self.parameter(v)) {
-            (Op::Parameter(_), Some(storage)) => self.gathered(&name, to, &storage),
-            _ => self.laid_out(&name, to),
+        // A cotangent goes straight to the layout of its value, or of the parameter's gradients.
+        let has_none = is_input || !graph.ty(v).dtype.is_float();
+        let back = match (has_none, self.parameter(v), &layout) {
+            (true, _, _) => None,
+            (false, Some(storage), _) => Some(summed(&storage).clone()),
+            (false, None, layout) => layout.as_ref().map(Sharding::reduced),
         };
+        let mut text = self.relaid(&name, to, back);
         if text == name {
             return Ok(name);
         }
@@ -378,16 +382,12 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// A parameter that is stored in another layout than ops read it in.
-    fn gathered(&mut self, name: &str, to: &Sharding, storage: &Storage) -> String {
-        let mesh = &self.stage.mesh;
-        match (sayable_spec(to, mesh), sayable_spec(&storage.parameter, mesh)) {
-            (Some(to), Some(_)) => format!("gather(at, {name}, {to}, {})", spec(&storage.gradient, mesh)),
-            _ => {
-                self.unsaid += 1;
-                name.to_string()
-            }
-        }
+    /// A value in another layout. Its cotangent goes to layout `back`.
+    fn relaid(&mut self, name: &str, to: &Sharding, back: Option<Sharding>) -> String {
+        let laid_out = self.laid_out(name, to);
+        let (Some(back), Some(to)) = (back, sayable_spec(to, &self.stage.mesh)) else { return laid_out };
+        let back = sayable_spec(&back, &self.stage.mesh).unwrap_or_else(|| "None".to_string());
+        if laid_out == name { laid_out } else { format!("move(at, {name}, {to}, {back})") }
     }
 
     /// An expression in a layout, if a PartitionSpec can say it.

@@ -20,8 +20,8 @@ import numpy as np
 from plans import difference, exported, planned
 from safetensors.numpy import load_file
 
-# Of losses and gradients, as `altiplano verify` allows.
-LOSS, GRADIENT = 1e-5, 1e-4
+# Of losses and gradients, as `altiplano verify` allows: gradients that vanish differ by rounding.
+LOSS, GRADIENT, TINY = 1e-5, 1e-4, 1e-7
 MODELS = Path(__file__).parents[2] / "models"
 PLANS = {"one": ["--pp", "1"], "two": ["--pp", "2"]}
 
@@ -35,7 +35,8 @@ def check(module, plan, recorded):
     gradients_of = module.loss_and_gradients(mesh)
     value, found = (gradients_of if pipeline else jax.jit(gradients_of))(placed, module.shard_inputs(inputs, mesh))
     found = module.whole_parameters(found, params) if pipeline else found
-    worst = max(difference(found[name], recorded[f"grad/{name}"]) for name in params)
+    pairs = [(np.asarray(found[name]), recorded[f"grad/{name}"]) for name in params]
+    worst = max([difference(*pair) for pair in pairs if not np.abs(pair[0] - pair[1]).max() <= TINY], default=0.0)
     return difference(value, recorded["loss"][0]), worst
 
 
