@@ -69,9 +69,10 @@ fn replaced(g: &mut Graph, node: &Node, x: &[ValueId]) -> Option<ValueId> {
         Op::Gather(op) => gathered(g, op, x[0], x[1]),
         Op::ScatterAdd(op) => scattered(g, op, x[0], x[1]),
         Op::Scatter(op) => {
-            let index = wide_index(g, x[1])?;
-            let dims = sorted(&op.dims);
-            Some(g.emit(Op::Scatter(Scatter { dims, combine: op.combine }), &[x[0], index, x[2]]))
+            let (wide, dims) = (wide_index(g, x[1]), sorted(&op.dims));
+            let changed = wide.is_some() || dims != op.dims;
+            let operands = [x[0], wide.unwrap_or(x[1]), x[2]];
+            changed.then(|| g.emit(Op::Scatter(Scatter { dims, combine: op.combine }), &operands))
         }
         Op::GroupedDot(op) => Some(grouped_dot(g, op, x)),
         Op::GroupedOuter(op) => Some(grouped_outer(g, op, x)),

@@ -107,7 +107,9 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
         }
         values.push(value);
     }
-    let outputs: Vec<&Value> = legal.graph.outputs.iter().map(|o| &values[o.index()]).collect();
+    let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
+    let outputs: Vec<(&Value, Option<String>)> =
+        legal.graph.outputs.iter().map(|o| &values[o.index()]).zip(shardings).collect();
     let mesh = options.layouts.as_ref().map(|layouts| shardy::mesh(layouts.mesh)).unwrap_or_default();
     assembled(graph, &printer, &arguments, &outputs, &mesh, options)
 }
@@ -118,27 +120,33 @@ fn header(value: &Value, name: &str, index: usize, sharding: Option<String>, opt
         sharding.iter().map(|text| format!("sdy.sharding = #sdy.sharding{text}")).collect();
     let result = options.donated.iter().find(|(argument, _)| *argument == index);
     attributes.extend(result.map(|(_, result)| format!("tf.aliasing_output = {result} : i32")));
-    let attributes = if attributes.is_empty() { String::new() } else { format!(" {{{}}}", attributes.join(", ")) };
+    let attributes = dictionary(attributes);
     format!("{}: {}{attributes} loc({})", value.name, tensor(&value.ty), quoted(name))
+}
+
+/// ` {a = 1, b = 2}`, or nothing without attributes.
+fn dictionary(attributes: Vec<String>) -> String {
+    if attributes.is_empty() { String::new() } else { format!(" {{{}}}", attributes.join(", ")) }
 }
 
 fn assembled(
     graph: &Graph,
     printer: &Printer,
     arguments: &[String],
-    outputs: &[&Value],
+    outputs: &[(&Value, Option<String>)],
     mesh: &str,
     options: &Options<'_>,
 ) -> String {
     let replicas = options.replicas.map_or(1, Mesh::num_devices);
     let partitions = options.layouts.as_ref().map_or(1, |layouts| layouts.mesh.num_devices());
-    let result = |(at, value): (usize, &&Value)| {
-        let name = options.results.get(at).map(|name| format!(" {{jax.result_info = {}}}", quoted(name)));
-        format!("{}{}", tensor(&value.ty), name.unwrap_or_default())
+    let result = |(at, (value, sharding)): (usize, &(&Value, Option<String>))| {
+        let name = options.results.get(at).map(|name| format!("jax.result_info = {}", quoted(name)));
+        let sharding = sharding.as_ref().map(|text| format!("sdy.sharding = #sdy.sharding{text}"));
+        format!("{}{}", tensor(&value.ty), dictionary(name.into_iter().chain(sharding).collect()))
     };
     let results: Vec<String> = outputs.iter().enumerate().map(result).collect();
-    let names: Vec<&str> = outputs.iter().map(|value| value.name.as_str()).collect();
-    let types: Vec<String> = outputs.iter().map(|value| tensor(&value.ty)).collect();
+    let names: Vec<&str> = outputs.iter().map(|(value, _)| value.name.as_str()).collect();
+    let types: Vec<String> = outputs.iter().map(|(value, _)| tensor(&value.ty)).collect();
     let mut text = format!(
         "module @{} attributes {{mhlo.num_partitions = {partitions} : i32, mhlo.num_replicas = {replicas} : i32}} {{\n{mesh}",
         quoted(if graph.name.is_empty() { "main" } else { &graph.name })

@@ -1,0 +1,340 @@
+//! Clients, the programs that they compile, and the tensors on their devices.
+
+#![allow(unsafe_code)]
+
+use super::plugin::{Plugin, list, text};
+use super::sys::{self, Function, NamedValue};
+use super::{ClientOption, Launch, PjrtError};
+use altiplano_ir::dtype::DType;
+use altiplano_ir::types::TensorType;
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::Arc;
+
+/// A connection to the devices of a plugin.
+#[derive(Clone, Debug)]
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    plugin: Arc<Plugin>,
+    client: *mut c_void,
+    devices: Vec<*mut c_void>,
+}
+
+// SAFETY: PJRT's clients, executables and buffers may be used from any thread.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut arguments = sys::ClientDestroy { client: self.client, ..Default::default() };
+        // An error at the end of a client has nobody to go to.
+        let _ = self.plugin.call("end a client", Function::ClientDestroy, &mut arguments);
+    }
+}
+
+impl Client {
+    pub(super) fn new(plugin: Arc<Plugin>, options: &[ClientOption]) -> Result<Client, PjrtError> {
+        let options: Vec<NamedValue> = options.iter().map(named).collect();
+        let mut arguments =
+            sys::ClientCreate { options: options.as_ptr(), num_options: options.len(), ..Default::default() };
+        plugin.call("make a client", Function::ClientCreate, &mut arguments)?;
+        let mut inner = Inner { plugin, client: arguments.client, devices: Vec::new() };
+        let mut arguments = sys::ClientAddressableDevices { client: inner.client, ..Default::default() };
+        inner.plugin.call("list devices", Function::ClientAddressableDevices, &mut arguments)?;
+        // SAFETY: the list lives as long as the client.
+        inner.devices = unsafe { list(arguments.devices, arguments.count) }.to_vec();
+        Ok(Client { inner: Arc::new(inner) })
+    }
+
+    /// The number of devices that this process can use.
+    pub fn num_devices(&self) -> usize {
+        self.inner.devices.len()
+    }
+
+    /// The kind of the devices, such as `cpu` or `cuda`, and its version.
+    pub fn platform(&self) -> Result<(String, String), PjrtError> {
+        let ask = |function| {
+            let mut arguments = sys::ClientText { client: self.inner.client, ..Default::default() };
+            self.inner.plugin.call("name its platform", function, &mut arguments)?;
+            Ok(text(arguments.text, arguments.size))
+        };
+        Ok((ask(Function::ClientPlatformName)?, ask(Function::ClientPlatformVersion)?))
+    }
+
+    /// The name of a device.
+    pub fn device(&self, device: usize) -> Result<String, PjrtError> {
+        let plugin = &self.inner.plugin;
+        let mut of = sys::DeviceGetDescription { device: self.handle(device)?, ..Default::default() };
+        plugin.call("describe a device", Function::DeviceGetDescription, &mut of)?;
+        let mut arguments = sys::DescriptionText { description: of.description, ..Default::default() };
+        plugin.call("describe a device", Function::DeviceDescriptionToString, &mut arguments)?;
+        Ok(text(arguments.text, arguments.size))
+    }
+
+    fn handle(&self, device: usize) -> Result<*mut c_void, PjrtError> {
+        let devices = self.inner.devices.len();
+        self.inner.devices.get(device).copied().ok_or(PjrtError::NoDevice { device, devices })
+    }
+
+    /// Compiles StableHLO text.
+    pub fn compile(&self, module: &str, launch: Launch) -> Result<Executable, PjrtError> {
+        let plugin = &self.inner.plugin;
+        let (options, format) = (launch.encoded(), "mlir");
+        let program = sys::Program {
+            code: module.as_ptr().cast(),
+            code_size: module.len(),
+            format: format.as_ptr().cast(),
+            format_size: format.len(),
+            ..Default::default()
+        };
+        let mut arguments = sys::ClientCompile {
+            client: self.inner.client,
+            program: &program,
+            options: options.as_ptr().cast(),
+            options_size: options.len(),
+            ..Default::default()
+        };
+        plugin.call("compile the program", Function::ClientCompile, &mut arguments)?;
+        let mut executable =
+            Executable { client: self.clone(), loaded: arguments.executable, devices: Vec::new(), outputs: 0 };
+        executable.outputs = executable.count_outputs()?;
+        executable.devices = executable.list_devices()?;
+        Ok(executable)
+    }
+
+    /// Copies a tensor to a device. The bytes are as [`super::to_bytes`] writes them.
+    pub fn buffer(&self, bytes: &[u8], ty: &TensorType, device: usize) -> Result<Buffer, PjrtError> {
+        if bytes.len() as u64 != ty.bytes() {
+            return Err(PjrtError::Size { found: bytes.len(), expected: ty.bytes() });
+        }
+        let dims: Vec<i64> = ty.shape.iter().map(|&size| size as i64).collect();
+        let mut arguments = sys::ClientBufferFromHostBuffer {
+            client: self.inner.client,
+            data: bytes.as_ptr().cast(),
+            kind: element(ty.dtype).ok_or(PjrtError::ElementType(ty.dtype.name()))?,
+            dims: dims.as_ptr(),
+            num_dims: dims.len(),
+            // The bytes may be gone after this call.
+            semantics: 0,
+            device: self.handle(device)?,
+            ..Default::default()
+        };
+        self.inner.plugin.call("copy a tensor to a device", Function::ClientBufferFromHostBuffer, &mut arguments)?;
+        let buffer = Buffer { client: self.clone(), buffer: arguments.buffer };
+        self.inner.plugin.wait("copy a tensor to a device", arguments.done)?;
+        Ok(buffer)
+    }
+}
+
+/// A program that is compiled for the devices of a client.
+#[derive(Debug)]
+pub struct Executable {
+    client: Client,
+    loaded: *mut c_void,
+    devices: Vec<usize>,
+    outputs: usize,
+}
+
+// SAFETY: see `Inner`.
+unsafe impl Send for Executable {}
+// SAFETY: see `Inner`.
+unsafe impl Sync for Executable {}
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        let mut arguments = sys::ExecutableDestroy { executable: self.loaded, ..Default::default() };
+        let _ = self.plugin().call("forget a program", Function::LoadedExecutableDestroy, &mut arguments);
+    }
+}
+
+/// The bytes that a program takes on each device, as the compiler allocates them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    pub arguments: u64,
+    pub outputs: u64,
+    /// Outputs in the memory of donated arguments.
+    pub aliased: u64,
+    pub temporary: u64,
+    pub code: u64,
+}
+
+impl Executable {
+    fn plugin(&self) -> &Plugin {
+        &self.client.inner.plugin
+    }
+
+    /// The devices of the client that run the program, in the order of its replicas and partitions.
+    pub fn devices(&self) -> &[usize] {
+        &self.devices
+    }
+
+    fn list_devices(&self) -> Result<Vec<usize>, PjrtError> {
+        let mut arguments = sys::LoadedExecutableAddressableDevices { executable: self.loaded, ..Default::default() };
+        self.plugin().call("list devices", Function::LoadedExecutableAddressableDevices, &mut arguments)?;
+        // SAFETY: the list lives as long as the executable.
+        let handles = unsafe { list(arguments.devices, arguments.count) };
+        let known = &self.client.inner.devices;
+        Ok(handles.iter().filter_map(|handle| known.iter().position(|device| device == handle)).collect())
+    }
+
+    /// Asks the executable that is not bound to devices.
+    fn ask<T>(&self, ask: impl FnOnce(*mut c_void) -> Result<T, PjrtError>) -> Result<T, PjrtError> {
+        let mut of = sys::LoadedExecutableGetExecutable { loaded: self.loaded, ..Default::default() };
+        self.plugin().call("describe a program", Function::LoadedExecutableGetExecutable, &mut of)?;
+        let answer = ask(of.executable);
+        let mut arguments = sys::ExecutableDestroy { executable: of.executable, ..Default::default() };
+        self.plugin().call("describe a program", Function::ExecutableDestroy, &mut arguments)?;
+        answer
+    }
+
+    fn count_outputs(&self) -> Result<usize, PjrtError> {
+        self.ask(|executable| {
+            let mut arguments = sys::ExecutableNumOutputs { executable, ..Default::default() };
+            self.plugin().call("describe a program", Function::ExecutableNumOutputs, &mut arguments)?;
+            Ok(arguments.count)
+        })
+    }
+
+    /// The compiler's own count of the memory that the program takes.
+    pub fn memory(&self) -> Result<Memory, PjrtError> {
+        self.ask(|executable| {
+            let mut of = sys::ExecutableMemory { executable, ..Default::default() };
+            self.plugin().call("describe a program", Function::ExecutableGetCompiledMemoryStats, &mut of)?;
+            let bytes = |count: i64| count.max(0) as u64;
+            Ok(Memory {
+                arguments: bytes(of.arguments),
+                outputs: bytes(of.outputs),
+                aliased: bytes(of.aliased),
+                temporary: bytes(of.temporary),
+                code: bytes(of.code),
+            })
+        })
+    }
+
+    /// Runs the program on all its devices and waits for it. There is a list of arguments for each device, and the
+    /// result has a list of outputs for each. A donated argument cannot be used again.
+    pub fn execute(&self, arguments: &[Vec<&Buffer>]) -> Result<Vec<Vec<Buffer>>, PjrtError> {
+        if arguments.len() != self.devices.len() {
+            return Err(PjrtError::DeviceCount { found: arguments.len(), expected: self.devices.len() });
+        }
+        let handles: Vec<Vec<*mut c_void>> =
+            arguments.iter().map(|list| list.iter().map(|buffer| buffer.buffer).collect()).collect();
+        let lists: Vec<*const *mut c_void> = handles.iter().map(|list| list.as_ptr()).collect();
+        let mut outputs = vec![vec![std::ptr::null_mut::<c_void>(); self.outputs]; arguments.len()];
+        let output_lists: Vec<*mut *mut c_void> = outputs.iter_mut().map(|list| list.as_mut_ptr()).collect();
+        let mut done = vec![std::ptr::null_mut::<c_void>(); arguments.len()];
+        let mut options = sys::ExecuteOptions::default();
+        let mut call = sys::LoadedExecutableExecute {
+            executable: self.loaded,
+            options: &mut options,
+            arguments: lists.as_ptr(),
+            num_devices: arguments.len(),
+            num_arguments: handles.first().map_or(0, Vec::len),
+            outputs: output_lists.as_ptr(),
+            done: done.as_mut_ptr(),
+            ..Default::default()
+        };
+        self.plugin().call("run the program", Function::LoadedExecutableExecute, &mut call)?;
+        let owned = |buffer| Buffer { client: self.client.clone(), buffer };
+        let results = outputs.into_iter().map(|list| list.into_iter().map(owned).collect()).collect();
+        let mut finished = Ok(());
+        for event in done {
+            finished = finished.and(self.plugin().wait("run the program", event));
+        }
+        finished.map(|()| results)
+    }
+}
+
+/// A tensor on a device.
+#[derive(Debug)]
+pub struct Buffer {
+    client: Client,
+    buffer: *mut c_void,
+}
+
+// SAFETY: see `Inner`.
+unsafe impl Send for Buffer {}
+// SAFETY: see `Inner`.
+unsafe impl Sync for Buffer {}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let mut arguments = sys::BufferDestroy { buffer: self.buffer, ..Default::default() };
+        let _ = self.client.inner.plugin.call("free a tensor", Function::BufferDestroy, &mut arguments);
+    }
+}
+
+impl Buffer {
+    /// Copies the tensor to the host, as [`super::to_bytes`] writes it.
+    pub fn to_host(&self) -> Result<Vec<u8>, PjrtError> {
+        const ACTION: &str = "copy a tensor to the host";
+        let plugin = &self.client.inner.plugin;
+        let mut of = sys::BufferDimensions { buffer: self.buffer, ..Default::default() };
+        plugin.call(ACTION, Function::BufferDimensions, &mut of)?;
+        // Row major: the last dimension is the most minor one.
+        let minor_to_major: Vec<i64> = (0..of.count as i64).rev().collect();
+        let tiled = sys::TiledLayout {
+            minor_to_major: minor_to_major.as_ptr(),
+            count: minor_to_major.len(),
+            ..Default::default()
+        };
+        let layout = sys::Layout { tiled, ..Default::default() };
+        let mut arguments = sys::BufferToHostBuffer { buffer: self.buffer, layout: &layout, ..Default::default() };
+        plugin.call(ACTION, Function::BufferToHostBuffer, &mut arguments)?;
+        let mut bytes = vec![0u8; arguments.size];
+        let mut arguments = sys::BufferToHostBuffer {
+            buffer: self.buffer,
+            layout: &layout,
+            data: bytes.as_mut_ptr().cast(),
+            size: bytes.len(),
+            ..Default::default()
+        };
+        plugin.call(ACTION, Function::BufferToHostBuffer, &mut arguments)?;
+        plugin.wait(ACTION, arguments.event)?;
+        Ok(bytes)
+    }
+}
+
+/// An option as the API takes it. It borrows from the option.
+fn named(option: &ClientOption) -> NamedValue {
+    let (name, kind, value, value_size) = match option {
+        ClientOption::Text(name, value) => (name, 0, value.as_ptr() as usize as u64, value.len()),
+        ClientOption::Number(name, value) => (name, 1, *value as u64, 1),
+        ClientOption::Real(name, value) => (name, 3, u64::from(value.to_bits()), 1),
+        ClientOption::Flag(name, value) => (name, 4, u64::from(*value), 1),
+    };
+    let name_start: *const c_char = name.as_ptr().cast();
+    NamedValue { name: name_start, name_size: name.len(), kind, value, value_size, ..Default::default() }
+}
+
+/// The API's number of an element type. `None` for types narrower than a byte, which devices pack.
+fn element(dtype: DType) -> Option<c_int> {
+    Some(match dtype {
+        DType::Bool => 1,
+        DType::I8 => 2,
+        DType::I16 => 3,
+        DType::I32 => 4,
+        DType::I64 => 5,
+        DType::U8 => 6,
+        DType::U16 => 7,
+        DType::U32 => 8,
+        DType::U64 => 9,
+        DType::F16 => 10,
+        DType::F32 => 11,
+        DType::F64 => 12,
+        DType::BF16 => 13,
+        DType::F8E5M2 => 16,
+        DType::F8E4M3FN => 17,
+        DType::F8E4M3B11FNUZ => 18,
+        DType::F8E5M2FNUZ => 19,
+        DType::F8E4M3FNUZ => 20,
+        DType::F8E4M3 => 26,
+        DType::F8E3M4 => 27,
+        DType::F8E8M0FNU => 28,
+        DType::I4 | DType::I2 | DType::U4 | DType::U2 => return None,
+    })
+}
