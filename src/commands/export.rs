@@ -23,6 +23,8 @@ pub struct Export {
 enum To {
     /// A Python module for JAX, with a PartitionSpec for each parameter
     Jax,
+    /// A StableHLO module of the loss and its gradients, with Shardy's shardings
+    Stablehlo,
 }
 
 impl Export {
@@ -30,6 +32,7 @@ impl Export {
         expect_writable(&self.output)?;
         let to = match self.to {
             To::Jax => Stack::Jax,
+            To::Stablehlo => Stack::StableHlo,
         };
         let exported = export(&load_plan(&self.plan)?, to)?;
         for note in &exported.notes {

@@ -2,10 +2,12 @@
 //! target can say yet, the layouts of a plan's one stage, and the price of rounding them.
 
 mod jax;
+mod stablehlo;
 
 use crate::error::{Error, Names};
 use crate::units::{bytes, plural};
 use altiplano_cost_models::Rooflines;
+use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
@@ -20,12 +22,14 @@ use altiplano_planner::{predict_plan, programs};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stack {
     Jax,
+    StableHlo,
 }
 
 impl Stack {
     pub fn name(self) -> &'static str {
         match self {
             Stack::Jax => "jax",
+            Stack::StableHlo => "stablehlo",
         }
     }
 }
@@ -71,6 +75,8 @@ pub enum ExportProblem {
         "input '{0}' grows with the batch in several dimensions and cannot be cut into microbatches; plan with --num-microbatches 1"
     )]
     SeveralBatchDimensions(String),
+    #[error("{0}")]
+    Gradients(AutodiffError),
 }
 
 /// Writes a plan as a program of other software.
@@ -92,6 +98,7 @@ pub fn export(plan: &Plan, to: Stack) -> Result<Exported, Error> {
     }
     match to {
         Stack::Jax => jax::module(&layouts),
+        Stack::StableHlo => stablehlo::module(&layouts),
     }
 }
 

@@ -103,3 +103,39 @@ fn fingerprints_are_fnv_1a() {
     assert_eq!(fingerprint(""), "6c62272e07bb014262b821756295c58d");
     assert_eq!(fingerprint("a"), "d228cb696f1a8caf78912b704e4a8964");
 }
+
+/// The module is read back: a graph with the plan's layouts as pins, whose loss has the value of the plan's graph.
+#[test]
+fn a_stablehlo_module_has_the_layouts_and_the_values_of_the_plan() {
+    use altiplano_ir::graph::Graph;
+    use altiplano_ir::interpret::run;
+    use altiplano_ir::tensor::Tensor;
+    let plan = planned(|request| request.degrees.zero = Some(3));
+    let exported = export(&plan, Stack::StableHlo).expect("a module");
+    let imported = altiplano_import::stablehlo::import(&exported.text).expect("it is read back");
+    let mesh = "mesh<data=2, tensor=2";
+    let name = "['h0']['fc']['w']";
+    let argument = imported.arguments.iter().find(|a| a.name.as_deref().is_some_and(|n| n.contains(name)));
+    let value = argument.expect("the parameter").value;
+    let pin = imported.graph.pins_of(value)[0].to_string();
+    assert!(pin.contains(mesh) && pin.contains("data") && pin.contains("{tensor"), "{pin}");
+    assert_eq!(imported.results[0].as_deref(), Some("loss"));
+    assert_eq!(imported.results.len(), 1 + plan.graph.trained_parameters().count());
+    // The first row of a loss of small weights is enough to tell graphs apart.
+    let leaf = |graph: &Graph, v: ValueId| {
+        let ty = graph.ty(v).clone();
+        let modulus = if ty.dtype.is_float() { 13 } else { 11 };
+        let mut at = 0;
+        Tensor::from_fn(ty.clone(), |_| {
+            at += 1;
+            if ty.dtype.is_float() { f64::from(at % modulus - 6) * 0.01 } else { f64::from(at % modulus) }
+        })
+    };
+    let mut forward = plan.graph.clone();
+    forward.outputs.truncate(1);
+    let mut found = imported.graph.clone();
+    found.outputs.truncate(1);
+    let value = |graph: &Graph| run(graph, |v| leaf(graph, v))[0].data[0];
+    let (expected, found) = (value(&forward), value(&found));
+    assert!((expected - found).abs() <= 1e-9 * expected.abs(), "{found} is not {expected}");
+}
