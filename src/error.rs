@@ -25,6 +25,8 @@ use altiplano_runtime::RuntimeError;
 use altiplano_runtime::devices::cuda::CudaError;
 use altiplano_runtime::error::{KernelError, RanksError};
 use altiplano_runtime::tape::BuildError;
+use altiplano_xla::pjrt::PjrtError;
+use altiplano_xla::program::EngineError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -135,6 +137,8 @@ pub enum Error {
     Runtime(Box<RuntimeError>),
     #[error(transparent)]
     Cuda(Box<CudaError>),
+    #[error(transparent)]
+    Xla(Box<EngineError>),
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },
     #[error(
@@ -310,6 +314,18 @@ impl From<PlanFailure> for Error {
 impl From<RuntimeError> for Error {
     fn from(error: RuntimeError) -> Self {
         Error::Runtime(Box::new(error))
+    }
+}
+
+impl From<EngineError> for Error {
+    fn from(error: EngineError) -> Self {
+        Error::Xla(Box::new(error))
+    }
+}
+
+impl From<PjrtError> for Error {
+    fn from(error: PjrtError) -> Self {
+        EngineError::from(error).into()
     }
 }
 

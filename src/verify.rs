@@ -6,6 +6,7 @@ use crate::error::{DataProblem, Error};
 use crate::inference::{Results, results_of};
 use crate::model::GivenStep;
 use crate::training::{Batch, Batches, Training, expect_memory, scalars, session, start, weights_of};
+use crate::xla;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
@@ -170,7 +171,7 @@ impl Verified {
 /// `expect` is a file with weights under the parameters' names, the batch as `input/NAME`, `loss`, and gradients as
 /// `grad/NAME`. For a model without training, it holds only results as `result/0` and so on. Without it, weights and
 /// batch are as for training. `given` is the training step from which the model was extracted, if the plan's batch is
-/// the traced one. The plan runs on GPUs if the training says so; the single device is always a CPU.
+/// the traced one. The plan runs on GPUs or XLA's devices if the training says so; the single device is always a CPU.
 ///
 /// If the plan and a reference differ by more than the order of additions explains, the effect of rounding is measured:
 /// the change of one device's results when the last bits of the weights change. Some values are known no better than
@@ -213,9 +214,14 @@ pub fn verify(
     // gradients.
     let unscaled = |plan: &Plan| Plan { loss_scale: None, ..plan.clone() };
     let (plan, one) = (&unscaled(plan), unscaled(&one));
-    let ours = match &training.cuda {
-        None => outcome(plan, &weights, &batch, training.learning_rate)?,
-        Some(options) => {
+    let ours = match (&training.cuda, &training.xla) {
+        (None, None) => outcome(plan, &weights, &batch, training.learning_rate)?,
+        (_, Some(plugin)) => {
+            let xla::Stepped { loss, gradients, weights } =
+                xla::step(plan, plugin, &weights, &batch, training.learning_rate)?;
+            Outcome { loss, gradients, weights }
+        }
+        (Some(options), None) => {
             let mut session = Session::on_gpus(&programs(plan)?, options)?;
             outcome_on(&mut session, plan, &weights, &batch, training.learning_rate)?
         }

@@ -706,12 +706,30 @@ enum TokenType {
 enum DeviceKind {
     Cpu,
     Cuda,
+    /// CPU devices of XLA, by a PJRT plugin
+    #[value(name = "xla:cpu")]
+    XlaCpu,
 }
 
 impl Start {
     /// The options of GPUs, if requested. Unusable GPUs are an error before anything is planned.
     pub fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
-        if self.device == DeviceKind::Cpu { Ok(None) } else { gpus().map(Some) }
+        match self.device {
+            DeviceKind::Cpu => Ok(None),
+            DeviceKind::Cuda => gpus().map(Some),
+            DeviceKind::XlaCpu => Err(Error::Option {
+                option: "--device",
+                problem: "xla:cpu runs only plans that train so far, with `verify`",
+            }),
+        }
+    }
+
+    /// The plugin of XLA's devices, if these are requested: the one that is named, or the one that is found.
+    pub fn xla(&self, named: Option<&Path>) -> Result<Option<PathBuf>, Error> {
+        if self.device != DeviceKind::XlaCpu {
+            return Ok(None);
+        }
+        Ok(Some(altiplano_xla::pjrt::find(named, altiplano_xla::pjrt::Platform::Cpu)?))
     }
 
     pub fn is_cuda(&self) -> bool {

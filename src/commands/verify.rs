@@ -17,18 +17,22 @@ pub struct Verify {
     /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
+    /// The PJRT plugin of `--device xla:cpu` [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    #[arg(long, value_name = "FILE", requires = "device")]
+    plugin: Option<PathBuf>,
     #[command(flatten)]
     start: Start,
 }
 
 impl Verify {
     pub fn run(self) -> Result<(), Error> {
-        let cuda = self.start.cuda()?;
+        let xla = self.start.xla(self.plugin.as_deref())?;
+        let cuda = if xla.is_some() { None } else { self.start.cuda()? };
         let (plan, given) = self.plan.plan_and_step()?;
         if !plan.schedule.trains() {
             self.start.expect_cpu()?;
         }
-        let training = Training { cuda, ..self.start.training(1, given.as_ref()) };
+        let training = Training { cuda, xla, ..self.start.training(1, given.as_ref()) };
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
         let verified = verify(&plan, &training, self.expect.as_deref(), given.as_ref(), &bar)?;

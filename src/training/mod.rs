@@ -66,6 +66,8 @@ pub struct Training {
     pub check_nan: bool,
     /// Train on these GPUs; on CPU workers if absent.
     pub cuda: Option<CudaOptions>,
+    /// Verify on the devices of this PJRT plugin. No other command runs on one.
+    pub xla: Option<PathBuf>,
     pub checkpoints: Option<Checkpoints>,
     /// File of metrics, with a line for each step.
     pub metrics: Option<PathBuf>,

@@ -1,10 +1,12 @@
 //! XLA as a target: graphs as StableHLO text, and XLA's compilers and devices through PJRT.
 //!
 //! [`legal`] rewrites a graph into ops that StableHLO has, and [`text`] prints them. [`pjrt`] opens a plugin of XLA,
-//! compiles the text and runs it. Only that module has unsafe code.
+//! compiles the text and runs it, and [`program`] runs the programs of plans with one stage. Only `pjrt` has unsafe
+//! code.
 
 #![deny(unsafe_code)]
 
 pub mod legal;
 pub mod pjrt;
+pub mod program;
 pub mod text;
