@@ -165,7 +165,7 @@ fn a_stablehlo_module_has_the_layouts_and_the_values_of_the_plan() {
             if ty.dtype.is_float() { f64::from(at % modulus - 6) * 0.01 } else { f64::from(at % modulus) }
         })
     };
-    let mut forward = plan.graph.clone();
+    let mut forward = (*plan.graph).clone();
     forward.outputs.truncate(1);
     let mut found = imported.graph.clone();
     found.outputs.truncate(1);
