@@ -16,6 +16,8 @@ pub struct Stack {
     pub virtual_stages: bool,
     /// Stages may have any number of layers, and the first and last may have none besides embedding and loss.
     pub uneven: bool,
+    /// Devices of tensor parallelism may split tokens between products.
+    pub sequence: bool,
     /// All stages have the same degrees, which a sweep tries one by one.
     pub uniform: bool,
     /// ZeRO levels without tensor parallelism and pipelines.
@@ -50,6 +52,7 @@ pub fn stack(target: Target) -> Stack {
         experts: true,
         virtual_stages: true,
         uneven: false,
+        sequence: true,
         uniform: false,
         zero: ALL_LEVELS,
         zero_with_tensor: ALL_LEVELS,
@@ -70,6 +73,7 @@ pub fn stack(target: Target) -> Stack {
         Target::Deepspeed => Stack {
             context: false,
             virtual_stages: false,
+            sequence: false,
             uniform: true,
             zero_with_tensor: &[0, 1, 2],
             zero_in_pipelines: &[0, 1],

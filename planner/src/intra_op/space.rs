@@ -73,6 +73,8 @@ pub struct Spaces<'a> {
     layouts: Vec<Sharding>,
     ids: FxHashMap<Sharding, LayoutId>,
     reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
+    /// Prices of reductions of gradients into storage, which may split over any axis.
+    into_storage: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
@@ -93,6 +95,7 @@ impl<'a> Spaces<'a> {
             layouts: Vec::new(),
             ids: FxHashMap::default(),
             reshards: FxHashMap::default(),
+            into_storage: FxHashMap::default(),
             spaces: BTreeMap::new(),
             of_values: FxHashMap::default(),
             given: FxHashMap::default(),
@@ -142,6 +145,21 @@ impl<'a> Spaces<'a> {
             false => self.prices.reshard_uncached(ty, before, after),
         };
         self.reshards.insert(key, price);
+        price
+    }
+
+    /// The price to reduce a gradient in every microbatch into the layout in which it is stored. Unlike that of other
+    /// reshards, it may split over any axis.
+    pub fn reduced_into_storage(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
+        if from == to || self.roles.features_axis.is_none() {
+            return self.reshard(ty, from, to);
+        }
+        let key = (ty.dtype.bytes(), from, to);
+        if let Some(&price) = self.into_storage.get(&key) {
+            return price;
+        }
+        let price = self.prices.reshard_uncached(ty, self.layout(from), self.layout(to));
+        self.into_storage.insert(key, price);
         price
     }
 

@@ -216,7 +216,8 @@ const NEARLY_FITS: f64 = 1.25;
 /// Layouts that are tried in place of an even one.
 const OTHER_LAYOUTS: usize = 3;
 
-/// The same configuration with another layout of its layers, if evenly dealt layers are too few or just do not fit.
+/// The same configuration with another layout of its layers or with sequence parallelism, if evenly dealt layers are too
+/// few or just do not fit.
 fn other_layout(
     configurations: &Configurations<'_>,
     degrees: &Degrees,
@@ -225,14 +226,17 @@ fn other_layout(
 ) -> Option<Swept> {
     let share = |s: &Stage, plan: &Plan| s.predicted.peak_bytes as f64 / plan.usable_bytes(s).max(1) as f64;
     let far = |swept: &Swept| swept.plan.stages.iter().any(|s| share(s, &swept.plan) > NEARLY_FITS);
-    if degrees.stages < 2 || even.is_some_and(|even| fits(&even.plan) || far(even)) {
+    if even.is_some_and(|even| fits(&even.plan) || far(even)) {
         return None;
     }
-    let layouts = configurations.layouts(degrees).into_iter().filter(|&layout| layout != Layout::Even);
-    let others = layouts.take(OTHER_LAYOUTS).filter_map(|layout| {
-        let degrees = Degrees { layout, ..*degrees };
-        Some(Swept { degrees, plan: configurations.configured(&degrees, costs).ok()? })
-    });
+    let layouts = if degrees.stages > 1 && degrees.cp == 1 { configurations.layouts(degrees) } else { Vec::new() };
+    let layouts = layouts.into_iter().filter(|&layout| layout != Layout::Even).take(OTHER_LAYOUTS);
+    let layouts = layouts.map(|layout| Degrees { layout, ..*degrees });
+    let sequence = (degrees.tp > 1 && stack(configurations.request.target).sequence)
+        .then_some(Degrees { sequence: true, ..*degrees });
+    let others = layouts
+        .chain(sequence)
+        .filter_map(|degrees| Some(Swept { degrees, plan: configurations.configured(&degrees, costs).ok()? }));
     let best = others.min_by_key(|swept| peak_bytes(&swept.plan))?;
     (even.is_none() || fits(&best.plan)).then_some(best)
 }
@@ -467,6 +471,11 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                 }
             }
         }
+    }
+    // Degrees that leave one replica shard nothing, and are for requests that leave no other.
+    let shards = |d: &Degrees| d.dp * d.cp > 1;
+    if request.degrees.zero.is_some_and(|level| level > 0) && all.iter().any(shards) {
+        all.retain(shards);
     }
     // Software that has expert parallelism deals experts out to replicas if that is faster.
     if stack.uniform && stack.experts && request.degrees.ep.is_none() && !expert_products(&request.graph).is_empty() {

@@ -118,7 +118,9 @@ fn climb(
 /// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the
 /// next larger or smaller number of stages that share devices or of microbatches, in storage or in recomputation.
 fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<Degrees> {
-    let uneven = stack(known.request.target).uneven;
+    let stack = stack(known.request.target);
+    // A stage of nothing but the head would split it over the devices of context parallelism.
+    let uneven = stack.uneven && at.cp == 1;
     let layouts = |degrees: Degrees| {
         let ranked = if uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
         let ranked = ranked.into_iter().take(LAYOUTS);
@@ -138,7 +140,11 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
         found.extend(layouts(degrees));
     }
     let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, ..*degrees };
-    found.extend((at.tp > 1).then_some(Degrees { sequence: !at.sequence, ..*at }));
+    // Sequence parallelism keeps less, so that less has to be recomputed.
+    if at.tp > 1 && stack.sequence {
+        let levels = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches, d.zero) == (shared, count, zero));
+        found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, ..*d }));
+    }
     let counts =
         next(|d| d.num_microbatches, &|d| (d.virtual_stages, d.zero, d.recompute) == (shared, zero, recompute));
     found.extend(counts.iter().map(same));
