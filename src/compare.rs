@@ -12,8 +12,10 @@ use crate::units::{digits, percent, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::stacks::stack;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::fixed_degrees::Degrees;
+use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::sweep::configured;
 use altiplano_planner::{PlanFailure, Request};
 use serde_json::{Value, json};
@@ -79,17 +81,19 @@ impl FromStr for Baseline {
                 }
                 "target" => {
                     let known = Target::ALL.into_iter().find(|t| t.name() == value);
-                    baseline.target =
-                        known.ok_or_else(|| format!("{word}: expected altiplano, megatron, fsdp or xla"))?;
+                    let names = || Target::ALL.map(Target::name).join(", ");
+                    baseline.target = known.ok_or_else(|| format!("{word}: expected one of {}", names()))?;
                 }
                 _ => return Err(format!("{word}: not one of tp, pp, dp, mbs, zero, recompute, target")),
             }
         }
-        let Baseline { target, tp, pp, .. } = baseline;
-        match target {
+        let Baseline { target, tp, pp, zero, .. } = baseline;
+        let stack = stack(target);
+        match target.name() {
             _ if seen.is_empty() => Err("expected degrees such as tp=4 pp=2".into()),
-            Target::Fsdp if tp > 1 => Err(format!("tp={tp}: fsdp runs no tensor parallelism")),
-            Target::Fsdp | Target::Xla if pp > 1 => Err(format!("pp={pp}: {} runs no pipelines", target.name())),
+            name if tp > 1 && !stack.tensor => Err(format!("tp={tp}: {name} runs no tensor parallelism")),
+            name if pp > 1 && !stack.pipelines => Err(format!("pp={pp}: {name} runs no pipelines")),
+            name if !stack.shards(zero, tp, pp) => Err(format!("zero={zero}: {name} runs no such storage here")),
             _ => Ok(baseline),
         }
     }
@@ -138,6 +142,9 @@ impl Baseline {
             num_microbatches,
             zero: self.zero,
             recompute: self.recompute,
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
         };
         configured(&request, &degrees, &Rooflines::of(&request.cluster)).map_err(|failure| match failure {
             PlanFailure::NoCombination => {

@@ -95,16 +95,21 @@ pub enum Target {
     /// This project's runtime: every plan of the search space.
     #[default]
     Altiplano,
-    /// Megatron-LM: uniform stages, the same degrees everywhere, tensor parallelism within a node.
+    /// Megatron-LM: stages of any layers with the same degrees everywhere.
     Megatron,
     /// PyTorch FSDP: one stage of replicas that shard their storage.
     Fsdp,
     /// XLA's partitioner: one program for all devices, without a pipeline.
     Xla,
+    /// torchtitan: PyTorch FSDP with tensor, context, pipeline and expert parallelism.
+    Torchtitan,
+    /// DeepSpeed: ZeRO with its tensor parallelism or its pipelines.
+    Deepspeed,
 }
 
 impl Target {
-    pub const ALL: [Target; 4] = [Target::Altiplano, Target::Megatron, Target::Fsdp, Target::Xla];
+    pub const ALL: [Target; 6] =
+        [Target::Altiplano, Target::Megatron, Target::Fsdp, Target::Xla, Target::Torchtitan, Target::Deepspeed];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -112,7 +117,14 @@ impl Target {
             Target::Megatron => "megatron",
             Target::Fsdp => "fsdp",
             Target::Xla => "xla",
+            Target::Torchtitan => "torchtitan",
+            Target::Deepspeed => "deepspeed",
         }
+    }
+
+    /// True if PyTorch's FSDP stores parameters: it shards gradients wherever it shards optimizer state.
+    pub fn is_fsdp(self) -> bool {
+        matches!(self, Target::Fsdp | Target::Torchtitan)
     }
 
     pub(crate) fn is_ours(&self) -> bool {

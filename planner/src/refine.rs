@@ -108,7 +108,7 @@ pub fn levels(fixed: Option<u8>, num_devices: u32, trains: bool, target: Target)
         // Without training, only parameters can be sharded.
         None if !trains => vec![0, 3],
         // FSDP shards gradients wherever it shards state.
-        None if target == Target::Fsdp => vec![0, 2, 3],
+        None if target.is_fsdp() => vec![0, 2, 3],
         None => vec![0, 1, 2, 3],
     }
 }

@@ -249,6 +249,8 @@ pub enum PlanFailure {
     OneGroup { option: &'static str, value: &'static str, groups: usize },
     #[error("--{option} {given} is not {allowed}, which is what {target} runs")]
     Target { target: &'static str, option: &'static str, given: u32, allowed: u32 },
+    #[error("--{option} {given}: {target} {problem}")]
+    Lacks { target: &'static str, option: &'static str, given: String, problem: String },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
     #[error("--{option} with --parameter-servers: {problem}")]

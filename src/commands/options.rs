@@ -354,6 +354,8 @@ enum TargetName {
     Megatron,
     Fsdp,
     Xla,
+    Torchtitan,
+    Deepspeed,
     /// By the file: fsdp for torch.export archives, xla for StableHLO, else altiplano
     Auto,
 }
@@ -523,6 +525,8 @@ impl PlanOptions {
             Some(TargetName::Megatron) => Target::Megatron,
             Some(TargetName::Fsdp) => Target::Fsdp,
             Some(TargetName::Xla) => Target::Xla,
+            Some(TargetName::Torchtitan) => Target::Torchtitan,
+            Some(TargetName::Deepspeed) => Target::Deepspeed,
             Some(TargetName::Auto) => {
                 let (target, kind) = match Format::of(bytes) {
                     Format::TorchExport => (Target::Fsdp, "a torch.export archive"),
@@ -538,8 +542,7 @@ impl PlanOptions {
     /// Sets what is searched, and what a plan may be like.
     fn set_space(&self, request: &mut Request) -> Result<(), Error> {
         if request.target != Target::Altiplano {
-            let problem =
-                "must be synchronous with --target megatron, fsdp or xla, which do not train with late gradients";
+            let problem = "must be synchronous with --target: no other software trains with late gradients";
             let late = [("--schedule", request.schedule == Some(Schedule::PipeDream))];
             let late = late.into_iter().chain([("--update", request.training.update == Update::Stale)]);
             if let Some((option, _)) = late.into_iter().find(|(_, given)| *given) {

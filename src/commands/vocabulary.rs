@@ -8,7 +8,7 @@ use clap::{Arg, Command};
 /// Options, and their names in other software.
 const NAMES: &[(&str, &[&str])] = &[
     ("dp", &["data-parallel-size", "data-parallel-degree", "dp-size"]),
-    ("tp", &["tensor-model-parallel-size", "tensor-parallel-size", "tensor-parallel-degree", "tp-size"]),
+    ("tp", &["tensor-model-parallel-size", "tensor-parallel-size", "tensor-parallel-degree", "tp-size", "autotp-size"]),
     ("pp", &["pipeline-model-parallel-size", "pipeline-parallel-size", "pipeline-parallel-degree", "pp-size"]),
     ("cp", &["context-parallel-size", "context-parallel-degree", "cp-size"]),
     ("ep", &["expert-model-parallel-size", "expert-parallel-size", "expert-parallel-degree", "ep-size"]),
@@ -38,6 +38,20 @@ const NAMES: &[(&str, &[&str])] = &[
 const INSTEAD: &[(&str, &str)] = &[
     ("sequence-parallel", "positions are split between tensor-parallel products wherever that is faster; leave it out"),
     ("use-distributed-optimizer", "--zero 1 shards the optimizer's state"),
+    ("use-megatron-fsdp", "--target megatron --zero 2 shards gradients as well as state, and --zero 3 parameters too"),
+    ("data-parallel-sharding-strategy", "--zero 0 is no_shard, 1 optim, 2 optim_grads and 3 optim_grads_params"),
+    ("fsdp-reshard-after-forward", "--zero 3 gathers parameters for each pass (always), --zero 2 keeps them (never)"),
+    (
+        "pipeline-model-parallel-layout",
+        "--target megatron searches the layers of each stage, and --pp fixes how many there are",
+    ),
+    ("decoder-first-pipeline-num-layers", "--target megatron searches the layers of each stage; leave it out"),
+    ("decoder-last-pipeline-num-layers", "--target megatron searches the layers of each stage; leave it out"),
+    ("expert-tensor-parallel-size", "--ep N deals experts out, and what is left of --tp splits them; leave it out"),
+    (
+        "cp-comm-type",
+        "--cp N gathers keys and values (allgather); --ring N without --cp sends them around a ring (p2p)",
+    ),
     ("num-layers-per-virtual-pipeline-stage", "--virtual-stages N says how many stages share devices"),
     ("use-flash-attn", "attention is one kernel wherever the software of --target has one; leave it out"),
     (
@@ -45,7 +59,10 @@ const INSTEAD: &[(&str, &str)] = &[
         "parameters are sharded over all replicas: --dp N --zero 3, or --zero 0 for none",
     ),
     ("fsdp", "--target fsdp plans for PyTorch FSDP, and --zero 3 shards parameters for any target"),
-    ("deepspeed", "its settings are options here: --zero N, --micro-batch-size N, --gradient-accumulation-steps N"),
+    (
+        "deepspeed",
+        "--target deepspeed plans for it; its settings are --zero N, --micro-batch-size N, --gradient-accumulation-steps N",
+    ),
 ];
 
 /// Adds the names of other software to a command.

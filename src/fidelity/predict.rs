@@ -14,6 +14,7 @@ use altiplano_ir::recompute::Recompute;
 use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped};
 use altiplano_planner::predict::timing::BodyWork;
 use altiplano_planner::search::fixed_degrees::{Degrees, fixed};
+use altiplano_planner::search::layout::Layout;
 use altiplano_planner::{PlanFailure, Request, pin_positions, predict};
 use serde_json::json;
 use std::collections::HashMap;
@@ -163,6 +164,9 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
         num_microbatches,
         zero: u8::from(row.sharded_optimizer),
         recompute,
+        layout: Layout::Even,
+        experts: false,
+        sequence: false,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;
     let derived = TrainingGraphs::of(&plan);

@@ -50,11 +50,11 @@ pub fn enough(plan: &Plan) -> Option<String> {
 
 /// The degree of sharded storage, in the words of the software that runs the plan.
 pub fn sharded(target: Target, level: u8) -> String {
-    match (target, level) {
-        (Target::Fsdp, 0) => "DDP".to_string(),
-        (Target::Fsdp, 1 | 2) => "SHARD_GRAD_OP".to_string(),
-        (Target::Fsdp, _) => "FULL_SHARD".to_string(),
-        (_, level) => format!("ZeRO-{level}"),
+    match level {
+        0 if target.is_fsdp() => "DDP".to_string(),
+        1 | 2 if target.is_fsdp() => "SHARD_GRAD_OP".to_string(),
+        _ if target.is_fsdp() => "FULL_SHARD".to_string(),
+        level => format!("ZeRO-{level}"),
     }
 }
 
@@ -65,6 +65,8 @@ fn software(target: Target) -> &'static str {
         Target::Megatron => "Megatron-LM",
         Target::Fsdp => "PyTorch FSDP",
         Target::Xla => "JAX on XLA",
+        Target::Torchtitan => "torchtitan",
+        Target::Deepspeed => "DeepSpeed",
     }
 }
 
@@ -121,10 +123,10 @@ fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
     let data = data * plan.servers.as_ref().map_or(1, |over| over.workers.len() as u32);
     let sharded = match (stage.zero, plan.target) {
         _ if stage.mesh.num_devices() == 1 => String::new(),
-        (0, target) if target != Target::Fsdp => String::new(),
-        (3, Target::Altiplano | Target::Megatron | Target::Xla) => " (FSDP)".to_string(),
-        (3, Target::Fsdp) => " (FSDP, FULL_SHARD)".to_string(),
-        (2, Target::Fsdp) => " (FSDP, SHARD_GRAD_OP)".to_string(),
+        (0, target) if !target.is_fsdp() => String::new(),
+        (2.., target) if target.is_fsdp() => format!(" (FSDP, {})", sharded(target, stage.zero)),
+        (3, Target::Deepspeed) => " (ZeRO-3)".to_string(),
+        (3, _) => " (FSDP)".to_string(),
         (level, target) => format!(" ({})", sharded(target, level)),
     };
     let mut text = format!("DP {data}{sharded} x TP {tensor} x CP {context} x EP {expert}");

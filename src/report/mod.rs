@@ -523,7 +523,7 @@ impl<'a> Layouts<'a> {
                     format!("{} to {}, by parameter", sharded(plan.target, least), sharded(plan.target, most))
                 }
                 (level, _) => match (level.copied().unwrap_or(stage.zero), plan.target) {
-                    (0, Target::Altiplano | Target::Megatron | Target::Xla) => "not sharded (ZeRO-0)".to_string(),
+                    (0, target) if !target.is_fsdp() => "not sharded (ZeRO-0)".to_string(),
                     (level, target) => sharded(target, level),
                 },
             };

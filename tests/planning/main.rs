@@ -15,3 +15,4 @@ mod record;
 mod search;
 mod servers;
 mod stage_tables;
+mod targets;

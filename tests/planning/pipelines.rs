@@ -6,6 +6,7 @@ use altiplano::cost_models::Rooflines;
 use altiplano::ir::plan::{Plan, Schedule, Stage};
 use altiplano::ir::recompute::{Recomputation, Recompute};
 use altiplano::planner::search::fixed_degrees::{Degrees, fixed};
+use altiplano::planner::search::layout::Layout;
 use altiplano::planner::{Silent, predict_plan};
 use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
 use serde_json::Value;
@@ -38,9 +39,19 @@ fn plans_of_given_degrees_compute_no_head_twice() {
     for (schedule, keeps) in [(Schedule::OneFOneB, true), (Schedule::GPipe, false)] {
         let mut request = request(&model, load_cluster("p3.16xlarge:1").expect("a preset"));
         request.schedule = Some(schedule);
-        let (virtual_stages, recompute) = (1, Recompute::Full);
-        let degrees =
-            Degrees { dp: 1, tp: 2, cp: 1, stages: 4, virtual_stages, num_microbatches: 4, zero: 0, recompute };
+        let degrees = Degrees {
+            dp: 1,
+            tp: 2,
+            cp: 1,
+            stages: 4,
+            virtual_stages: 1,
+            num_microbatches: 4,
+            zero: 0,
+            recompute: Recompute::Full,
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
+        };
         let costs = Rooflines::of(&request.cluster);
         let plan = predict_plan(fixed(&request, &degrees, &costs).expect("a plan"), &costs).expect("a prediction");
         let levels = |stage: &Stage| (0..stage.layers.len()).map(|l| stage.recompute.of(l)).collect::<Vec<_>>();

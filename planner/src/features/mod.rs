@@ -8,4 +8,5 @@ pub mod parallelism;
 pub(crate) mod pins;
 pub mod rings;
 pub(crate) mod servers;
+pub mod stacks;
 pub mod target;

@@ -8,6 +8,7 @@ use crate::predict::predict_from;
 use crate::request::{OverServers, PlanFailure, Progress, Request};
 use crate::search::choice::{fits, peak_bytes};
 use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
+use crate::search::layout::Layout;
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Target, Update};
@@ -219,7 +220,19 @@ fn predict_all(
         let graph = at_microbatches(request, num_microbatches).ok_or(PlanFailure::NoCombination)?;
         let request = Request { graph, ..request.clone() };
         let layered = finely_layered(&request);
-        let degrees = Degrees { dp, tp: 1, cp: 1, stages: 1, virtual_stages: 1, num_microbatches, zero: 0, recompute };
+        let degrees = Degrees {
+            dp,
+            tp: 1,
+            cp: 1,
+            stages: 1,
+            virtual_stages: 1,
+            num_microbatches,
+            zero: 0,
+            recompute,
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
+        };
         let mut plan = fixed_of(&request, &layered, &degrees, costs)?;
         plan.servers = over.map(|over| servers_of(&plan, over));
         if plan.servers.is_some() {

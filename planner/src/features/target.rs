@@ -4,6 +4,7 @@
 //! reductions that overlap the backward pass, fused attention, and the type in which gradients are summed.
 //! Everything else is the same for all plans.
 
+use super::stacks::stack;
 use crate::lower::repeat::grows;
 use crate::request::{PlanFailure, Request, SearchKind};
 use altiplano_ir::cluster::{Architecture, Cluster, Group};
@@ -13,13 +14,17 @@ use altiplano_ir::op::{Composite, Function, Op};
 use altiplano_ir::plan::{AttentionKernels, Execution, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Elements that DeepSpeed reduces together: the default of `reduce_bucket_size`.
+const DEEPSPEED_BUCKET: u64 = 500_000_000;
+
 /// Describes how a target runs a model on a device. Megatron-LM: `--overlap-grad-reduce` and
 /// `--overlap-param-gather` come with its distributed optimizer, and all gradients of a stage are reduced in
 /// one buffer. FSDP: prefetches the next parameters, and reduces in the type that it computes in (PyTorch's
 /// `MixedPrecision`). It gathers and reduces each block through one buffer, with copies of parameters and
 /// gradients (`foreach_all_gather` and `foreach_reduce`, torch/distributed/fsdp). PyTorch's
 /// `scaled_dot_product_attention` prefers FlashAttention-2 on all devices, and torchtitan's selective
-/// checkpointing recomputes every second product. XLA: schedules collectives asynchronously. In all three, the
+/// checkpointing recomputes every second product. torchtitan is FSDP with other degrees beside it. DeepSpeed:
+/// `overlap_comm`, and gradients in the type of the model (`communication_data_type`). XLA: schedules collectives asynchronously. In all of them, the
 /// loss reads a tensor of log-probabilities, and its gradient is scattered into another: Megatron-LM's
 /// `vocab_parallel_cross_entropy`, PyTorch's `nll_loss`, and the scatter that JAX derives from
 /// `take_along_axis`.
@@ -39,7 +44,7 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             gradients: half.map(|_| DType::F32),
             ..Execution::default()
         },
-        Target::Fsdp => Execution {
+        Target::Fsdp | Target::Torchtitan => Execution {
             overlap: true,
             fused_attention,
             gradients: half,
@@ -48,7 +53,34 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             unit_bytes: unit_bytes(graph),
             ..Execution::default()
         },
+        Target::Deepspeed => Execution {
+            bucket_bytes: DEEPSPEED_BUCKET * half.unwrap_or(DType::F32).bytes(),
+            overlap: true,
+            fused_attention,
+            gradients: half,
+            attention: AttentionKernels::Flash2,
+            ..Execution::default()
+        },
         Target::Xla => Execution { overlap: true, fused_attention, ..Execution::default() },
+    }
+}
+
+/// The execution of a configuration that shards storage at a level. From ZeRO-2 on, Megatron-LM runs its own FSDP, and
+/// at ZeRO-3 DeepSpeed gathers parameters by module; both hold a block at a time, as PyTorch's FSDP does.
+pub fn execution_at(request: &Request, level: u8) -> Execution {
+    let by_block = match request.target {
+        Target::Megatron => level >= 2,
+        Target::Deepspeed => level >= 3,
+        Target::Altiplano | Target::Fsdp | Target::Xla | Target::Torchtitan => false,
+    };
+    match by_block {
+        true => Execution {
+            bucket_bytes: Execution::default().bucket_bytes,
+            overlap: true,
+            unit_bytes: unit_bytes(&request.graph),
+            ..request.execution
+        },
+        false => request.execution,
     }
 }
 
@@ -133,8 +165,8 @@ fn has_kernel(target: Target, generation: Architecture, head: Head) -> bool {
     let flash = is_flash && dtype.is_half() && size <= 256 && aligned;
     match (target, generation) {
         (Target::Altiplano, _) => is_flash && (dtype.is_half() || dtype == DType::F32) && size <= 256,
-        (Target::Megatron, _) | (Target::Fsdp, Architecture::Amd(_)) => flash,
-        (Target::Fsdp, Architecture::Nvidia(capability)) => {
+        (Target::Megatron, _) | (Target::Fsdp | Target::Torchtitan | Target::Deepspeed, Architecture::Amd(_)) => flash,
+        (Target::Fsdp | Target::Torchtitan | Target::Deepspeed, Architecture::Nvidia(capability)) => {
             let efficient = dtype == DType::F32 || dtype == DType::F16 || dtype == DType::BF16 && capability >= 80;
             efficient && aligned
         }
@@ -154,7 +186,7 @@ pub fn one_group(request: &Request, option: &'static str, value: &'static str) -
 /// Applies the restrictions of the request's target.
 ///
 /// # Errors
-/// [`PlanFailure::Target`] if the request fixes a degree that the target does not have.
+/// [`PlanFailure::Target`] or [`PlanFailure::Lacks`] if the request fixes a degree that the target does not have.
 /// [`PlanFailure::OneGroup`] if the target or the search requires identical devices and the cluster has several
 /// groups.
 pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
@@ -167,7 +199,7 @@ pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
     let mut restricted = request.clone();
     let devices = request.cluster.num_devices();
     let [dp, tp, pp] = match request.target {
-        Target::Altiplano | Target::Megatron => [None, None, None],
+        Target::Altiplano | Target::Megatron | Target::Torchtitan | Target::Deepspeed => [None, None, None],
         Target::Fsdp => [Some(devices / request.degrees.cp.unwrap_or(1).max(1)), Some(1), Some(1)],
         Target::Xla => [None, None, Some(1)],
     };
@@ -186,6 +218,7 @@ pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
         }
     }
     if request.target != Target::Altiplano {
+        stack(request.target).check(&restricted)?;
         restricted.execution = execution(request.target, &request.cluster, &request.graph, request.degrees.zero);
     }
     if let Some(fused_attention) = request.fused_attention {

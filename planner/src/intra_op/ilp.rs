@@ -752,7 +752,10 @@ impl Builder<'_, '_, '_> {
         };
         let gradient_ty = self.execution.accumulator(ty);
         let mut gathered = self.spaces.reshard(ty, rests.parameter, to);
-        let mut reduced = self.spaces.reshard(ty, cotangent, accumulator);
+        let mut reduced = match kept.level {
+            0 | 1 => self.spaces.reshard(ty, cotangent, accumulator),
+            _ => self.spaces.reduced_into_storage(ty, cotangent, accumulator),
+        };
         let unit_bytes = self.execution.unit_bytes;
         let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
         if unit_bytes > 0 {

@@ -34,6 +34,9 @@ pub struct AxisRoles {
     /// reshard splits activations over it, so partial sums are all-reduced. This is tensor parallelism as
     /// introduced by Megatron-LM (Shoeybi et al. 2019).
     pub features_axis: Option<AxisId>,
+    /// Between contractions, `features_axis` may split tokens as well. Partial sums are then reduce-scattered, and
+    /// gathered before the next contraction: sequence parallelism (Korthikanti et al. 2022).
+    pub tokens_between: bool,
 }
 
 /// The number of an interned layout.
@@ -70,6 +73,8 @@ pub struct Spaces<'a> {
     layouts: Vec<Sharding>,
     ids: FxHashMap<Sharding, LayoutId>,
     reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
+    /// Prices of reductions of gradients into storage, which may split over any axis.
+    into_storage: FxHashMap<(u64, LayoutId, LayoutId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
@@ -90,6 +95,7 @@ impl<'a> Spaces<'a> {
             layouts: Vec::new(),
             ids: FxHashMap::default(),
             reshards: FxHashMap::default(),
+            into_storage: FxHashMap::default(),
             spaces: BTreeMap::new(),
             of_values: FxHashMap::default(),
             given: FxHashMap::default(),
@@ -133,11 +139,27 @@ impl<'a> Spaces<'a> {
             return price;
         }
         let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let price = match self.roles.features_axis.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
+        let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between);
+        let price = match whole.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
             true => Price { seconds: f64::INFINITY, issue_s: 0.0 },
             false => self.prices.reshard_uncached(ty, before, after),
         };
         self.reshards.insert(key, price);
+        price
+    }
+
+    /// The price to reduce a gradient in every microbatch into the layout in which it is stored. Unlike that of other
+    /// reshards, it may split over any axis.
+    pub fn reduced_into_storage(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
+        if from == to || self.roles.features_axis.is_none() {
+            return self.reshard(ty, from, to);
+        }
+        let key = (ty.dtype.bytes(), from, to);
+        if let Some(&price) = self.into_storage.get(&key) {
+            return price;
+        }
+        let price = self.prices.reshard_uncached(ty, self.layout(from), self.layout(to));
+        self.into_storage.insert(key, price);
         price
     }
 
@@ -185,7 +207,10 @@ impl<'a> Spaces<'a> {
         let node = graph.node(v);
         let rule = graph.rule(v);
         let is_batch = batch_factors(graph, v, &rule);
-        let of_inputs = self.input_factors(graph, v, &rule);
+        let of_inputs = match self.roles.tokens_between && !node.op.is_contraction() {
+            true => vec![false; rule.factors.len()],
+            false => self.input_factors(graph, v, &rule),
+        };
         let of_experts = self.expert_factors(graph, v, &rule);
         let mut strategies = rule.strategies(&mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));

@@ -7,6 +7,7 @@ use super::choice::{fits, peak_bytes};
 use super::context::SearchContext;
 use super::predictor::predict_candidate;
 use super::space::SearchSpace;
+use super::sweep::is_uniform;
 use crate::explain::alternatives;
 use crate::features::{servers, target};
 use crate::inter_op::search::search;
@@ -14,7 +15,7 @@ use crate::layers::cache::LayeredAtBatch;
 use crate::plan_with;
 use crate::request::{Muted, PlanFailure, Progress, Request, Silent};
 use altiplano_cost_models::Costs;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::Plan;
 use altiplano_ir::recompute::Recompute;
 use std::collections::BTreeMap;
 
@@ -29,8 +30,7 @@ pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Prog
         result => return result,
     };
     // These requests have only uniform plans, of which the leanest is known.
-    let uniform = request.target == Target::Megatron || request.degrees.cp.is_some_and(|cp| cp > 1);
-    if uniform || request.batch.per_replica.is_some() || request.servers.is_some() || progress.stopped() {
+    if is_uniform(request) || request.batch.per_replica.is_some() || request.servers.is_some() || progress.stopped() {
         return Err(failure);
     }
     let Ok(mut leanest) = closest_plan(request, costs) else { return Err(failure) };

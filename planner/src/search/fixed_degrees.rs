@@ -1,4 +1,4 @@
-//! Plans with given degrees: every stage on equally many devices, repeated layers dealt out evenly, and one mesh. Only
+//! Plans with given degrees: every stage on equally many devices, layers dealt out by a rule, and one mesh. Only
 //! the shardings of each layer are solved. Frameworks are configured this way, and measured tables state such
 //! configurations.
 
@@ -11,6 +11,7 @@ use crate::intra_op::space::AxisRoles;
 use crate::layers::cluster_finely;
 use crate::layers::graph::LayeredGraph;
 use crate::request::{PlanFailure, Request};
+use crate::search::layout::Layout;
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -32,6 +33,12 @@ pub struct Degrees {
     pub num_microbatches: u32,
     pub zero: u8,
     pub recompute: Recompute,
+    /// How layers are dealt out to stages.
+    pub layout: Layout,
+    /// Replicas may divide the experts among themselves.
+    pub experts: bool,
+    /// Devices of tensor parallelism split tokens between products.
+    pub sequence: bool,
 }
 
 /// Assembles the plan with these degrees, without predictions. `request.graph` is at the size of one microbatch.
@@ -55,7 +62,9 @@ pub fn fixed_of(
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
-    let runs = evenly(&layered.kinds, degrees.stages as usize)
+    let runs = degrees
+        .layout
+        .stages(layered, degrees.stages)
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
     let devices = degrees.dp * degrees.tp * degrees.cp;
     // Stages on several nodes use all devices of each.
@@ -75,9 +84,10 @@ pub fn fixed_of(
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
             first_is_data: true,
-            experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
+            experts_on_data: degrees.experts || request.degrees.ep.is_some_and(|ep| ep > 1),
             second_is_model: degrees.cp <= 1,
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
+            tokens_between: degrees.sequence,
         },
         variant: Variant {
             zero: degrees.zero,
@@ -97,17 +107,20 @@ pub fn fixed_of(
         stages: &stages,
     };
     let mut plan = assemble(request, &parts, costs)?;
-    keep_what_is_needed_next(&mut plan);
+    let ends_in_head =
+        layered.kinds.last().is_some_and(|head| layered.kinds.iter().filter(|&k| k == head).count() == 1);
+    keep_what_is_needed_next(&mut plan, ends_in_head);
     Ok(plan)
 }
 
 /// Frameworks that recompute do so within blocks. The head and its loss come after the last block, and are kept if
-/// their backward pass follows their forward pass.
-fn keep_what_is_needed_next(plan: &mut Plan) {
+/// their backward pass follows their forward pass. `ends_in_head`: the last layer is no block.
+fn keep_what_is_needed_next(plan: &mut Plan, ends_in_head: bool) {
     let order = Order::of(plan);
+    let several = plan.stages.len() > 1;
     if let Some(last) = plan.stages.last_mut()
         && plan.schedule.trains()
-        && last.layers.len() > 1
+        && (last.layers.len() > 1 || several && ends_in_head)
         && order.in_flight(order.num_stages - 1) == 1
     {
         last.recompute = last.recompute.keeping_last(last.layers.len());

@@ -10,11 +10,13 @@ pub(crate) mod closest;
 pub mod context;
 pub(crate) mod fitting;
 pub mod fixed_degrees;
+pub mod layout;
 pub(crate) mod outcome;
 pub mod pareto;
 pub mod predictor;
 pub mod space;
 pub mod sweep;
+mod uniform;
 mod variants;
 
 use crate::explain::alternatives;
@@ -24,7 +26,7 @@ use crate::layers::cache::{LayeredAtBatch, LayeredCache};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::padding::Padding;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::Plan;
 use baselines::LARGE_MODEL;
 use context::SearchContext;
 use outcome::Outcome;
@@ -72,9 +74,9 @@ fn plan_padded(
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     let space = SearchSpace::from_request(request)?;
-    if request.target == Target::Megatron || request.degrees.cp.is_some_and(|cp| cp > 1) {
+    if sweep::is_uniform(request) {
         // Megatron pads vocabularies, which slight padding covers, and never adds heads.
-        return sweep::best(request, costs, progress);
+        return uniform::best(request, costs, progress);
     }
     let layered = LayeredAtBatch::among(request, cache);
     if request.trains() {

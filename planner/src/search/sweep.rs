@@ -6,9 +6,12 @@
 //! software can do, and a bound that a wider search must not be slower than.
 
 use super::choice::{fits, peak_bytes};
+use super::layout::Layout;
 use crate::explain::alternatives;
+use crate::features::parallelism::expert_products;
 use crate::features::pins::pin_positions;
-use crate::features::target::one_group;
+use crate::features::stacks::stack;
+use crate::features::target::{execution_at, one_group};
 use crate::layers::cache::at_microbatches;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::predict_with;
@@ -17,7 +20,7 @@ use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Plan, Schedule, Stage, Target};
+use altiplano_ir::plan::{Plan, Schedule, Stage};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -33,6 +36,8 @@ pub struct Space {
     pub zero: Vec<u8>,
     /// Stages on the same devices.
     pub virtual_stages: Vec<u32>,
+    /// If layers dealt out evenly just do not fit, or are too few, other layouts of them are tried.
+    pub uneven: bool,
 }
 
 impl Default for Space {
@@ -42,8 +47,14 @@ impl Default for Space {
             recompute: Recompute::ALL.to_vec(),
             zero: vec![0, 1],
             virtual_stages: vec![1, 2],
+            uneven: false,
         }
     }
+}
+
+/// True if the plans of a request have the same degrees on all stages and are swept.
+pub fn is_uniform(request: &Request) -> bool {
+    stack(request.target).uniform || request.degrees.cp.is_some_and(|cp| cp > 1)
 }
 
 /// A configuration and its plan.
@@ -61,8 +72,8 @@ pub fn configured(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Re
 }
 
 /// A model at the microbatch sizes that configurations ask for.
-struct Configurations<'a> {
-    request: &'a Request,
+pub(super) struct Configurations<'a> {
+    pub request: &'a Request,
     known: Mutex<BTreeMap<u32, Arc<OnceLock<Option<AtSize>>>>>,
 }
 
@@ -72,23 +83,45 @@ struct AtSize {
 }
 
 impl<'a> Configurations<'a> {
-    fn new(request: &'a Request) -> Self {
+    pub fn new(request: &'a Request) -> Self {
         Configurations { request, known: Mutex::default() }
     }
 
-    fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-        let count = degrees.num_microbatches;
+    fn cell(&self, count: u32) -> Arc<OnceLock<Option<AtSize>>> {
         let cell = self.known.lock().unwrap_or_else(PoisonError::into_inner).entry(count).or_default().clone();
-        let new = || {
+        cell.get_or_init(|| {
             let mut graph = at_microbatches(self.request, count)?;
             if let Some(cp) = self.request.degrees.cp {
                 pin_positions(Arc::make_mut(&mut graph), cp);
             }
             let request = Request { graph, ..self.request.clone() };
             Some(AtSize { layered: finely_layered(&request), request })
+        });
+        cell
+    }
+
+    /// Predicts the plan of a configuration.
+    pub fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        let cell = self.cell(degrees.num_microbatches);
+        let AtSize { request, layered } = cell.get().and_then(Option::as_ref).ok_or(PlanFailure::NoCombination)?;
+        let execution = execution_at(request, degrees.zero);
+        let of_level;
+        let request = match execution == request.execution {
+            true => request,
+            false => {
+                of_level = Request { execution, ..request.clone() };
+                &of_level
+            }
         };
-        let AtSize { request, layered } = cell.get_or_init(new).as_ref().ok_or(PlanFailure::NoCombination)?;
         predict_with(fixed_of(request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
+    }
+
+    /// Layouts for the stages of a configuration, those with the least work of any device first.
+    pub fn layouts(&self, degrees: &Degrees) -> Vec<Layout> {
+        let cell = self.cell(degrees.num_microbatches);
+        let Some(AtSize { layered, .. }) = cell.get().and_then(Option::as_ref) else { return Vec::new() };
+        let lanes = degrees.stages / degrees.virtual_stages.max(1);
+        Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
     }
 }
 
@@ -104,16 +137,17 @@ pub fn sweep(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
-    // By stages and replicas: if the leanest does not fit, no other is tried.
-    let mut alike: BTreeMap<(u32, u32, u32), Vec<Degrees>> = BTreeMap::new();
+    // By stages, replicas and experts: if the leanest does not fit, no other is tried.
+    let mut alike: BTreeMap<(u32, u32, u32, bool), Vec<Degrees>> = BTreeMap::new();
     for degrees in configurations(request, space) {
-        alike.entry((degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages)).or_default().push(degrees);
+        let lanes = degrees.stages / degrees.virtual_stages;
+        alike.entry((degrees.dp, degrees.tp, lanes, degrees.experts)).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
     let configurations = Configurations::new(request);
     let tried: Vec<(Vec<Swept>, Option<Plan>)> = alike
         .into_par_iter()
-        .map(|((dp, tp, pp), mut list)| {
+        .map(|((dp, tp, pp, _), mut list)| {
             let i = done.fetch_add(1, Ordering::Relaxed);
             progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
             list.sort_by_key(|d| {
@@ -126,7 +160,10 @@ pub fn sweep(
                 if progress.stopped() {
                     break;
                 }
-                let Ok(plan) = configurations.configured(&degrees, costs) else { continue };
+                let tried = configurations.configured(&degrees, costs).map(|plan| Swept { degrees, plan });
+                let other = || other_layout(&configurations, &degrees, tried.as_ref().ok(), costs);
+                let other = (space.uneven && k == 0).then(other).flatten();
+                let Some(Swept { degrees, plan }) = other.or(tried.ok()) else { continue };
                 if fits(&plan) {
                     fitting.push(Swept { degrees, plan });
                     continue;
@@ -154,16 +191,34 @@ pub fn sweep(
     }))
 }
 
-/// The best configuration of a sweep over all that the target runs, with the next ones as alternatives.
-pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let mut space = Space::default();
-    if request.target != Target::Megatron {
-        space.zero.push(3);
+/// Largest share of a device's memory that evenly dealt layers need for other layouts to be tried.
+const NEARLY_FITS: f64 = 1.25;
+/// Layouts that are tried in place of an even one.
+const OTHER_LAYOUTS: usize = 3;
+
+/// The same configuration with another layout of its layers or with sequence parallelism, if evenly dealt layers are too
+/// few or just do not fit.
+fn other_layout(
+    configurations: &Configurations<'_>,
+    degrees: &Degrees,
+    even: Option<&Swept>,
+    costs: &dyn Costs,
+) -> Option<Swept> {
+    let share = |s: &Stage, plan: &Plan| s.predicted.peak_bytes as f64 / plan.usable_bytes(s).max(1) as f64;
+    let far = |swept: &Swept| swept.plan.stages.iter().any(|s| share(s, &swept.plan) > NEARLY_FITS);
+    if even.is_some_and(|even| fits(&even.plan) || far(even)) {
+        return None;
     }
-    let mut plans: Vec<Plan> = sweep(request, &space, costs, progress)?.into_iter().map(|s| s.plan).collect();
-    let mut best = plans.remove(0);
-    best.alternatives = alternatives::alternatives(&best, plans);
-    Ok(best)
+    let layouts = if degrees.stages > 1 && degrees.cp == 1 { configurations.layouts(degrees) } else { Vec::new() };
+    let layouts = layouts.into_iter().filter(|&layout| layout != Layout::Even).take(OTHER_LAYOUTS);
+    let layouts = layouts.map(|layout| Degrees { layout, ..*degrees });
+    let sequence = (degrees.tp > 1 && stack(configurations.request.target).sequence)
+        .then_some(Degrees { sequence: true, ..*degrees });
+    let others = layouts
+        .chain(sequence)
+        .filter_map(|degrees| Some(Swept { degrees, plan: configurations.configured(&degrees, costs).ok()? }));
+    let best = others.min_by_key(|swept| peak_bytes(&swept.plan))?;
+    (even.is_none() || fits(&best.plan)).then_some(best)
 }
 
 /// Most configurations that [`climb`] predicts.
@@ -193,6 +248,9 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         num_microbatches: start.num_microbatches,
         zero: start.stages[0].zero.min(1),
         recompute: start.stages.iter().map(|s| s.recompute.most()).max().unwrap_or_default(),
+        layout: Layout::Even,
+        experts: false,
+        sequence: false,
     };
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
@@ -311,9 +369,10 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
     found
 }
 
-/// All configurations that use every device.
-fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
+/// All configurations that use every device, with layers dealt out evenly.
+pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let group = &request.cluster.groups[0];
+    let stack = stack(request.target);
     let cp = request.degrees.cp.unwrap_or(1).max(1);
     let devices = request.cluster.num_devices() / cp;
     let global = request.global_batch_size();
@@ -322,8 +381,12 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
     let shared = request.degrees.virtual_stages.map_or(space.virtual_stages.clone(), |v| vec![v.max(1)]);
     let mut all = Vec::new();
-    for tp in divisors(group.devices_per_node).filter(|&tp| given(request.degrees.tp, tp)) {
-        for stages in divisors(devices / tp).filter(|&pp| given(request.degrees.pp, pp)) {
+    // Tensor parallelism stays within a node unless it is asked for.
+    let within = divisors(group.devices_per_node).filter(|&tp| given(request.degrees.tp, tp) && devices % tp == 0);
+    let beyond = request.degrees.tp.filter(|&tp| tp > group.devices_per_node && devices % tp == 0);
+    for tp in within.chain(beyond).filter(|&tp| tp == 1 || stack.tensor) {
+        let depths = divisors(devices / tp).filter(|&pp| given(request.degrees.pp, pp));
+        for stages in depths.filter(|&pp| pp == 1 || stack.pipelines) {
             let dp = devices / tp / stages;
             if !given(request.degrees.dp, dp) {
                 continue;
@@ -356,20 +419,48 @@ fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                     None => r != Recompute::Selective || request.execution.has_selective(),
                 };
                 for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
-                    let levels = space.zero.iter().filter(|&&z| request.degrees.zero.is_none_or(|given| given == z));
-                    for &zero in levels.filter(|&&z| z == 0 || dp > 1) {
+                    // A single replica stores all itself, whatever the level.
+                    let alone = dp == 1 && cp == 1;
+                    let asked = request.degrees.zero.map(|level| vec![level]);
+                    let levels = match (asked, alone) {
+                        (Some(_), true) => vec![0],
+                        (None, true) => space.zero.iter().copied().filter(|&level| level == 0).collect(),
+                        (asked, false) => asked.unwrap_or(space.zero.clone()),
+                    };
+                    for zero in levels.into_iter().filter(|&level| alone || stack.shards(level, tp, stages)) {
                         // Interleaving needs groups of as many microbatches as there are lanes.
                         let turns = request.schedule.is_none_or(|s| s == Schedule::OneFOneB);
                         let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
-                            let stages = stages.saturating_mul(virtual_stages);
-                            let of = Degrees { dp, tp, cp, stages, virtual_stages, num_microbatches, zero, recompute };
-                            all.push(of);
+                            let (stages, layout) = (stages.saturating_mul(virtual_stages), Layout::Even);
+                            all.push(Degrees {
+                                dp,
+                                tp,
+                                cp,
+                                stages,
+                                virtual_stages,
+                                num_microbatches,
+                                zero,
+                                recompute,
+                                layout,
+                                experts: false,
+                                sequence: false,
+                            });
                         }
                     }
                 }
             }
         }
+    }
+    // Degrees that leave one replica shard nothing, and are for requests that leave no other.
+    let shards = |d: &Degrees| d.dp * d.cp > 1;
+    if request.degrees.zero.is_some_and(|level| level > 0) && all.iter().any(shards) {
+        all.retain(shards);
+    }
+    // Software that has expert parallelism deals experts out to replicas if that is faster.
+    if stack.uniform && stack.experts && request.degrees.ep.is_none() && !expert_products(&request.graph).is_empty() {
+        let over: Vec<Degrees> = all.iter().filter(|d| d.dp > 1).map(|d| Degrees { experts: true, ..*d }).collect();
+        all.extend(over);
     }
     all
 }

@@ -1,0 +1,154 @@
+//! The best plan of software that runs one set of degrees on all stages.
+//!
+//! A sweep predicts all degrees with layers dealt out evenly. From its best configurations, a climb varies how layers
+//! are dealt out, how many stages share devices, sequence parallelism, and the rest with them.
+
+use super::choice::fits;
+use super::fixed_degrees::Degrees;
+use super::layout::Layout;
+use super::sweep::{Configurations, Space, Swept, configurations, sweep};
+use crate::explain::alternatives;
+use crate::features::stacks::stack;
+use crate::request::{PlanFailure, Progress, Request};
+use altiplano_cost_models::Costs;
+use altiplano_ir::plan::{Plan, Target};
+use rayon::prelude::*;
+
+/// Shapes (replicas, tensor parallelism, lanes) from which a climb starts.
+const STARTS: usize = 4;
+/// A shape whose best even configuration is slower than the best of all by this factor is left alone.
+const FAR_BEHIND: f64 = 1.6;
+/// Layouts of one number of stages that a climb tries at once.
+const LAYOUTS: usize = 2;
+/// Most stages on the same devices.
+const MOST_SHARED: u32 = 16;
+/// Total graph nodes of all configurations that one climb predicts.
+const NODES_CLIMBED: usize = 120_000;
+/// Fewest configurations that one climb may predict.
+const FEWEST_CLIMBED: usize = 12;
+
+/// The best configuration that the target runs, with the next ones as alternatives.
+pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let stack = stack(request.target);
+    let mut space = Space { zero: stack.zero.to_vec(), ..Space::default() };
+    if request.target == Target::Altiplano {
+        space.zero.retain(|&level| level != 2);
+    }
+    if !stack.virtual_stages {
+        space.virtual_stages = vec![1];
+    }
+    space.uneven = stack.uneven;
+    let mut found = sweep(request, &space, costs, progress)?;
+    if stack.uniform {
+        found.extend(with_layouts(request, &space, &found, costs, progress));
+        found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
+    }
+    let mut plans: Vec<Plan> = found.into_iter().map(|swept| swept.plan).collect();
+    let mut best = plans.remove(0);
+    best.alternatives = alternatives::alternatives(&best, plans);
+    Ok(best)
+}
+
+/// Replicas, tensor-parallel devices, lanes, and the use of replicas for experts.
+fn shape(degrees: &Degrees) -> (u32, u32, u32, bool) {
+    (degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts)
+}
+
+/// Climbs from the best configuration of each promising pipeline. `swept` is sorted by time.
+fn with_layouts(
+    request: &Request,
+    space: &Space,
+    swept: &[Swept],
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Vec<Swept> {
+    let most_s = swept.first().map_or(0.0, |best| FAR_BEHIND * best.plan.predicted.step_time_s);
+    let mut starts: Vec<&Swept> = Vec::new();
+    let varies = |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1;
+    for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
+        if starts.len() < STARTS && starts.iter().all(|start| shape(&start.degrees) != shape(&candidate.degrees)) {
+            starts.push(candidate);
+        }
+    }
+    let shared = if stack(request.target).virtual_stages { (1..=MOST_SHARED).collect() } else { vec![1] };
+    let all = configurations(request, &Space { virtual_stages: shared, ..space.clone() });
+    let known = Configurations::new(request);
+    let climbed = starts.par_iter().map(|start| climb(&known, &all, start, costs, progress));
+    climbed.collect::<Vec<_>>().into_iter().flatten().collect()
+}
+
+/// Goes to the best configuration that differs in one thing until none is better. Returns all that fit.
+fn climb(
+    known: &Configurations<'_>,
+    all: &[Degrees],
+    start: &Swept,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Vec<Swept> {
+    let mut left = (NODES_CLIMBED / start.plan.graph.len().max(1)).max(FEWEST_CLIMBED);
+    let alike: Vec<Degrees> = all.iter().filter(|d| shape(d) == shape(&start.degrees)).copied().collect();
+    let (mut at, mut best_s) = (start.degrees, start.plan.predicted.step_time_s);
+    let mut tried = vec![at];
+    let mut fitting: Vec<Swept> = Vec::new();
+    loop {
+        let mut next = around(known, &alike, &at);
+        next.retain(|degrees| !tried.contains(degrees));
+        next.truncate(left);
+        left -= next.len();
+        tried.extend(&next);
+        let predicted = next.par_iter().map(|degrees| {
+            let plan = known.configured(degrees, costs).ok().filter(fits)?;
+            Some(Swept { degrees: *degrees, plan })
+        });
+        let predicted: Vec<Swept> = predicted.collect::<Vec<_>>().into_iter().flatten().collect();
+        let mut better = false;
+        for swept in predicted {
+            let step_s = swept.plan.predicted.step_time_s;
+            if step_s < best_s {
+                (at, best_s, better) = (swept.degrees, step_s, true);
+            }
+            fitting.push(swept);
+        }
+        if !better || left == 0 || progress.stopped() {
+            return fitting;
+        }
+    }
+}
+
+/// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the
+/// next larger or smaller number of stages that share devices or of microbatches, in storage or in recomputation.
+fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<Degrees> {
+    let stack = stack(known.request.target);
+    // A stage of nothing but the head would split it over the devices of context parallelism.
+    let uneven = stack.uneven && at.cp == 1;
+    let layouts = |degrees: Degrees| {
+        let ranked = if uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
+        let ranked = ranked.into_iter().take(LAYOUTS);
+        ranked.map(move |layout| Degrees { layout, sequence: at.sequence, ..degrees })
+    };
+    let others = |d: &Degrees| (d.virtual_stages, d.num_microbatches, d.zero, d.recompute);
+    let (shared, count, zero, recompute) = others(at);
+    let next = |value: fn(&Degrees) -> u32, differ: &dyn Fn(&&Degrees) -> bool| {
+        let above = alike.iter().filter(differ).filter(|d| value(d) > value(at)).min_by_key(|d| value(d));
+        let below = alike.iter().filter(differ).filter(|d| value(d) < value(at)).max_by_key(|d| value(d));
+        above.into_iter().chain(below).copied().collect::<Vec<_>>()
+    };
+    let mut found: Vec<Degrees> = if at.stages > 1 { layouts(*at).collect() } else { Vec::new() };
+    for degrees in
+        next(|d| d.virtual_stages, &|d| (d.num_microbatches, d.zero, d.recompute) == (count, zero, recompute))
+    {
+        found.extend(layouts(degrees));
+    }
+    let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, ..*degrees };
+    // Sequence parallelism keeps less, so that less has to be recomputed.
+    if at.tp > 1 && stack.sequence {
+        let levels = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches, d.zero) == (shared, count, zero));
+        found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, ..*d }));
+    }
+    let counts =
+        next(|d| d.num_microbatches, &|d| (d.virtual_stages, d.zero, d.recompute) == (shared, zero, recompute));
+    found.extend(counts.iter().map(same));
+    let options = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches) == (shared, count));
+    found.extend(options.filter(|d| d.zero == zero || d.recompute == recompute).map(same));
+    found
+}

@@ -1,0 +1,104 @@
+//! Plans for other software: what each target runs, what it refuses, and stages of unequal length.
+
+use crate::common::{DEMO, Scratch, altiplano, succeeds};
+use serde_json::Value;
+
+fn planned(arguments: &[&str]) -> Value {
+    serde_json::from_str(&succeeds(&[&["plan"], arguments, &["--json"]].concat())).expect("JSON")
+}
+
+fn stages(plan: &Value) -> &[Value] {
+    plan["stages"].as_array().expect("stages")
+}
+
+fn layers(plan: &Value) -> Vec<u64> {
+    let length = |s: &Value| Some(s["layers"]["end"].as_u64()? - s["layers"]["start"].as_u64()?);
+    stages(plan).iter().map(|s| length(s).expect("layers")).collect()
+}
+
+#[test]
+fn what_a_target_lacks_is_refused_with_what_it_runs() {
+    let table: [(&str, &[&str], &str); 9] = [
+        ("megatron", &["--schedule", "zb-h1"], "--schedule zb-h1: megatron runs 1f1b"),
+        ("megatron", &["--pp", "2", "--zero", "3"], "--zero 3: megatron runs ZeRO 0 or 1 in pipelines"),
+        ("deepspeed", &["--tp", "2", "--zero", "3"], "--zero 3: deepspeed runs ZeRO 0, 1 or 2 with tensor parallelism"),
+        ("deepspeed", &["--virtual-stages", "2"], "--virtual-stages 2: deepspeed runs no stages that share devices"),
+        ("deepspeed", &["--cp", "2"], "--cp 2: deepspeed runs no context parallelism"),
+        ("fsdp", &["--zero", "1"], "--zero 1: fsdp runs ZeRO 0, 2 or 3"),
+        ("fsdp", &["--pp", "2"], "--pp 2 is not 1, which is what fsdp runs"),
+        ("torchtitan", &["--zero", "1"], "--zero 1: torchtitan runs ZeRO 0, 2 or 3"),
+        ("xla", &["--pp", "2"], "--pp 2 is not 1, which is what xla runs"),
+    ];
+    for (target, options, message) in table {
+        let output = altiplano(&[&["plan", DEMO, "--cluster", "dgx-a100:1", "--target", target], options].concat());
+        assert_eq!(output.code, Some(2), "{target} {options:?}: {}", output.stderr);
+        assert!(output.stderr.contains(message), "{target} {options:?}: {}", output.stderr);
+    }
+}
+
+#[test]
+fn what_a_target_runs_is_planned() {
+    let table: [(&str, &str, &[&str]); 10] = [
+        // One replica stores all itself at any level.
+        ("megatron", "dgx-a100:1", &["--tp", "8", "--pp", "1", "--zero", "1", "--recompute", "full"]),
+        ("megatron", "dgx-a100:1", &["--tp", "4", "--pp", "2", "--zero", "1", "--recompute", "none"]),
+        ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "1", "--zero", "3"]),
+        ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "2", "--cp", "2", "--zero", "1"]),
+        // Beyond a node only if asked for.
+        ("megatron", "dgx-a100:2", &["--tp", "16"]),
+        ("torchtitan", "dgx-a100:1", &["--tp", "2", "--pp", "2", "--zero", "3"]),
+        ("torchtitan", "dgx-a100:1", &["--pp", "2", "--schedule", "zb-h1", "--virtual-stages", "1"]),
+        ("deepspeed", "dgx-a100:1", &["--zero", "3"]),
+        ("deepspeed", "dgx-a100:1", &["--tp", "2", "--zero", "2"]),
+        ("deepspeed", "dgx-a100:1", &["--pp", "2", "--zero", "1"]),
+    ];
+    for (target, cluster, options) in table {
+        let common = [DEMO, "--cluster", cluster, "--precision", "bf16", "--global-batch", "64", "--target", target];
+        let plan = planned(&[&common[..], options].concat());
+        assert_eq!(plan["target"], target);
+        let given = |name: &str| {
+            let at = options.iter().position(|o| *o == name)?;
+            options[at + 1].parse::<u64>().ok()
+        };
+        let axes = stages(&plan)[0]["mesh"]["axes"].as_array().expect("axes");
+        let size = |name: &str| axes.iter().find(|axis| axis["name"] == name).and_then(|axis| axis["size"].as_u64());
+        if let Some(tp) = given("--tp") {
+            assert_eq!(size("tensor"), Some(tp), "{target} {options:?}");
+        }
+        if let Some(pp) = given("--pp") {
+            let lanes = stages(&plan).len() as u64 / plan["virtual_stages"].as_u64().unwrap_or(1);
+            assert_eq!(lanes, pp, "{target} {options:?}");
+        }
+        let shards = size("data").unwrap_or(1) * size("context").unwrap_or(1) > 1;
+        if let Some(level) = given("--zero") {
+            let level = if shards { level } else { 0 };
+            assert!(stages(&plan).iter().all(|s| s["zero"].as_u64() == Some(level)), "{target} {options:?}");
+        }
+    }
+}
+
+/// Seven blocks and a head with the work of two: four even stages are two blocks with the head at the end.
+#[test]
+fn the_stage_with_the_loss_has_fewer_layers() {
+    let scratch = Scratch::new();
+    let config = r#"{"model_type": "gpt2", "n_layer": 7, "n_embd": 1024, "n_head": 16, "n_positions": 1024, "vocab_size": 32768}"#;
+    let file = scratch.file("gpt.json", config);
+    let common = [&file, "--cluster", "dgx-a100:1", "--precision", "bf16", "--global-batch", "64", "--pp", "4"];
+    let step_s = |plan: &Value| plan["predicted"]["step_time_s"].as_f64().expect("seconds");
+    for target in ["megatron", "torchtitan"] {
+        let with =
+            |more: &[&str]| planned(&[&common[..], &["--target", target, "--virtual-stages", "1"], more].concat());
+        let plan = with(&[]);
+        let found = layers(&plan);
+        // The stage with the loss has the head and at most one block; the first one also has the embedding.
+        assert!(found[3] <= 2 && found.iter().sum::<u64>() == 9, "{target}: {found:?}");
+        assert!(stages(&plan).iter().all(|s| s["mesh"] == stages(&plan)[0]["mesh"]));
+        let deepspeed = planned(&[&common[..], &["--target", "deepspeed"]].concat());
+        assert!(
+            layers(&deepspeed).iter().zip([3, 2, 2, 2]).all(|(found, even)| *found == even),
+            "{:?}",
+            layers(&deepspeed)
+        );
+        assert!(step_s(&plan) > 0.0);
+    }
+}
