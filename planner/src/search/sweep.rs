@@ -143,14 +143,6 @@ impl<'a> Configurations<'a> {
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
         Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
     }
-
-    /// Layouts for the stages of a configuration, those with the least work of any device first.
-    pub fn layouts(&self, degrees: &Degrees) -> Vec<Layout> {
-        let cell = self.cell(degrees.num_microbatches);
-        let Some(AtSize { layered, .. }) = cell.get().and_then(Option::as_ref) else { return Vec::new() };
-        let lanes = degrees.stages / degrees.virtual_stages.max(1);
-        Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
-    }
 }
 
 /// Returns all configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor
