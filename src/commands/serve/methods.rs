@@ -304,7 +304,8 @@ fn frontier(q: &Question<'_>) -> Result<Value, Failure> {
 
 fn why(q: &Question<'_>) -> Result<Value, Failure> {
     let question: why::Why = q.options()?;
-    Ok(json!({"text": question.answer(&q.session.plan_to_ask(&question.plan)?)?}))
+    let plan = q.session.plan_to_ask(&question.plan)?;
+    Ok(json!({"text": question.answer(&plan)?}))
 }
 
 fn why_not(q: &Question<'_>) -> Result<Value, Failure> {
