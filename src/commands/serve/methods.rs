@@ -199,10 +199,7 @@ impl Methods {
         // A command's JSON is its answer, unless the question is for words.
         const WORDS: [&str; 2] = ["explain", "memory"];
         let is_words = |word: &&str| params.get(*word).is_some_and(|value| !value.is_null() && *value != json!(false));
-        if has(command, "json")
-            && !method.without.contains(&"json")
-            && name != "inspect"
-            && !WORDS.iter().any(|w| is_words(&w))
+        if has(command, "json") && !method.without.contains(&"json") && name != "inspect" && !WORDS.iter().any(is_words)
         {
             params.entry("json").or_insert(json!(true));
         }
