@@ -153,7 +153,13 @@ fn assembled(
     );
     let _ = writeln!(text, "  func.func public @main({}) -> ({}) {{", arguments.join(", "), results.join(", "));
     text.push_str(&printer.body);
-    let _ = writeln!(text, "    return {} : {}\n  }}", names.join(", "), types.join(", "));
+    // Without results there are no types to write.
+    match names.is_empty() {
+        true => text.push_str("    return\n  }\n"),
+        false => {
+            let _ = writeln!(text, "    return {} : {}\n  }}", names.join(", "), types.join(", "));
+        }
+    }
     printer.functions.values().for_each(|function| text.push_str(function));
     text + "}\n"
 }
