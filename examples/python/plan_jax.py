@@ -31,7 +31,7 @@ batch = {"x": jax.random.normal(keys[2], (64, 32)), "y": jax.random.normal(keys[
 
 plan = altiplano.plan(loss, {"params": params, **batch}, cluster="local:4", dp=2, tp=2, optimizer="sgd")
 print(plan)
-step, params, state = plan.jit(loss, Sgd(), params, batch)
+step, params, state = plan.jit(Sgd(), params, batch)
 for _ in range(5):
     params, state, value = step(params, state, batch)
     print(f"loss {float(value):.6f}")

@@ -296,19 +296,21 @@ class Plan(_Figures):
         module = self._module("jax")
         return module.shard_parameters(params, mesh or module.mesh())
 
-    def jit(self, loss: Any, optimizer: Any, params: Any, inputs: dict[str, Any], mesh: Any = None) -> Any:
-        """The jitted training step of a JAX loss, with the plan's layouts, microbatches and ZeRO.
+    def jit(self, optimizer: Any, params: Any, inputs: dict[str, Any], mesh: Any = None, loss: Any = None) -> Any:
+        """The training step of a JAX model, jitted, with the plan's layouts, microbatches, ZeRO and pipeline.
 
-        `loss` is the function that was planned. `optimizer` has ``init`` and ``update``, as in optax. `inputs` maps the
-        names of the loss's other arguments to a batch. Returns ``(step, params, state)``: parameters and optimizer state in
-        place, and ``step(params, state, inputs) -> (params, state, loss)``.
+        `optimizer` has ``init`` and ``update``, as in optax. `inputs` maps the names of the model's other arguments to a
+        batch. The step computes the model that was planned; with one stage, `loss` may be a function to compute in its
+        place. Returns ``(step, params, state)``: parameters and optimizer state in place, one tree for each stage of a
+        pipeline, and ``step(params, state, inputs) -> (params, state, loss)``.
         """
         module = self._module("jax")
         mesh = mesh or module.mesh()
         params = module.shard_parameters(params, mesh)
         state = module.init_state(optimizer, params, mesh)
         inputs = module.shard_inputs(inputs, mesh)
-        return module.train_step(loss, optimizer, mesh, params, state, inputs), params, state
+        own = {} if loss is None else {"loss": loss}
+        return module.train_step(optimizer, mesh, params, state, inputs, **own), params, state
 
     def parallelize(self, module: Any, mesh: Any = None) -> Any:
         """Makes a ``torch.nn.Module`` one that trains as planned, in place, and returns it: its parameters become DTensors,

@@ -133,7 +133,7 @@ class Training(unittest.TestCase):
             plan = altiplano.plan(language_model, example, cluster="local:4", pp=1, optimizer="sgd", pad="none", **options)
             placed = plan.shardings(params)
             self.assertEqual(jax.tree.structure(placed), jax.tree.structure(params))
-            step, here, state = plan.jit(language_model, optimizer, params, batch)
+            step, here, state = plan.jit(optimizer, params, batch)
             self.assertEqual(here["embed"].sharding, placed["embed"])
             for value in expected:
                 here, state, found = step(here, state, batch)
