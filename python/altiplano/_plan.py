@@ -320,6 +320,12 @@ class Plan(_Figures):
             ExportError: PyTorch cannot run the plan, or this version does not export to it.
         """
         exported = self._module("torch")
+        if exported.STAGES > 1:
+            raise ExportError(
+                f"the plan has {exported.STAGES} pipeline stages, which are not one module",
+                place="parallelize",
+                remedies=["plan.exported('torch').Pipeline(module, mesh, inputs, loss)", "plan with pp=1"],
+            )
         return exported.parallelize(module, mesh if mesh is not None else exported.mesh())
 
     def exported(self, stack: str) -> Any:
