@@ -206,7 +206,7 @@ fn compare(client: &Client, name: &str, graph: &Graph, rng: &mut Rng) -> Result<
         let allowed = if expected.ty.dtype.is_half() { 5e-2 } else { 1e-4 };
         let error = error(found, &rounded(expected.clone()));
         // NaN is no agreement.
-        if !(error <= allowed) {
+        if error.is_nan() || error > allowed {
             return Err(format!("{name}: output {at} ({}) is {error:.1e} off", expected.ty));
         }
         worst = worst.max(error / allowed);
