@@ -163,6 +163,11 @@ impl Configuration {
         }
     }
 
+    /// Settles the norm to which gradients are clipped: this one if none is stated, and no clipping if 0 is.
+    pub fn clip_by_default(&mut self, norm: f64) {
+        self.clip_norm = Some(self.clip_norm.unwrap_or(norm)).filter(|norm| *norm > 0.0);
+    }
+
     pub fn tp(&self) -> u32 {
         self.tp.unwrap_or(1)
     }

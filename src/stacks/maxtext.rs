@@ -139,7 +139,7 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "gradient_clipping_threshold",
         read: |c, v| {
-            c.clip_norm = v.as_f64().filter(|norm| *norm > 0.0);
+            c.clip_norm = v.as_f64();
             Ok(())
         },
         write: |c| Some(Value::from(c.clip_norm.unwrap_or(0.0))),
@@ -259,7 +259,7 @@ fn defaults(c: &mut Configuration) {
     c.precision = c.precision.or(Some(DType::BF16));
     c.recompute = c.recompute.or(Some(Recompute::Full));
     c.sequence = c.sequence.or(Some(2048));
-    c.clip_norm = c.clip_norm.or(Some(1.0));
+    c.clip_by_default(1.0);
     c.device_batch = c.device_batch.or(Some(12.0));
     // Devices of different experts have samples of their own.
     if let Some(ep) = c.ep.filter(|&ep| ep > 1) {

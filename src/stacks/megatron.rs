@@ -559,10 +559,7 @@ pub fn defaults(c: &mut Configuration) {
     }
     c.sequence_parallel = c.sequence_parallel.or(Some(false));
     c.overlap = c.overlap.or(Some(false));
-    c.clip_norm = match c.clip_norm {
-        None => Some(1.0),
-        Some(norm) => Some(norm).filter(|norm| *norm > 0.0),
-    };
+    c.clip_by_default(1.0);
     c.precision = c.precision.or(Some(DType::F32));
     c.micro_batch = c.micro_batch.or(Some(1));
     match c.recompute {

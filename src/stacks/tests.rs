@@ -262,7 +262,7 @@ fn a_measured_step_corrects_the_rest() {
     let corrected = json["changes"][0]["step_time_s"].as_f64().expect("seconds");
     assert!((corrected / (2.0 * first.step_s) - 1.0).abs() < 1e-12);
     assert!(
-        judgement.text(Some(measured)).contains("100.0 % slower than predicted"),
+        judgement.text(Some(measured)).contains("100 % slower than predicted"),
         "{}",
         judgement.text(Some(measured))
     );

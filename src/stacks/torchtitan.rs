@@ -273,7 +273,7 @@ fn defaults(c: &mut Configuration) {
     c.precision = c.precision.or(Some(DType::BF16));
     c.local_batch = c.local_batch.or(Some(8));
     c.sequence_parallel = c.sequence_parallel.or(Some(true));
-    c.clip_norm = c.clip_norm.or(Some(1.0));
+    c.clip_by_default(1.0);
     c.sequence = c.sequence.or(Some(2048));
     if c.pp() > 1 {
         c.micro_batch = c.micro_batch.or(Some(1));

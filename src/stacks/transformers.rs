@@ -248,7 +248,6 @@ fn defaults(c: &mut Configuration) {
     c.precision = c.precision.or(Some(DType::F32));
     c.micro_batch = c.micro_batch.or(Some(8));
     c.accumulation = c.accumulation.or(Some(1));
-    c.clip_norm = c.clip_norm.or(None);
     if c.zero.is_none() {
         c.zero = Some(if c.shard.is_some_and(|shard| shard > 1) { 3 } else { 0 });
     }

@@ -35,7 +35,7 @@ fn commands_of_the_readme_run() {
     for command in &commands {
         let in_scratch = |word: String| {
             let is_file =
-                [".json", ".html", ".mlir", ".py"].iter().any(|end| word.ends_with(end)) && !word.contains('/');
+                [".json", ".html", ".mlir", ".py", ".sh"].iter().any(|end| word.ends_with(end)) && !word.contains('/');
             if is_file {
                 scratch.path(&word).display().to_string()
             } else {
