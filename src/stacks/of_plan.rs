@@ -92,9 +92,11 @@ fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
     }
     // Positions that are split by no axis of their own are so by tensor-parallel devices.
     let has_context = plan.stages[most].mesh.axes.iter().any(|axis| axis.name == "context");
+    // Devices that repeat work share their samples, as tensor-parallel ones do.
+    let tensor = found.tensor.saturating_mul(found.repeated);
     let [of_tensor, context] = match has_context {
-        true => [found.tensor, found.context.min(each)],
-        false => [found.tensor.saturating_mul(found.context), 1],
+        true => [tensor, found.context.min(each)],
+        false => [tensor.saturating_mul(found.context), 1],
     };
     let tensor = (1..=of_tensor).rev().find(|tp| each % (tp * context) == 0).unwrap_or(1);
     if each % (tensor * context) != 0 {

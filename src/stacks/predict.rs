@@ -99,7 +99,7 @@ impl<'a> Predictor<'a> {
         }
         let plan = plan.map_err(|failure| match failure {
             PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Plan(
-                "experts can be split over all replicas or over all tensor-parallel devices, not over a part of them",
+                "experts can be split over all replicas or over all tensor-parallel devices, not over a part of them; plan with another --ep",
             )),
             PlanFailure::NoCombination => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",

@@ -95,7 +95,7 @@ fn judged(written: &Written, stack: &'static Stack, family: &str) -> Judgement {
         }),
         micro_batch: c.micro_batch.filter(|_| stack.name == "accelerate"),
         global_batch: c.global_batch.filter(|_| !says("global-batch-size") && !says("global_batch_size")),
-        recompute: c.recompute.filter(|_| stack.name == "deepspeed"),
+        recompute: c.recompute.filter(|_| !write::has_recomputation(stack, c)),
         optimizer: c.optimizer.clone().filter(|_| stack.name == "accelerate"),
         only_predict: true,
         ..How::default()

@@ -133,7 +133,7 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
     if offloads.windows(2).any(|pair| pair[0] != pair[1]) {
         rounded.push("offloading by stage to that of the first".into());
     }
-    if !has_recomputation(stack) && exact.recompute.is_some_and(|level| level != Recompute::None) {
+    if !has_recomputation(stack, written) && exact.recompute.is_some_and(|level| level != Recompute::None) {
         notes.push(format!(
             "{} has no setting for recomputation: the model's code asks for it (here: {})",
             stack.name,
@@ -172,9 +172,13 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
     notes
 }
 
-/// True if a stack's files state recomputation.
-fn has_recomputation(stack: &Stack) -> bool {
-    stack.name != "deepspeed"
+/// True if a stack's file of this configuration states recomputation. Accelerate's does in the options of FSDP.
+pub(super) fn has_recomputation(stack: &Stack, c: &Configuration) -> bool {
+    match stack.name {
+        "deepspeed" => false,
+        "accelerate" => c.zero.is_some_and(|level| level > 0),
+        _ => true,
+    }
 }
 
 impl Page<'_> {

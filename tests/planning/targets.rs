@@ -69,7 +69,9 @@ fn what_a_target_runs_is_planned() {
             let lanes = stages(&plan).len() as u64 / plan["virtual_stages"].as_u64().unwrap_or(1);
             assert_eq!(lanes, pp, "{target} {options:?}");
         }
-        let shards = size("data").unwrap_or(1) * size("context").unwrap_or(1) > 1;
+        // Devices that share no work on the same samples and positions.
+        let devices: u64 = axes.iter().filter_map(|axis| axis["size"].as_u64()).product();
+        let shards = devices > given("--tp").unwrap_or(1);
         if let Some(level) = given("--zero") {
             let level = if shards { level } else { 0 };
             assert!(stages(&plan).iter().all(|s| s["zero"].as_u64() == Some(level)), "{target} {options:?}");

@@ -89,7 +89,7 @@ fn unpadded(request: &Request, stated: &Stated, costs: &dyn Costs) -> Result<Pla
         pin_positions(Arc::make_mut(&mut graph), cp);
     }
     if !stated.splits_positions && degrees.tp > 1 && degrees.cp <= 1 {
-        pin_whole(Arc::make_mut(&mut graph));
+        pin_whole(Arc::make_mut(&mut graph), degrees.dp);
     }
     let request = Request { graph, ..request.clone() };
     let layered = finely_layered(&request);
@@ -140,8 +140,8 @@ fn in_repeated(counts: &[u32], repeated: usize) -> Vec<usize> {
     counts
 }
 
-/// Keeps values that pass between layers whole but for their samples.
-fn pin_whole(graph: &mut Graph) {
+/// Keeps values that pass between layers whole but for their samples, of which each replica has its own.
+fn pin_whole(graph: &mut Graph, replicas: u32) {
     let layered = LayeredGraph::new(graph.clone(), cluster_finely(graph, usize::MAX), &[], true);
     let passed: BTreeSet<ValueId> = layered.layers.iter().flat_map(|l| l.entering.iter().copied()).collect();
     for value in passed {
@@ -149,9 +149,12 @@ fn pin_whole(graph: &mut Graph) {
         if !node.ty.dtype.is_float() || node.ty.rank() != 3 {
             continue;
         }
-        let dims =
-            (0..node.ty.rank()).map(|d| PinnedDim { axes: Vec::new(), open: node.batch_dims >> d & 1 == 1 }).collect();
-        graph.pin(Pin { value, mesh: Vec::new(), dims });
+        let dims = (0..node.ty.rank()).map(|d| PinnedDim {
+            axes: if node.batch_dims >> d & 1 == 1 { vec!["data".to_string()] } else { Vec::new() },
+            open: false,
+        });
+        let (mesh, dims) = (vec![("data".to_string(), u64::from(replicas))], dims.collect());
+        graph.pin(Pin { value, mesh, dims });
     }
 }
 
