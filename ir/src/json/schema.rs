@@ -25,6 +25,7 @@ pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Ve
                 }
             }
             "type" => fail(match rule.as_str() {
+                Some("null") => value.is_null(),
                 Some("object") => value.is_object(),
                 Some("array") => value.is_array(),
                 Some("boolean") => value.is_boolean(),

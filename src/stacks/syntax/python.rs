@@ -190,7 +190,7 @@ impl Reader<'_> {
             if self.skip("(") {
                 self.arguments(&mut Vec::new(), true, 0);
             }
-            self.to_end();
+            self.skip_to_end();
             return;
         }
         let start = self.at;
@@ -205,7 +205,7 @@ impl Reader<'_> {
                 self.variables.insert(path[0].clone(), value);
             }
             self.value(&path, line, is_loose, 0);
-            self.to_end();
+            self.skip_to_end();
             return;
         }
         // Calls anywhere in the statement.
@@ -222,7 +222,7 @@ impl Reader<'_> {
                 _ => self.at += 1,
             }
         }
-        self.to_end();
+        self.skip_to_end();
     }
 
     /// Skips the type of a variable or parameter.
@@ -240,7 +240,7 @@ impl Reader<'_> {
         }
     }
 
-    fn to_end(&mut self) {
+    fn skip_to_end(&mut self) {
         while let Some(token) = self.peek() {
             let is_end = *token == Token::End;
             self.at += 1;
@@ -290,13 +290,13 @@ impl Reader<'_> {
                 Token::Mark("," | ")" | "]" | "}") => break,
                 Token::Mark("(" | "[" | "{") => {
                     self.at += 1;
-                    if depth < DEEPEST { self.arguments(path, is_loose, depth + 1) } else { self.to_close() }
+                    if depth < DEEPEST { self.arguments(path, is_loose, depth + 1) } else { self.skip_to_close() }
                 }
                 Token::Name(_) => {
                     let names = self.dotted();
                     if self.skip("(") {
                         let is_loose = !is_class(&names);
-                        if depth < DEEPEST { self.arguments(path, is_loose, depth + 1) } else { self.to_close() }
+                        if depth < DEEPEST { self.arguments(path, is_loose, depth + 1) } else { self.skip_to_close() }
                     }
                 }
                 _ => self.at += 1,
@@ -308,7 +308,7 @@ impl Reader<'_> {
     }
 
     /// Skips to behind the bracket that closes the present one.
-    fn to_close(&mut self) {
+    fn skip_to_close(&mut self) {
         let mut depth = 1;
         while let Some(token) = self.peek() {
             match token {
@@ -421,7 +421,7 @@ impl Reader<'_> {
                 // Data types keep their names.
                 "torch" | "jnp" if self.is(".") => {
                     let names = self.dotted_after();
-                    (!self.is("(")).then(|| Value::String(names))
+                    (!self.is("(")).then_some(Value::String(names))
                 }
                 _ => self.variables.get(&name).cloned(),
             },
