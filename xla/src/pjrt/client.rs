@@ -36,8 +36,25 @@ impl Drop for Inner {
     }
 }
 
+/// Lets XLA's client for CPUs have as many threads as its devices need. Each device waits for the others of a collective
+/// on a thread of a pool, which by default has one thread a core: with fewer of them, all wait for ever.
+fn widen_thread_pool(options: &[ClientOption]) {
+    let devices = options.iter().find_map(|option| match option {
+        ClientOption::Number(name, count) if name == "cpu_device_count" => usize::try_from(*count).ok(),
+        _ => None,
+    });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if let Some(devices) = devices.filter(|&devices| devices > 1) {
+        let threads = devices.saturating_mul(4).max(cores);
+        // SAFETY: the plugin reads the variable in the call that follows, and no other code of this program reads the
+        // environment once plans are at hand.
+        unsafe { std::env::set_var("PJRT_NPROC", threads.to_string()) };
+    }
+}
+
 impl Client {
     pub(super) fn new(plugin: Arc<Plugin>, options: &[ClientOption]) -> Result<Client, PjrtError> {
+        widen_thread_pool(options);
         let options: Vec<NamedValue> = options.iter().map(named).collect();
         let mut arguments =
             sys::ClientCreate { options: options.as_ptr(), num_options: options.len(), ..Default::default() };
