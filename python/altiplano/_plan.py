@@ -289,7 +289,13 @@ class Plan(_Figures):
     def shardings(self, params: Any, mesh: Any = None) -> Any:
         """The ``NamedSharding`` of every leaf of a JAX pytree of parameters."""
         module = self._module("jax")
-        return module.shardings(module.parameter_specs(params), mesh or module.mesh())
+        if isinstance(module.PARAMETERS, list):
+            raise ExportError(
+                f"the plan has {len(module.PARAMETERS)} pipeline stages, and parameters lie on the mesh of their stage",
+                place="shardings",
+                remedies=["plan.jit(optimizer, params, inputs)", "plan with pp=1"],
+            )
+        return module.shardings(module.parameter_specs(params, module.PARAMETERS), mesh or module.mesh())
 
     def shard(self, params: Any, mesh: Any = None) -> Any:
         """Places JAX parameters as the plan stores them."""

@@ -76,7 +76,8 @@ class Process:
             reader.start()
 
     def is_alive(self) -> bool:
-        return self._child.poll() is None
+        # Its output ends a moment before its exit code is known.
+        return not self._has_ended and self._child.poll() is None
 
     def ask(
         self, method: str, params: dict[str, Any], progress: Callable[[dict[str, Any]], None] | None = None
@@ -143,8 +144,12 @@ class Process:
                 raise self._ended() from error
 
     def _ended(self) -> _errors.ProcessError:
+        try:
+            code = self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
         said = "\n".join(self._said)
-        return _errors.ProcessError(f"the program has ended with {self._child.poll()}{': ' if said else ''}{said}")
+        return _errors.ProcessError(f"the program has ended with {code}{': ' if said else ''}{said}")
 
     def _read(self) -> None:
         for line in self._child.stdout:
