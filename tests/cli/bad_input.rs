@@ -351,3 +351,19 @@ fn what_this_machine_has_no_room_for_is_refused_before_it_runs() {
         assert!(error.contains("would need") && error.contains("--seq"), "{error}");
     }
 }
+
+/// The depth of a model is that of no recursion.
+#[test]
+fn chains_of_thousands_of_ops_are_planned() {
+    let scratch = Scratch::new();
+    let op = |i: usize| match i {
+        0 => "  %1 = stablehlo.tanh %a : tensor<f32>\n".to_string(),
+        i => format!("  %{} = stablehlo.tanh %{i} : tensor<f32>\n", i + 1),
+    };
+    let ops: String = (0..4000).map(op).collect();
+    let text = format!(
+        "module @m {{\n func.func public @main(%a: tensor<f32>) -> tensor<f32> {{\n{ops}  return %4000 : tensor<f32>\n }}\n}}\n"
+    );
+    let file = scratch.file("chain.mlir", text);
+    assert!(succeeds(&["plan", &file, "--params", "0", "--cluster", "local:1"]).contains("1 stage"));
+}
