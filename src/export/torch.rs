@@ -390,7 +390,7 @@ impl<'a> Torch<'a> {
                 if matches!(buffer.kind, BufferKind::Accumulator { .. }) && buffer.sharding.is_partial() {
                     stored.retain(|axis, _| !of_data(axis));
                 }
-                // What FSDP2 stores of a parameter between steps has a note of its own.
+                // Storage by FSDP2 between steps has a note of its own.
                 let more =
                     self.part(buffer, &stored).saturating_sub(buffer.sharding.local_bytes(&buffer.ty, self.mesh));
                 of_program += more;

@@ -19,7 +19,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// What a file does not say, or what is to be judged in place of what it says.
+/// Choices that a file leaves open, and those to judge in place of its own.
 #[derive(Clone, Debug, Default)]
 pub struct How {
     /// The stack, if its name is given.
@@ -518,7 +518,7 @@ fn words(stack: &Stack, before: &Configuration, after: &Configuration) -> Vec<St
             words.push(format!("remove `{}`", stack.spelled(&[name.to_string()])));
         }
     }
-    // What the file does not say, the program or its command does.
+    // The program or its command says what the file leaves open.
     let is_said = |change: &dyn Fn(&mut Configuration)| {
         let mut changed = after.clone();
         change(&mut changed);

@@ -265,7 +265,7 @@ fn defaults(c: &mut Configuration) {
     if let Some(ep) = c.ep.filter(|&ep| ep > 1) {
         c.shard = c.shard.map(|shard| shard.saturating_mul(ep));
     }
-    // What is not stated of the mesh goes to the shards.
+    // Devices that no stated axis uses become shards.
     c.zero = Some(if c.shard == Some(1) { 0 } else { 3 });
     if let Some(parts) = c.pipeline_microbatches.filter(|_| c.pp() > 1) {
         // One pass is cut into these.

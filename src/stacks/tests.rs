@@ -138,7 +138,7 @@ fn plans_for_megatron_come_back_as_they_were() {
         let plan = configured(&megatron::MEGATRON, family, change);
         for stack in [&megatron::MEGATRON, &megatron_bridge::MEGATRON_BRIDGE] {
             let written = export(&plan, stack).unwrap_or_else(|e| panic!("{e}"));
-            // What the stack was planned for, it says without a note.
+            // A stack says a plan that was made for it without a note.
             assert_eq!(written.notes, Vec::<String>::new(), "{}", written.text);
             assert_eq!(written.prediction.step_s().to_bits(), plan.predicted.step_time_s.to_bits());
             assert_eq!(round_trip(&plan, stack, family), None);

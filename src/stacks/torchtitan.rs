@@ -287,7 +287,7 @@ fn defaults(c: &mut Configuration) {
     } else {
         c.micro_batch = c.local_batch;
     }
-    // Of one replica, nothing is left to shard.
+    // One replica has nothing to shard.
     let shards = c.shard != Some(1) || c.cp() > 1;
     c.zero = match (shards, c.zero) {
         (false, _) => Some(0),

@@ -1,4 +1,4 @@
-//! What XLA makes of printed graphs, through the PJRT plugin for CPUs that `ALTIPLANO_PJRT_PLUGIN` names. The oracle
+//! XLA's results for printed graphs, through the PJRT plugin for CPUs that `ALTIPLANO_PJRT_PLUGIN` names. The oracle
 //! runs these tests (`tests/oracle/run xla`); they need a plugin from PyPI.
 
 use altiplano_import::stablehlo;

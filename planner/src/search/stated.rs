@@ -37,7 +37,7 @@ pub struct Stated {
 }
 
 /// Predicts a stated configuration. `request.graph` may have any batch; it is brought to the microbatch of the degrees.
-/// Whether the plan fits is the caller's question.
+/// The caller checks that the plan fits.
 ///
 /// # Errors
 /// [`PlanFailure`] if the cluster has several groups, or if devices, samples or layers cannot be divided so.

@@ -51,7 +51,7 @@ struct Release {
     handle: String,
 }
 
-/// What a method answers from.
+/// The parameters and the context of a method.
 struct Question<'a> {
     session: &'a Session,
     call: &'a Call,
@@ -328,7 +328,7 @@ fn advise(q: &Question<'_>) -> Result<Value, Failure> {
 
 fn compare(q: &Question<'_>) -> Result<Value, Failure> {
     let question: compare::Compare = q.options()?;
-    // What a handle names is looked up first, since its failure is none of a command's.
+    // Handles are looked up first, since a missing one is no failure of a command.
     let files: Vec<&Path> = q.line.iter().skip_while(|word| *word != "--").skip(1).map(Path::new).collect();
     let plans: Vec<_> = files.iter().map(|file| q.session.plan_to_ask(file)).collect::<Result<_, _>>()?;
     let load = |file: &Path| {

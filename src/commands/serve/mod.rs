@@ -52,7 +52,7 @@ impl Serve {
     }
 }
 
-/// What all calls share.
+/// The state that all calls share.
 struct Server {
     methods: Methods,
     session: Session,

@@ -140,7 +140,7 @@ fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
     let mut quote: Option<(char, usize)> = None;
     let end = |found: &mut Vec<Word>, word: &mut String, started: &mut bool, begun: usize, first: &mut bool| {
         if std::mem::take(started) {
-            // What `export` sets is a variable as well.
+            // `export` sets variables as well.
             let stays = *first && word == "export";
             found.push(Word::Text(std::mem::take(word), begun, *first));
             *first = stays;
@@ -250,7 +250,7 @@ fn substituted(word: &str, variables: &BTreeMap<String, String>, depth: usize) -
     let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
     let (name, after) = rest.split_at(end);
     let value = variables.get(name).cloned().unwrap_or_else(|| format!("${name}"));
-    // What stays unknown is not looked at again.
+    // Unknown names are not looked at again.
     before.to_string() + &value + &if end == 0 { after.to_string() } else { more(after) }
 }
 

@@ -68,7 +68,7 @@ impl Plugin {
         (version.major, version.minor)
     }
 
-    /// What the plugin says about itself, such as the version of StableHLO that it reads.
+    /// The plugin's own attributes, such as the version of StableHLO that it reads.
     pub fn attributes(&self) -> Result<Vec<(String, String)>, PjrtError> {
         let mut arguments = sys::PluginAttributes::default();
         self.call("describe the plugin", Function::PluginAttributes, &mut arguments)?;
