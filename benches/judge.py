@@ -72,7 +72,7 @@ def main():
     print("files hold the knobs with influence only. A measured step follows from published tokens a second and device, or from FLOPs.")
     print(f"{len(cases) - refused} are read and {refused} refused, each with the knob or size at fault.\n")
     mean = sum(map(abs, errors)) / max(1, len(errors))
-    print(f"Of {len(errors)} with a published step time, the prediction is off by {100 * mean:.0f} % on average. Models with experts are measured")
+    print(f"Predictions of the {len(errors)} with a published step time are off by {100 * mean:.0f} % on average. Models with experts are measured")
     print("without limits on tokens per expert; the predictions give each expert 1.25 times an even share.\n")
     print("| configuration | cluster | seconds a step | measured | error | GB a device | fits | best change of one knob |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -40,7 +40,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# What the compiler asks of a device it cannot see. The figures are those that XLA prints for this device.
+# Properties of a device that is not there, which the compiler asks for. The figures are those that XLA prints for this device.
 H100 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128

@@ -20,7 +20,7 @@ import numpy as np
 from plans import difference, exported, planned
 from safetensors.numpy import load_file
 
-# Of losses and gradients, as `altiplano verify` allows: gradients that vanish differ by rounding.
+# Tolerance of losses and gradients, as `altiplano verify` allows: gradients that vanish differ by rounding.
 LOSS, GRADIENT, TINY = 1e-5, 1e-4, 1e-7
 MODELS = Path(__file__).parents[2] / "models"
 PLANS = {"one": ["--pp", "1"], "two": ["--pp", "2"]}

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from plans import PIPELINES, PLANS, blocks, difference, exported, planned
 
-# Of losses, gradients and parameters, as the largest difference over the norm of the tensor.
+# Tolerance of losses, gradients and parameters, as the largest difference over the norm of the tensor.
 TOLERANCE = 1e-5
 # AdamW would bring the rounding of gradients that vanish to full size.
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

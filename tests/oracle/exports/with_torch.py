@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 torch.set_num_threads(1)
-# Of losses, gradients and parameters, as the largest difference over the norm of the tensor.
+# Tolerance of losses, gradients and parameters, as the largest difference over the norm of the tensor.
 TOLERANCE = 1e-5
 HIDDEN, HEADS, VOCABULARY, SEQUENCE, BATCH, CLASSES = 32, 4, 64, 16, 8, 10
 
