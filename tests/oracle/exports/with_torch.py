@@ -7,6 +7,7 @@ CPU processes under torchrun. Each parameter must lie where the plan has it.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -230,7 +231,8 @@ def ids_and_labels():
 def of_transformers():
     """Models of Transformers, by configs that are planned without the model."""
     if importlib.util.find_spec("transformers") is None:
-        print("SKIPPED tests/oracle exports of Hugging Face configs: there is no transformers")
+        if "--worker" not in sys.argv:
+            print("SKIPPED tests/oracle exports of Hugging Face configs: there is no transformers", flush=True)
         return {}
     import transformers
 
@@ -417,8 +419,10 @@ def ran(devices, folder, cases, log):
         ended, failed = [], False
         for line in job.stdout:
             print(line, end="", flush=True)
-            ended.append(line.split()[1])
-            failed |= line.startswith("FAILED")
+            # Libraries of the workers may print too.
+            if said := re.match(r"(ok|FAILED) +(\S+)", line):
+                ended.append(said[2])
+                failed |= said[1] == "FAILED"
     job.wait()
     for case in cases:
         if case not in ended:
