@@ -11,5 +11,5 @@ if [ -z "${LIBCLANG_PATH:-}" ] && ! compgen -G '/usr/lib/llvm-*/lib/libclang.so*
     BINDGEN_EXTRA_CLANG_ARGS="-I$(gcc -print-file-name=include)"
     export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 fi
-# Of both, so that what they are built on is built once.
-with_mpi=(--quiet -p altiplano -p altiplano-runtime --features mpi)
+# Of the workspace, whose builds the tests before left: of one crate, dependencies have other features.
+with_mpi=(--quiet --workspace --features altiplano/mpi)
