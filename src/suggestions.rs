@@ -85,7 +85,7 @@ const LISTED: usize = 6;
 /// # Errors
 /// Fails if that plan cannot be lowered.
 pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> Result<Shortage, Error> {
-    progress.step("what does not fit", 0, 1);
+    progress.step("largest tensors", 0, 1);
     let closest = closest.clone();
     let needed_bytes = closest.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
     let limits: Vec<u64> = closest.stages.iter().map(|s| closest.usable_bytes(s)).collect();

@@ -73,9 +73,9 @@ impl WhyNot {
         let tables = side_by_side(beside.names, beside.simulations.each_ref());
         let part = percent((theirs / ours - 1.0).abs());
         let difference = match theirs > ours {
-            true => format!("what is asked for takes {} a step more ({part})", seconds(theirs - ours)),
+            true => format!("the requested plan takes {} a step more ({part})", seconds(theirs - ours)),
             false => format!(
-                "what is asked for takes {} a step less ({part}): the plan was made with something else fixed, or needs fewer devices or less memory",
+                "the requested plan takes {} a step less ({part}): this plan was made with other choices fixed, or needs fewer devices or less memory",
                 seconds(ours - theirs)
             ),
         };

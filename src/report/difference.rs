@@ -122,7 +122,7 @@ fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     }
     if !rest.is_empty() {
         let (a, b) = rest.iter().fold((0.0, 0.0), |sums, (_, a, b)| (sums.0 + a, sums.1 + b));
-        row("what hardly differs".into(), a, b);
+        row("nearly equal".into(), a, b);
     }
     row("the step".into(), one.sum_s(), other.sum_s());
     table.right()
