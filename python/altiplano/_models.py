@@ -77,7 +77,9 @@ def _traced_from(file: str, line: int) -> str | None:
     if line > len(lines):
         return None
     locations = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", "\n".join(lines), re.MULTILINE))
-    pending, seen = re.findall(r"loc\((#loc\d*)\)", lines[line - 1]), set()
+    # The line itself, and the call of the function that it is in.
+    end = next((text for text in lines[line:] if text.startswith("  } loc(")), "")
+    pending, seen = re.findall(r"loc\((#loc\d*)\)", f"{lines[line - 1]} {end}"), set()
     while pending:
         name = pending.pop(0)
         if name in seen:
