@@ -24,6 +24,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// Options of reading a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
@@ -508,6 +509,13 @@ impl PlanOptions {
     /// The same options without fixed choices.
     pub fn with_open_choices(&self) -> PlanOptions {
         PlanOptions { fixed: FixedOptions::default(), ..self.clone() }
+    }
+
+    /// The files that describe the cluster, with the times of their last change.
+    pub fn files(&self) -> Vec<(PathBuf, Option<SystemTime>)> {
+        let files = self.cluster.iter().map(PathBuf::from).chain(self.devices.clone());
+        let changed = |file: &Path| std::fs::metadata(file).and_then(|of| of.modified()).ok();
+        files.map(|file| (file.clone(), changed(&file))).collect()
     }
 
     /// The batch of a config's model, if one is given. Other files have a batch of their own.

@@ -129,11 +129,41 @@ impl<'a> Configurations<'a> {
 
     /// Predicts the plan of a configuration.
     pub fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        self.assembled(degrees, costs, |plan, layered| {
+            predict_with(plan, layered, costs, self.request.cache.as_deref())
+        })
+    }
+
+    /// Like [`Configurations::configured`]; `None` if weights and optimizer state alone need more memory than a device
+    /// has, which takes no prediction to know.
+    pub fn configured_unless_too_large(
+        &self,
+        degrees: &Degrees,
+        costs: &dyn Costs,
+    ) -> Result<Option<Plan>, PlanFailure> {
+        self.assembled(degrees, costs, |plan, layered| {
+            let is_too_large = is_too_large(&plan);
+            if is_too_large && !cfg!(debug_assertions) {
+                return Ok(None);
+            }
+            let plan = predict_with(plan, layered, costs, self.request.cache.as_deref())?;
+            debug_assert!(!is_too_large || !fits(&plan), "{degrees:?}");
+            Ok(Some(plan))
+        })
+    }
+
+    /// Passes on the plan of a configuration without predictions, and the model's layers.
+    fn assembled<T>(
+        &self,
+        degrees: &Degrees,
+        costs: &dyn Costs,
+        then: impl FnOnce(Plan, &LayeredGraph) -> Result<T, PlanFailure>,
+    ) -> Result<T, PlanFailure> {
         let cell = self.at(degrees.num_microbatches);
         let layered = cell.get().and_then(Option::as_ref).ok_or(PlanFailure::NoCombination)?;
         let execution = execution_at(self.request, degrees.zero);
         let request = Request { graph: layered.graph.clone(), execution, ..self.request.clone() };
-        predict_with(fixed_of(&request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
+        then(fixed_of(&request, layered, degrees, costs)?, layered)
     }
 
     /// Layouts for the stages of a configuration, those with the least work of any device first.
@@ -143,6 +173,23 @@ impl<'a> Configurations<'a> {
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
         Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
     }
+}
+
+/// Returns true if the weights and the optimizer's state of some stage exceed the memory of its devices.
+fn is_too_large(plan: &Plan) -> bool {
+    let held = |stage: &Stage| -> u64 {
+        let of = |(p, name): (ValueId, &str)| {
+            let (Some(storage), ty) = (stage.parameters.get(name), plan.graph.ty(p)) else { return 0 };
+            let weights = storage.parameter.local_bytes(ty, &stage.mesh);
+            if plan.graph.is_frozen(p) || !plan.schedule.trains() {
+                return weights;
+            }
+            let each = plan.optimizer.state_bytes_per_element(ty.dtype);
+            weights + storage.state.local_bytes(ty, &stage.mesh) / ty.dtype.bytes() * each
+        };
+        plan.graph.parameters().map(of).sum()
+    };
+    plan.stages.iter().any(|stage| stage.offload.is_none() && held(stage) > plan.usable_bytes(stage))
 }
 
 /// Returns all configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor
