@@ -66,7 +66,7 @@ fn pipes_folders_devices_and_endless_files_are_refused() {
     let pipe = scratch.path("pipe.toml").display().to_string();
     assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs").success());
     let endless = scratch.path("endless").display().to_string();
-    std::fs::File::create(&endless).and_then(|file| file.set_len(1 << 45)).expect("a sparse file");
+    std::fs::File::create(&endless).and_then(|file| file.set_len(1 << 42)).expect("a sparse file");
     let folder = scratch.path("folder.toml");
     std::fs::create_dir(&folder).expect("a folder");
     let folder = folder.display().to_string();
@@ -76,7 +76,7 @@ fn pipes_folders_devices_and_endless_files_are_refused() {
             refused(&[command, file], &[file, problem]);
         }
         refused(&["run", DEMO, "--cluster", "local:1", "--weights", file], &[file, problem]);
-        refused(&["probe", "--topology", file], &[]);
+        refused(&["probe", "--gpus", file], &[file, problem]);
     }
     for (file, problem) in [(&*pipe, "is a pipe"), (&folder, "is a folder")] {
         refused(&["plan", DEMO, "--cluster", file], &[file, problem]);

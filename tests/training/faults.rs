@@ -44,8 +44,9 @@ impl Trial {
         let scratch = Scratch::new();
         let library = scratch.path("faults.so");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/training/faults/preload.c");
-        let built = Command::new("cc").args(["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]).arg(&library);
-        assert!(built.arg(source).status().expect("a C compiler").success());
+        let options = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"];
+        let built = Command::new("cc").args(options).arg(&library).arg(source).status();
+        assert!(built.expect("a C compiler").success());
         let model = scratch.file("tiny.mlir", TINY);
         Trial { scratch, model, library }
     }

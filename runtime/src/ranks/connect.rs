@@ -457,7 +457,7 @@ mod tests {
         assert_eq!(joins.join().expect("it ends"), (true, true));
     }
 
-    /// Strangers that echo what they hear, say nothing, say it slowly, or repeat what a rank has said.
+    /// Strangers that echo what they hear, say nothing, say it slowly, or repeat what a rank or the hub has said.
     #[test]
     fn strangers_are_neither_hubs_nor_ranks_and_keep_nobody_out() {
         let echo = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -488,6 +488,14 @@ mod tests {
         let mut repeats = TcpStream::connect(place).expect("a connection");
         repeats.write_all(&heard).expect("it is sent");
         repeats.write_all(&[0; PROOF]).expect("it is sent");
+        let mut reflects = TcpStream::connect(place).expect("a connection");
+        let refuses_reflection = std::thread::spawn(move || {
+            let mut answer = [0; NONCE + PROOF];
+            reflects.write_all(&heard).and_then(|()| reflects.read_exact(&mut answer)).expect("the hub answers");
+            reflects.write_all(&answer[NONCE..]).expect("it is sent");
+            // A closed connection, in either way.
+            reflects.read(&mut [0]).unwrap_or(0) == 0
+        });
         let mut slow = TcpStream::connect(place).expect("a connection");
         let dribbles = std::thread::spawn(move || {
             for byte in TITLE.into_iter().chain([0; 300]) {
@@ -507,6 +515,7 @@ mod tests {
         // All others were dropped at the end of their time.
         assert!(hub.greetings.borrow().is_empty());
         assert!(dribbles.join().expect("it ends"), "it was cut off");
+        assert!(refuses_reflection.join().expect("it ends"), "the hub's own proof makes no rank");
         drop(silent);
     }
 
