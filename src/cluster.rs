@@ -30,7 +30,8 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
 
 /// Loads a cluster from a TOML file.
 pub fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
-    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let text =
+        altiplano_runtime::files::read_text(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     cluster_of(file, &text)
 }
 
@@ -41,6 +42,7 @@ pub fn cluster_of(file: &Path, text: &str) -> Result<Cluster, Error> {
 
 /// Loads devices from a TOML file. They replace those of the catalogue with the same names.
 pub fn load_devices(file: &Path) -> Result<Devices, Error> {
-    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let text =
+        altiplano_runtime::files::read_text(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     parse_devices(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

@@ -421,6 +421,15 @@ pub struct Downscaling {
     pub parameters: (u64, u64),
 }
 
+/// The largest number of stage calls in one direction of a step: microbatches times stages. Simulations, programs and
+/// pages grow with it.
+pub const MOST_CALLS: u64 = 1 << 20;
+
+/// Returns whether a step of `num_microbatches` on `num_stages` stages has at most [`MOST_CALLS`].
+pub fn is_countable(num_microbatches: u32, num_stages: usize) -> bool {
+    u64::from(num_microbatches).saturating_mul(num_stages as u64) <= MOST_CALLS
+}
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     pub format: String,

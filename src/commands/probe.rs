@@ -81,7 +81,8 @@ fn of_file(file: &Path, error: ClusterError) -> Error {
 }
 
 fn read(file: &Path) -> Result<String, Error> {
-    let bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let bytes =
+        altiplano::runtime::files::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

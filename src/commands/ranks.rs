@@ -6,12 +6,16 @@ use altiplano::Error;
 use altiplano::runtime::RuntimeError;
 use altiplano::runtime::error::RendezvousError;
 use altiplano::runtime::ranks::World;
+use altiplano::runtime::ranks::connect::Network;
 use altiplano::runtime::ranks::rendezvous::{Place, Rendezvous, meet};
 use altiplano::runtime::ranks::watch::{Ends, leave};
 use altiplano::training::team::Team;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// The longest time limit: a week.
+const LONGEST_S: u64 = 7 * 24 * 3600;
 
 /// The engine of a plan, and the coordination of processes that run it together.
 #[derive(Args, Clone, Debug)]
@@ -28,8 +32,12 @@ pub struct RankArguments {
     #[arg(long, value_name = "DIR")]
     rendezvous: Option<PathBuf>,
     /// Seconds for which processes wait for all others
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=LONGEST_S))]
     rendezvous_timeout: u64,
+    /// The network in which processes of --engine processes listen for each other: 10.1.0.0/16, or an address [default:
+    /// this host alone if the launcher says that all are on it, else all networks]
+    #[arg(long, value_name = "NETWORK")]
+    listen: Option<Network>,
     /// Sum in the order of devices, so that losses match those of threads bit by bit; slower
     #[arg(long)]
     reduce_in_order: bool,
@@ -51,7 +59,7 @@ pub struct MeasuringArguments {
 #[derive(Args, Clone, Copy, Debug)]
 struct LostArguments {
     /// Seconds of silence after which a rank counts as lost
-    #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..=LONGEST_S))]
     lost_after: u64,
 }
 
@@ -105,6 +113,7 @@ impl RankArguments {
             (self.reduce_in_order && cuda, "--reduce-in-order", of_cpus),
             (self.ranks_anywhere && engine == EngineName::Threads, "--ranks-anywhere", of_many),
             (self.rendezvous.is_some() && engine != EngineName::Processes, "--rendezvous", of_processes),
+            (self.listen.is_some() && engine != EngineName::Processes, "--listen", of_processes),
         ];
         if let Some((_, option, problem)) = refused.into_iter().find(|(refused, ..)| *refused) {
             return Err(Error::Option { option, problem });
@@ -121,7 +130,8 @@ impl RankArguments {
         let place = place()?.ok_or_else(|| failed(RendezvousError::NoLauncher))?;
         let none = || failed(RendezvousError::NoDirectory { rank: place.rank, size: place.size });
         let directory = self.rendezvous.or_else(|| place.shared.clone()).ok_or_else(none)?;
-        let rendezvous = Rendezvous { directory, timeout: Duration::from_secs(self.rendezvous_timeout) };
+        let timeout = Duration::from_secs(self.rendezvous_timeout);
+        let rendezvous = Rendezvous { directory, timeout, listen: self.listen };
         let met = meet(&place, &rendezvous, Duration::from_secs(self.lost.lost_after), ends());
         let world = match met {
             // The first process has reported the reason for all.

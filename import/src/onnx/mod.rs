@@ -47,6 +47,7 @@ mod resize;
 mod sizes;
 mod table;
 mod tensor;
+mod wire;
 
 #[cfg(test)]
 mod tests;

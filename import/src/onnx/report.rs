@@ -19,6 +19,8 @@ pub const MAX_TABLES: u64 = 1 << 25;
 pub enum OnnxError {
     #[error("not a complete ONNX file: {0}")]
     Decode(#[from] prost::DecodeError),
+    #[error(transparent)]
+    OutOfProportion(#[from] crate::OutOfProportion),
     #[error("the file has no graph")]
     NoGraph,
     #[error("the file does not say which version of the standard's ops it uses")]

@@ -20,7 +20,7 @@ use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Plan, Schedule, Stage};
+use altiplano_ir::plan::{Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -500,6 +500,9 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                         let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
                             let (stages, layout) = (stages.saturating_mul(virtual_stages), Layout::Even);
+                            if !is_countable(num_microbatches, stages as usize) {
+                                continue;
+                            }
                             all.push(Degrees {
                                 dp,
                                 tp,
