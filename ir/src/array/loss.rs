@@ -5,7 +5,7 @@ use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Op, Reshape, Unary};
 
 /// `-log softmax(logits)[label]` for each label. `logits` has one more dimension, the classes, at `dim`.
-pub fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
+pub(crate) fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
     let log = log_softmax(g, logits, dim)?;
     let labels = unsqueeze(g, labels, dim as i64)?;
     let hit = take_along(g, log, dim, labels, false)?;

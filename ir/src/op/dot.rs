@@ -27,7 +27,7 @@ impl DotGeneral {
     }
 
     /// See [`Self::grows`].
-    pub const FEW_TERMS: u64 = 256;
+    const FEW_TERMS: u64 = 256;
 
     /// The dimensions of lhs that are neither batch nor contracted, in order.
     pub fn lhs_free(&self, rank: usize) -> Vec<usize> {
