@@ -55,7 +55,7 @@ pub struct ConfigOptions {
 }
 
 /// The default limit of the sequence length. Longer sequences must be requested.
-pub const DEFAULT_SEQUENCE: u64 = 4096;
+pub(crate) const DEFAULT_SEQUENCE: u64 = 4096;
 
 /// The graph of a config, with its loss as output, and notes for the reader.
 #[derive(Clone, Debug, PartialEq)]
