@@ -29,7 +29,7 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
 }
 
 /// Loads a cluster from a TOML file.
-pub fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
+pub(crate) fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
     let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     cluster_of(file, &text)
 }
