@@ -338,7 +338,7 @@ pub(crate) fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
 pub struct Batch {
     pub samples: u64,
     pub step_time_s: f64,
-    /// Factors of the learning rate; see [`learning_rates`].
+    /// Factors of the learning rate; see `learning_rates`.
     pub rate_linear: f64,
     pub rate_square_root: f64,
     /// Present if the noise scale is known.

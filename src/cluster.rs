@@ -34,7 +34,7 @@ pub(crate) fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
     cluster_of(file, &text)
 }
 
-/// As [`load_cluster_file`], for a file that is already in memory; a pipe can be read only once.
+/// As `load_cluster_file`, for a file that is already in memory; a pipe can be read only once.
 pub fn cluster_of(file: &Path, text: &str) -> Result<Cluster, Error> {
     parse(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

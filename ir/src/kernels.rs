@@ -93,7 +93,7 @@ pub enum KernelKind {
         dtype: DType,
     },
     /// Elementwise ops and reductions of rows. `operations` are scalar ones, and a transcendental counts as
-    /// [`TRANSCENDENTAL`].
+    /// `TRANSCENDENTAL`.
     Fused {
         operations: f64,
     },

@@ -91,7 +91,7 @@ impl Batches {
         }
     }
 
-    /// [`Self::synthetic`], or batches of a file. The model's state (running statistics, tables) comes from `state` if
+    /// `Self::synthetic`, or batches of a file. The model's state (running statistics, tables) comes from `state` if
     /// that has a tensor of the input's name.
     pub fn with_state(
         plan: &Plan,

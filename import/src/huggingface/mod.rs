@@ -43,7 +43,7 @@ use std::borrow::Cow;
 pub struct ConfigOptions {
     /// The number of samples in the batch. 0 and 1 are one sample.
     pub batch: u64,
-    /// The number of tokens in a sample. By default, the model's number of positions, but at most [`DEFAULT_SEQUENCE`].
+    /// The number of tokens in a sample. By default, the model's number of positions, but at most `DEFAULT_SEQUENCE`.
     pub sequence: Option<u64>,
     /// The number of tokens that each expert processes in a sequence, relative to an even spread: see `moe`.
     pub capacity_factor: Option<f64>,

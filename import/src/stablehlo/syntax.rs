@@ -19,7 +19,7 @@ pub struct Module<'a> {
     pub location_names: Vec<Option<Cow<'a, str>>>,
 }
 
-/// Index into [`Module::location_names`].
+/// Index into `Module::location_names`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocationId(pub u32);
 

@@ -37,7 +37,7 @@ fn divisor(n: u64) -> u64 {
 /// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` for the inverse.
 ///
 /// # Errors
-/// [`ShapeError::TooLarge`] if the size has a prime factor above [`LARGEST_PRIME`].
+/// [`ShapeError::TooLarge`] if the size has a prime factor above `LARGEST_PRIME`.
 pub fn fourier(g: &mut Graph, x: impl Into<Operand>, dim: usize, inverse: bool) -> BuiltPair {
     let x = x.into();
     let shape = g.shape(x.re).to_vec();
