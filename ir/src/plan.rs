@@ -71,11 +71,6 @@ impl Schedule {
         self != Schedule::Forward
     }
 
-    pub fn parse(text: &str) -> Option<Self> {
-        let all = [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::PipeDream, Schedule::Forward];
-        all.into_iter().find(|s| s.name() == text)
-    }
-
     /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Under `zb-h1`,
     /// microbatches that wait only for weight gradients are not counted, because less of them is held.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {

@@ -118,7 +118,7 @@ fn views(encoded: &[Encoded]) -> Result<Vec<(&str, TensorView<'_>)>, SafeTensorE
 }
 
 /// Reads the tensor of a NumPy file, versions 1 to 3 of the format.
-pub fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
+fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
     parse_npy(&read_bytes(file)?).map_err(|problem| RuntimeError::Npy { file: file.to_path_buf(), problem })
 }
 

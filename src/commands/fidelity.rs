@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Predict every row of a table of measured training steps, and report the accuracy
 #[derive(Args)]
-pub struct Fidelity {
+pub(crate) struct Fidelity {
     /// A CSV file with a measured step per row: its model, machine and degrees (columns in docs/simulation.md)
     table: PathBuf,
     /// Print JSON: the figures, and every row with its prediction
@@ -32,7 +32,7 @@ enum Recompute {
 }
 
 impl Fidelity {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let recomputation = match self.recompute {
             Recompute::Inferred => Recomputation::Inferred,
             Recompute::Stated => Recomputation::Stated,

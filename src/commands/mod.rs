@@ -46,7 +46,7 @@ use std::io::Write;
 use std::path::Path;
 
 /// Saves the results of a search for later ones, if requested. A failure costs only time, so it is a warning.
-pub fn keep_searches(request: &Request) {
+pub(crate) fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
         let file = cache.file().map(|file| format!("{}: ", file.display())).unwrap_or_default();

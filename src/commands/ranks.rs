@@ -19,7 +19,7 @@ const LONGEST_S: u64 = 7 * 24 * 3600;
 
 /// The engine of a plan, and the coordination of processes that run it together.
 #[derive(Args, Clone, Debug)]
-pub struct RankArguments {
+pub(crate) struct RankArguments {
     /// Run all devices as threads of this process (threads); GPUs of processes that srun or torchrun started
     /// (processes); or one device per MPI rank (mpi); see docs/cluster.md [default: threads; after a launcher:
     /// processes with --device cuda, else none, which is an error]
@@ -48,7 +48,7 @@ pub struct RankArguments {
 
 /// Measures in this process alone, or with the other MPI ranks.
 #[derive(Args, Clone, Debug)]
-pub struct MeasuringArguments {
+pub(crate) struct MeasuringArguments {
     /// Measure the threads of this process, or the links between MPI ranks (docs/cluster.md) [default: threads]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<MeasuringEngine>,
@@ -90,7 +90,7 @@ impl RankArguments {
     }
 
     /// The option that makes this process one of several, as the user would type it.
-    pub fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
+    pub(crate) fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
         Ok(match self.engine(cuda)? {
             EngineName::Threads => None,
             EngineName::Processes => Some("--engine processes"),
@@ -100,7 +100,7 @@ impl RankArguments {
 
     /// Runs a function on the processes that run the plan, on GPUs or not. If there are several and it fails on one, it
     /// ends all of them and does not return.
-    pub fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+    pub(crate) fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         let engine = self.engine(cuda)?;
         let of_ranks = "applies only to MPI ranks; it needs --engine mpi";
         let of_cpus = "applies only to CPUs; NCCL chooses its own order of summation";
@@ -149,12 +149,12 @@ impl RankArguments {
 }
 
 impl MeasuringArguments {
-    pub fn is_mpi(&self) -> bool {
+    pub(crate) fn is_mpi(&self) -> bool {
         self.engine == Some(MeasuringEngine::Mpi)
     }
 
     /// Refuses to measure a machine in several processes at once, as a launcher would start them.
-    pub fn expect_alone(&self) -> Result<(), Error> {
+    pub(crate) fn expect_alone(&self) -> Result<(), Error> {
         match place()?.filter(|place| place.size > 1 && self.engine.is_none()) {
             Some(place) => Err(refused(&place, &["--engine", "mpi"])),
             None => Ok(()),
@@ -162,7 +162,7 @@ impl MeasuringArguments {
     }
 
     /// As [`RankArguments::on_team`], for ranks that run no plan.
-    pub fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+    pub(crate) fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         if self.is_mpi() { on_ranks(self.lost, false, false, run) } else { run(Team::Alone) }
     }
 }

@@ -14,7 +14,7 @@ mod statistics;
 mod table;
 
 pub use calibrate::{Calibrated, Fit, calibrate, device_file};
-pub use kineto::{Timed, Trace, TraceError, read_trace};
+pub use kineto::{Timed, Trace, TraceError};
 pub use predict::{Prepared, RowPredictor};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};

@@ -77,7 +77,7 @@ pub fn side(plan: &Plan) -> Value {
 }
 
 /// All rows of [`side_by_side`] as JSON.
-pub fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
+pub(crate) fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
     let lanes = least_waiting(plans);
     let plan = |i: usize| {
         let mut side = side(plans[i].plan());

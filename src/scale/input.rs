@@ -66,12 +66,12 @@ impl Input {
         Input { needed_bytes_per_s, given_bytes_per_s, limit, utilisation: used(given_bytes_per_s), staged }
     }
 
-    pub fn is_bound(&self) -> bool {
+    pub(crate) fn is_bound(&self) -> bool {
         self.utilisation < 1.0
     }
 
     /// Returns whether reading from local disks removes the bottleneck.
-    pub fn staging_helps(&self) -> bool {
+    pub(crate) fn staging_helps(&self) -> bool {
         self.is_bound() && self.staged.is_some_and(|s| s.utilisation >= 1.0 && s.fits != Some(false))
     }
 }

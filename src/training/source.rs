@@ -260,7 +260,7 @@ impl BatchRows<'_> {
 
 impl Column {
     /// Reads the input of a batch, with zeros in rows that are not wanted. Also returns the number of bytes read.
-    pub fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
+    pub(crate) fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
         let mut whole = HostTensor::zeros(input.ty.clone());
         let width = size_of_element(&whole);
         let mut bytes_read = 0;

@@ -151,7 +151,7 @@ impl<'b> Archive<'b> {
     }
 
     /// The metadata of the tensors in a folder of `data/`; empty if the archive has none.
-    pub fn payloads(&mut self, kind: &str) -> Result<Payloads, ArchiveError> {
+    pub(crate) fn payloads(&mut self, kind: &str) -> Result<Payloads, ArchiveError> {
         let folder = format!("{}data/{kind}/", self.root);
         let is_config = |name: &&String| name.starts_with(&folder) && name.ends_with("_config.json");
         match self.names.iter().find(is_config).cloned() {
