@@ -189,6 +189,14 @@ impl Configuration {
         self.virtual_stages.unwrap_or(1)
     }
 
+    /// The order of a pipeline's calls. Without a pipeline, each microbatch goes forward and backward before the next.
+    pub fn order(&self) -> Schedule {
+        match self.schedule {
+            Some(schedule) if self.pp() > 1 || !schedule.trains() => schedule,
+            _ => Schedule::OneFOneB,
+        }
+    }
+
     /// Devices that the file states.
     pub fn stated_devices(&self) -> Option<u32> {
         let of_nodes = || self.devices_per_node?.checked_mul(self.nodes.unwrap_or(1));

@@ -194,7 +194,7 @@ impl Stack {
             (Syntax::Shell, value) => format!("--{name} {value}"),
             (Syntax::Json, value) => format!("\"{name}\": {value}"),
             (Syntax::Python, value) => format!("{name}={}", write::python(value)),
-            (_, value) => format!("{name}: {}", bare(value)),
+            (_, value) => format!("{name}: {}", write::scalar(value)),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_ir::plan::{Plan, Target};
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
@@ -82,7 +82,7 @@ impl<'a> Predictor<'a> {
             let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
             request.execution.fused_attention = fused && possible;
         }
-        request.schedule = Some(c.schedule.unwrap_or(Schedule::OneFOneB));
+        request.schedule = Some(c.order());
         request.allow_microbatch_semantics = true;
         request.batch.global = Some(settled.global_batch);
         request.offload = Some(c.offload);

@@ -16,9 +16,12 @@ use std::time::Duration;
 
 const CLUSTER: &str = "dgx-a100:1";
 
-/// A decoder of eight layers, as a config of Transformers.
+/// A decoder of four to eight layers, as a config of Transformers.
 fn model(family: &str) -> PathBuf {
     let config = match family {
+        "gpt2" => {
+            r#"{"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 8, "vocab_size": 500, "n_positions": 64}"#
+        }
         "llama" => {
             r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
                 "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
@@ -114,10 +117,10 @@ fn round_trip(plan: &Plan, stack: &'static Stack, family: &str) -> Option<String
         }
     };
     let judged = judged(&written, stack, family);
-    let [there, back] = [&written.prediction, &judged.prediction];
-    let what = format!("{}: {:?}\n{}\n{:?}", stack.name, written.notes, written.text, judged.configuration);
-    assert_eq!(there.step_s().to_bits(), back.step_s().to_bits(), "{} and {}: {what}", there.step_s(), back.step_s());
-    assert_eq!(there.peak_bytes(), back.peak_bytes(), "{what}");
+    let of = |prediction: &predict::Prediction| (prediction.step_s(), prediction.peak_bytes());
+    let [there, back] = [of(&written.prediction), of(&judged.prediction)];
+    let what = || format!("{}: {:?}\n{}\n{:?}", stack.name, written.notes, written.text, judged.configuration);
+    assert_eq!(there, back, "{}", what());
     None
 }
 
@@ -427,35 +430,55 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
     (dp > 0).then(|| predict_stated(&request, &stated, &costs).ok())?
 }
 
-/// Each random plan is written for every stack as a file that predicts what it says, or refused in one line.
-/// `STACKS_PLANS` sets the number of plans; every eighth is searched.
+/// A module of a plan, or one line about what the target cannot say.
+fn module(plan: &Plan, to: crate::export::Stack) -> Option<String> {
+    match crate::export::export(plan, to) {
+        Ok(exported) => {
+            let hash = crate::export::fingerprint(&plan.to_json());
+            assert!(exported.text.contains(&hash), "{}: the plan's hash is missing", to.name());
+            None
+        }
+        Err(error) => {
+            assert_eq!(error.exit_code(), 2, "{error}");
+            Some(error.to_string())
+        }
+    }
+}
+
+/// Each random plan is written for every target as a file that predicts what it says, or refused in one line.
+/// `STACKS_PLANS` sets the number of plans; every eighth is searched, and modules are written of as many.
 #[test]
 fn random_plans_are_written_or_refused() {
     let count = std::env::var("STACKS_PLANS").ok().and_then(|n| n.parse().ok()).unwrap_or(24);
     let mut choices = Choices(36);
     let mut outcomes: std::collections::BTreeMap<String, u32> = Default::default();
     let mut plans = 0;
-    while plans < count {
-        let family = choices.of(&["llama", "llama", "mixtral"]);
-        let made = if plans % 8 == 0 { searched(&mut choices, family) } else { stated(&mut choices, family) };
-        let Some(plan) = made else {
-            *outcomes.entry("no plan".into()).or_default() += 1;
-            continue;
-        };
-        plans += 1;
-        for stack in STACKS {
-            let outcome = match round_trip(&plan, stack, family) {
-                None => format!("{}: written", stack.name),
-                Some(refusal) => {
-                    assert!(!refusal.contains('\n') && refusal.contains("plan"), "{refusal}");
-                    format!("{}: refused", stack.name)
-                }
-            };
-            *outcomes.entry(outcome).or_default() += 1;
+    let mut refused = |name: &str, refusal: Option<String>| {
+        let outcome = if refusal.is_some() { "refused" } else { "written" };
+        *outcomes.entry(format!("{name}: {outcome}")).or_default() += 1;
+        if let Some(refusal) = refusal {
+            assert!(!refusal.contains('\n') && refusal.contains("plan"), "{refusal}");
         }
+    };
+    while plans < count {
+        let family = choices.of(&["llama", "llama", "mixtral", "gpt2"]);
+        let made = if plans % 8 == 0 { searched(&mut choices, family) } else { stated(&mut choices, family) };
+        let Some(plan) = made else { continue };
+        for stack in STACKS {
+            refused(stack.name, round_trip(&plan, stack, family));
+        }
+        if plans % 8 < 2 {
+            use crate::export::Stack;
+            for to in [Stack::Jax, Stack::StableHlo, Stack::Torch] {
+                refused(to.name(), module(&plan, to));
+            }
+        }
+        plans += 1;
     }
     println!("{outcomes:#?}");
-    assert!(STACKS.iter().all(|stack| outcomes.contains_key(&format!("{}: written", stack.name))), "{outcomes:?}");
+    let names = STACKS.iter().map(|stack| stack.name).chain(["jax", "stablehlo", "torch"]);
+    let missing: Vec<&str> = names.filter(|name| !outcomes.contains_key(&format!("{name}: written"))).collect();
+    assert!(missing.is_empty(), "{missing:?}: {outcomes:?}");
 }
 
 /// Public configurations are read, or refused with what is at fault by name.
