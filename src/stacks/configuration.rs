@@ -138,6 +138,18 @@ pub enum Misfit {
     Zero(&'static str),
 }
 
+impl Misfit {
+    /// The option of `altiplano plan` that avoids it in a plan.
+    pub fn option(&self) -> &'static str {
+        match self {
+            Misfit::Devices { .. } | Misfit::Replicas { .. } | Misfit::Cluster { .. } => "other --dp and --tp",
+            Misfit::Batch { .. } | Misfit::Zero(_) => "--micro-batch-size",
+            Misfit::Layers { .. } | Misfit::Stages { .. } => "another --pp",
+            Misfit::Turns { .. } => "--virtual-stages 1",
+        }
+    }
+}
+
 /// A configuration in which all numbers are known.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settled {
@@ -269,7 +281,7 @@ impl Configuration {
             },
             layout: Layout::Even,
             experts: false,
-            sequence: false,
+            sequence: self.tp() > 1 && self.sequence_parallel == Some(true),
         };
         let stated = Stated {
             degrees,

@@ -22,6 +22,16 @@ fn model(family: &str) -> PathBuf {
         "gpt2" => {
             r#"{"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 8, "vocab_size": 500, "n_positions": 64}"#
         }
+        // Its parameters take longer to send than a message takes to start.
+        "large" => {
+            r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
+        // Most of its bytes are inside blocks.
+        "wide" => {
+            r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 4,
+                "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
         "llama" => {
             r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
                 "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
@@ -127,8 +137,10 @@ fn round_trip(plan: &Plan, stack: &'static Stack, family: &str) -> Option<String
 #[test]
 fn plans_for_megatron_come_back_as_they_were() {
     type Change = fn(&mut Stated);
-    let changes: [(&str, Change); 8] = [
+    let changes: [(&str, Change); 10] = [
         ("llama", |_| ()),
+        ("wide", |s| s.degrees.sequence = true),
+        ("wide", |s| s.splits_positions = false),
         ("llama", |s| s.blocks = Some(vec![3, 5])),
         ("llama", |s| (s.degrees.stages, s.degrees.virtual_stages) = (4, 2)),
         ("llama", |s| s.degrees.recompute = Recompute::Full),
@@ -255,6 +267,18 @@ fn a_command_line_is_judged_in_its_own_words() {
 }
 
 #[test]
+fn sequence_parallelism_keeps_less() {
+    let peak = |more: &str| {
+        let text = megatron_text(&format!("--tensor-model-parallel-size 8 {more}"));
+        let text = text.replace("--hidden-size 64", "--hidden-size 4096").replace("--seq-length 64", "--seq-length 2048");
+        let text = text.replace("embeddings 64", "embeddings 2048");
+        let judgement = judge_text(Path::new("run.sh"), &text, &How { only_predict: true, ..how() });
+        judgement.expect("a judgement").prediction.peak_bytes()
+    };
+    assert!(peak("--sequence-parallel") < peak(""));
+}
+
+#[test]
 fn a_measured_step_corrects_the_rest() {
     let text = megatron_text("--tensor-model-parallel-size 8");
     let judgement = judge_text(Path::new("run.sh"), &text, &how()).expect("a judgement");
@@ -352,6 +376,31 @@ fn knobs_are_read_into_one_description() {
     assert_eq!((c.replicate, c.shard, c.device_batch, c.zero), (Some(2), Some(8), Some(4.0), Some(3)));
 }
 
+/// Groups of replicas on their nodes gather parameters there, which takes less time and more memory.
+#[test]
+fn replicas_in_groups_send_and_hold_as_groups_do() {
+    let judged = |more: &str| {
+        let text = format!(
+            "[parallelism]\n{more}\n[training]\nlocal_batch_size = 1\nglobal_batch_size = 64\n[activation_checkpoint]\nmode = \"full\"\n"
+        );
+        let how = How {
+            model: Some(model("large")),
+            import: ImportOptions { precision: None, ..import() },
+            cluster: Some("dgx-a100:4".into()),
+            ..how()
+        };
+        judge_text(Path::new("recipe.toml"), &text, &how).expect("a judgement")
+    };
+    let whole = judged("data_parallel_replicate_degree = 1\ndata_parallel_shard_degree = 32");
+    let groups = judged("data_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8");
+    assert!(groups.prediction.step_s() < whole.prediction.step_s());
+    assert!(groups.prediction.peak_bytes() > whole.prediction.peak_bytes());
+    // The change is found, and predicted as it is judged.
+    let knob = "set `parallelism.data_parallel_replicate_degree=4`";
+    let change = whole.changes.iter().find(|change| change.words.iter().any(|word| word == knob)).expect("the change");
+    assert_eq!((change.step_s, change.peak_bytes), (groups.prediction.step_s(), groups.prediction.peak_bytes()));
+}
+
 /// A generator of numbers for choices of tests.
 struct Choices(u64);
 
@@ -397,6 +446,7 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
         ("llama", 4) => choices.of(&[None, Some(vec![1, 3, 3, 1]), Some(vec![2, 2, 3, 1])]),
         _ => None,
     };
+    let splits_positions = choices.of(&[true, true, false]);
     let stated = Stated {
         degrees: Degrees {
             dp,
@@ -409,12 +459,12 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
             recompute: choices.of(&Recompute::ALL),
             layout: Layout::Even,
             experts: false,
-            sequence: false,
+            sequence: tp > 1 && splits_positions && choices.of(&[true, false]),
         },
         ep: if family == "mixtral" { choices.of(&[1, 2, 4]) } else { 1 },
         blocks,
         full_blocks: choices.of(&[None, None, Some(0), Some(1), Some(2)]),
-        splits_positions: choices.of(&[true, true, false]),
+        splits_positions,
     };
     let target = choices.of(&Target::ALL);
     request.execution = execution(target, &request.cluster, &request.graph, Some(stated.degrees.zero));
@@ -461,7 +511,7 @@ fn random_plans_are_written_or_refused() {
         }
     };
     while plans < count {
-        let family = choices.of(&["llama", "llama", "mixtral", "gpt2"]);
+        let family = choices.of(&["llama", "llama", "mixtral", "gpt2", "wide"]);
         let made = if plans % 8 == 0 { searched(&mut choices, family) } else { stated(&mut choices, family) };
         let Some(plan) = made else { continue };
         for stack in STACKS {

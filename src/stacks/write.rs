@@ -55,7 +55,10 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     request.fused_attention = None;
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| match error {
-        Error::Stack { problem, .. } => refused(*problem),
+        Error::Stack { problem, .. } => refused(match *problem {
+            StackProblem::Misfit(misfit) => StackProblem::Unsettled { misfit },
+            other => other,
+        }),
         other => other,
     })?;
     let notes = notes(plan, stack, [&exact, &configuration], &prediction);
