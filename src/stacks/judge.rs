@@ -89,7 +89,7 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
     let prediction = predictor.predict(&configuration).map_err(|error| in_file(error, file))?;
     if prediction.extra_bytes > 0 {
         notes.push(format!(
-            "storage is sharded within groups of replicas, which takes {} more on a device than over all",
+            "storage is sharded within groups of replicas, which takes {} more on a device than over all; limits are those of sharding over all",
             bytes(prediction.extra_bytes)
         ));
     }

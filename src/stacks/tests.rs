@@ -270,7 +270,8 @@ fn a_command_line_is_judged_in_its_own_words() {
 fn sequence_parallelism_keeps_less() {
     let peak = |more: &str| {
         let text = megatron_text(&format!("--tensor-model-parallel-size 8 {more}"));
-        let text = text.replace("--hidden-size 64", "--hidden-size 4096").replace("--seq-length 64", "--seq-length 2048");
+        let text =
+            text.replace("--hidden-size 64", "--hidden-size 4096").replace("--seq-length 64", "--seq-length 2048");
         let text = text.replace("embeddings 64", "embeddings 2048");
         let judgement = judge_text(Path::new("run.sh"), &text, &How { only_predict: true, ..how() });
         judgement.expect("a judgement").prediction.peak_bytes()
@@ -386,7 +387,7 @@ fn replicas_in_groups_send_and_hold_as_groups_do() {
         let how = How {
             model: Some(model("large")),
             import: ImportOptions { precision: None, ..import() },
-            cluster: Some("dgx-a100:4".into()),
+            cluster: Some("p3.16xlarge:4".into()),
             ..how()
         };
         judge_text(Path::new("recipe.toml"), &text, &how).expect("a judgement")
@@ -503,11 +504,13 @@ fn random_plans_are_written_or_refused() {
     let mut choices = Choices(36);
     let mut outcomes: std::collections::BTreeMap<String, u32> = Default::default();
     let mut plans = 0;
+    let mut refusals: std::collections::BTreeMap<String, u32> = Default::default();
     let mut refused = |name: &str, refusal: Option<String>| {
         let outcome = if refusal.is_some() { "refused" } else { "written" };
         *outcomes.entry(format!("{name}: {outcome}")).or_default() += 1;
         if let Some(refusal) = refusal {
             assert!(!refusal.contains('\n') && refusal.contains("plan"), "{refusal}");
+            *refusals.entry(refusal).or_default() += 1;
         }
     };
     while plans < count {
@@ -525,7 +528,7 @@ fn random_plans_are_written_or_refused() {
         }
         plans += 1;
     }
-    println!("{outcomes:#?}");
+    println!("{outcomes:#?}\n{refusals:#?}");
     let names = STACKS.iter().map(|stack| stack.name).chain(["jax", "stablehlo", "torch"]);
     let missing: Vec<&str> = names.filter(|name| !outcomes.contains_key(&format!("{name}: written"))).collect();
     assert!(missing.is_empty(), "{missing:?}: {outcomes:?}");
