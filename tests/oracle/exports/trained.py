@@ -14,15 +14,11 @@ ADAMW = {"lr": 1e-3, "eps": 1e-3}
 MOST_OF_LOSS, MOST_OF_GRADIENT = 1e-5, 1e-4
 
 
-def samples(model, step, count):
-    """The same data on every process: tokens and labels, or images and labels."""
+def samples(step, count):
+    """The same data on every process."""
     import torch
 
     generator = torch.Generator().manual_seed(step)
-    if model.config.model_type == "vit":
-        size = model.config.image_size
-        labels = torch.randint(0, model.config.num_labels, (count,), generator=generator)
-        return {"pixel_values": torch.randn(count, 3, size, size, generator=generator), "labels": labels}
     tokens = torch.randint(0, VOCABULARY, (count, POSITIONS), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -58,16 +54,15 @@ def on_one(model, optimizer, batch):
     return loss.detach(), gradients
 
 
-def two_models(folder):
+def two_models(folder, adamw):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    kind = AutoModelForImageClassification if AutoConfig.from_pretrained(folder).model_type == "vit" else AutoModelForCausalLM
-    split, one = (kind.from_pretrained(folder, attn_implementation="eager").train() for _ in range(2))
+    split, one = (AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train() for _ in range(2))
     # Keys that a pass leaves would be there when it is computed again.
     split.config.use_cache = False
-    return split, one, torch.optim.AdamW(split.parameters(), **ADAMW), torch.optim.AdamW(one.parameters(), **ADAMW)
+    return split, one, torch.optim.AdamW(split.parameters(), **adamw), torch.optim.AdamW(one.parameters(), **adamw)
 
 
 def accelerate(file, folder):
@@ -86,12 +81,12 @@ def accelerate(file, folder):
         PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
     passes = int(os.environ["PASSES"])
     accelerator = Accelerator(cpu=not is_fsdp, gradient_accumulation_steps=passes)
-    split, one, optimizer, plain = two_models(folder)
+    split, one, optimizer, plain = two_models(folder, ADAMW)
     split, optimizer = accelerator.prepare(split, optimizer)
     placed = [p.placements for _, p in split.named_parameters() if hasattr(p, "placements")]
     assert accelerator.is_fsdp2 == is_fsdp and bool(placed) == is_fsdp, placed
     for step in range(STEPS):
-        batch = samples(one, step, int(os.environ["SAMPLES"]))
+        batch = samples(step, int(os.environ["SAMPLES"]))
         mine, mean = part(batch, dist.get_rank(), dist.get_world_size()), torch.zeros(())
         for index in range(passes):
             with accelerator.accumulate(split):
@@ -114,12 +109,12 @@ def deepspeed(file, folder):
 
     # Without kernels that a compiler would have to build: gloo sends, and PyTorch's AdamW updates.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    split, one, optimizer, plain = two_models(folder)
+    split, one, optimizer, plain = two_models(folder, {"lr": ADAMW["lr"]})
     engine, _, _, _ = deepspeed.initialize(model=split, optimizer=optimizer, config=file)
     passes, size = engine.gradient_accumulation_steps(), engine.train_batch_size()
     assert size == passes * engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
     for step in range(STEPS):
-        batch = samples(one, step, size)
+        batch = samples(step, size)
         mine, mean = part(batch, dist.get_rank(), dist.get_world_size()), torch.zeros(())
         for index in range(passes):
             loss = engine(**part(mine, index, passes)).loss

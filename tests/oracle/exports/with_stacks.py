@@ -206,8 +206,6 @@ def trained_on_two(altiplano, folder):
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512, "n_positions": 64}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-VIT = {"model_type": "vit", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-VIT |= {"image_size": 32, "patch_size": 8, "num_channels": 3}
 SHORT = {**LLAMA, "num_hidden_layers": 4}
 # Plans that are trained: a name, a model, the options of the plan and the number of its devices.
 TRAINED = {
@@ -216,14 +214,12 @@ TRAINED = {
         ("zero2", GPT2, "--dp 2 --zero 2 --num-microbatches 2", 2),
         ("fsdp", SHORT, "--dp 2 --zero 3", 2),
         ("fsdp-experts", {**MIXTRAL, "num_hidden_layers": 2}, "--dp 2 --zero 3 --recompute full", 2),
-        ("fsdp-images", VIT, "--dp 2 --zero 3", 2),
     ],
     "deepspeed": [
         ("dp", SHORT, "--dp 2 --zero 0", 2),
         ("zero1", GPT2, "--dp 2 --zero 1 --num-microbatches 2", 2),
         ("zero2", {**MIXTRAL, "num_hidden_layers": 2}, "--dp 2 --zero 2", 2),
         ("zero3", SHORT, "--dp 2 --zero 3 --num-microbatches 2", 2),
-        ("zero3-images", VIT, "--dp 2 --zero 3", 2),
     ],
     "torchtitan": [
         ("fsdp", SHORT, "--dp 2 --zero 3 --num-microbatches 2 --recompute full", 2),
@@ -237,13 +233,11 @@ TRAINED = {
 def untrained(model, folder):
     """A model with random weights, as Transformers saves it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
-        kind = AutoModelForImageClassification if model["model_type"] == "vit" else AutoModelForCausalLM
-        config = AutoConfig.for_model(**model)
-        kind.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(folder)
     return folder
 
 
@@ -252,7 +246,7 @@ def trained(altiplano, folder, stack, name, model, given, processes):
     config, plan = folder / f"{stack}-{name}.json", folder / f"{stack}-{name}.plan.json"
     config.write_text(json.dumps(model))
     fixed = "".join(f" --{degree} 1" for degree in ("tp", "pp") if f"--{degree} " not in given)
-    batch = ["--global-batch", 8, "--allow-microbatch-semantics", *([] if "image_size" in model else ["--seq", 64])]
+    batch = ["--global-batch", 8, "--allow-microbatch-semantics", "--seq", 64]
     target = ["--target", "torchtitan"] if stack == "torchtitan" else []
     run(altiplano, "plan", config, *batch, *target, "--cluster", f"dgx-a100/{processes}", *given.split(), *fixed.split(), "-o", plan)
     file = folder / f"{stack}-{name}.{SUFFIXES[stack]}"
