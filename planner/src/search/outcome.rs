@@ -6,10 +6,11 @@ use super::context::SearchContext;
 use super::fitting::plans_that_fit;
 use super::predictor::Calibration;
 use super::sweep;
+use super::uniform;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::predict_with;
 use crate::refine::refine;
-use crate::request::PlanFailure;
+use crate::request::{PlanFailure, Request};
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
 use rayon::prelude::*;
@@ -76,6 +77,9 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
     let (uniform, baselines) = rayon::join(uniform, || baselines::predict_all(cx, best_s));
     plans.extend(uniform);
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    let others = plans.first().map_or_else(Vec::new, |best| laid_out(cx, best));
+    plans.extend(others);
+    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     plans.extend(plans.first().and_then(|best| without_bubble(cx, best)));
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let lines = baselines.iter().map(|baseline| baseline.line(cx)).collect();
@@ -124,6 +128,21 @@ fn uniform_plans(cx: &SearchContext<'_>, found: &Plan) -> Vec<Plan> {
     let most_s = found.predicted.step_time_s / (1.0 + UNDECIDED);
     let mut plans = sweep::climb(request, found, cx.costs, cx.progress);
     plans.retain(|plan| plan.predicted.step_time_s < most_s);
+    plans
+}
+
+/// The best plan with its layers dealt out to stages in other ways, if that is faster. Errors of predictions cancel
+/// between plans with the same degrees.
+fn laid_out(cx: &SearchContext<'_>, best: &Plan) -> Vec<Plan> {
+    let request = cx.request;
+    let asked = !request.graph.pins.is_empty() || request.degrees.ep.is_some() || cx.space.only_group.is_some();
+    let other = cx.space.alpa || request.target != Target::Altiplano || !request.trains() || has_workers(cx);
+    let several = request.cluster.groups.len() > 1;
+    if asked || other || several || cx.progress.stopped() || !fits(best) {
+        return Vec::new();
+    }
+    let mut plans = uniform::laid_out(&Request { schedule: Some(best.schedule), ..request.clone() }, best, cx.costs);
+    plans.retain(|plan| plan.predicted.step_time_s < best.predicted.step_time_s);
     plans
 }
 
