@@ -26,7 +26,7 @@ pub fn open(file: &Path) -> Result<File> {
     let refused = |what: &str| Err(Error::new(ErrorKind::InvalidInput, format!("is {what}, not a file")));
     match () {
         _ if kind.is_file() => Ok(opened),
-        _ if kind.is_dir() => Err(Error::new(ErrorKind::IsADirectory, "is a folder, not a file")),
+        _ if kind.is_dir() => Err(Error::new(ErrorKind::IsADirectory, "is a directory, not a file")),
         _ if kind.is_block_device() => refused("a device"),
         _ if is_inherited => Ok(opened),
         _ if kind.is_fifo() => refused("a pipe"),
@@ -193,7 +193,7 @@ mod tests {
         File::create(&sparse).and_then(|file| file.set_len(1 << 42)).expect("a sparse file");
         let cases = [
             (pipe.as_path(), ErrorKind::InvalidInput, "is a pipe"),
-            (&folder, ErrorKind::IsADirectory, "is a folder"),
+            (&folder, ErrorKind::IsADirectory, "is a directory"),
             (Path::new("/dev/zero"), ErrorKind::InvalidInput, "is a device"),
             (&sparse, ErrorKind::OutOfMemory, "has 4398046511104 bytes"),
         ];

@@ -316,7 +316,7 @@ fn unknown_knobs_are_named_by_line() {
         assert_eq!(error.exit_code(), 2);
     };
     refused("nothing here", "--stack megatron|");
-    refused("{\"train_batch_size\": }", "f: 1: expected a value, found `}`");
+    refused("{\"train_batch_size\": }", "f:1:22: expected a value, found `}`");
     refused("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": 1}}", "--cluster");
     refused(
         &megatron_text("--tensor-model-parallel-size 3"),

@@ -45,7 +45,7 @@ fn plans_with_a_million_microbatches_are_refused_with_the_limit() {
         let commands: [&[&str]; 6] = [
             &["run", plan, "--steps", "1"],
             &["simulate", plan],
-            &["why", plan],
+            &["why", plan, "--stage", "0"],
             &["compare", plan, "--baseline", "dp=2"],
             &["inspect", plan, "--html", &html],
             &["verify", plan],
@@ -78,7 +78,7 @@ fn pipes_folders_devices_and_endless_files_are_refused() {
         refused(&["run", DEMO, "--cluster", "local:1", "--weights", file], &[file, problem]);
         refused(&["probe", "--gpus", file], &[file, problem]);
     }
-    for (file, problem) in [(&*pipe, "is a pipe"), (&folder, "is a folder")] {
+    for (file, problem) in [(&*pipe, "is a pipe"), (&folder, "is a directory")] {
         refused(&["plan", DEMO, "--cluster", file], &[file, problem]);
     }
     refused(&["run", DEMO, "--cluster", "local:1", "--data", &pipe], &[&pipe]);
