@@ -138,13 +138,15 @@ impl<'b> Archive<'b> {
         Ok(bytes)
     }
 
-    /// The first bytes of an entry; `None` if it is shorter.
-    fn beginning(&mut self, entry: &str, bytes: u64) -> Result<Option<Vec<u8>>, ArchiveError> {
+    /// The first bytes of an entry, which take `memory` bytes with their copies; `None` if it is shorter.
+    fn beginning(&mut self, entry: &str, bytes: u64, memory: u64) -> Result<Option<Vec<u8>>, ArchiveError> {
         let failed = |problem: String| ArchiveError::Entry { entry: entry.into(), problem: problem.into() };
         let file = self.zip.by_name(entry).map_err(|e| failed(e.to_string()))?;
         if file.size() < bytes {
             return Ok(None);
         }
+        let charged = self.budget.charge(memory);
+        charged.map_err(|problem| ArchiveError::TooLarge { entry: entry.into(), problem })?;
         let mut all = Vec::new();
         file.take(bytes).read_to_end(&mut all).map_err(|e| failed(e.to_string()))?;
         Ok((all.len() as u64 == bytes).then_some(all))
@@ -197,9 +199,7 @@ impl<'b> Archive<'b> {
         let needed = needed.ok_or_else(|| problem("its strides go beyond any file"))?;
         let needed = if ty.elements() == 0 { 0 } else { needed };
         // Repeated elements take memory here and not in the file, and several tensors may have one entry.
-        let charged = self.budget.charge(needed.saturating_add(ty.bytes()));
-        charged.map_err(|problem| ArchiveError::TooLarge { entry: entry.as_str().into(), problem })?;
-        let Some(all) = self.beginning(&entry, needed)? else {
+        let Some(all) = self.beginning(&entry, needed, needed.saturating_add(ty.bytes()))? else {
             return Err(problem("it has fewer bytes than its type needs"));
         };
         let plain_order = strides == altiplano_ir::types::strides(&ty.shape) || ty.elements() == 0;
