@@ -31,7 +31,7 @@ class Notebooks(unittest.TestCase):
         self.assertEqual((notebook["nbformat"], notebook["nbformat_minor"]), (4, 5))
         for cell in notebook["cells"]:
             self.assertEqual(set(cell) - {"execution_count", "outputs"}, {"cell_type", "id", "metadata", "source"})
-            # What a run prints does not belong into the repository.
+            # Outputs of a run do not belong in the repository.
             self.assertFalse(cell.get("outputs"))
         if subprocess.run([sys.executable, "-c", f"import {framework}"], capture_output=True).returncode:
             self.skipTest(f"{framework} is not installed")

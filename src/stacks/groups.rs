@@ -155,7 +155,7 @@ mod tests {
         let sum = Collective::AllReduce { axes: vec![REPLICAS], reducer: Reducer::Sum };
         let summed_s = grouped.plain.collective_s(&sum, BYTES / 8, BYTES / 8, &grouped.among);
         assert_eq!(grouped.collective_s(&reduce_scatter(), BYTES, BYTES / 32, &link), scattered_s + summed_s);
-        // What is no part of the storage is sent as before.
+        // All other transfers stay as they are.
         assert_eq!(
             grouped.collective_s(&sum, BYTES, BYTES, &link),
             grouped.plain.collective_s(&sum, BYTES, BYTES, &link)

@@ -54,7 +54,7 @@ fn plans_with_a_million_microbatches_are_refused_with_the_limit() {
     }
     let of_model = ["plan", DEMO, "--cluster", "local:2", "--global-batch", "4194304", "--microbatch", "1"];
     refused(&of_model, &["--num-microbatches: 4194304", "1048576"]);
-    // What the limit allows is answered.
+    // Plans within the limit are answered.
     let plan = plan_of(&scratch, 1 << 14);
     succeeds(&["simulate", &plan]);
     succeeds(&["inspect", &plan, "--html", &html]);

@@ -79,7 +79,7 @@ class Asker:
             Model(write("large.json", LARGE), options, {"cluster": "dgx-a100:1", "global_batch": 16}),
             Model(DEMO, {}, {"cluster": "dgx-a100:1", "global_batch": 64}),
         ]
-        # What searches take long for is judged alone.
+        # A model whose searches are slow is only judged.
         self.searched = [self.models[0], self.models[1], self.models[4]]
         self.plans = [(model, altiplano.plan(model.file, **model.read, **model.planning)) for model in self.searched[:2]]
         for at, (_, plan) in enumerate(self.plans):

@@ -156,7 +156,7 @@ impl Call {
     /// Reads the file, if it is there, complete, and this user's alone.
     fn read(file: &Path) -> Option<Call> {
         let open = files::open(file).ok()?;
-        // Whoever can write it could name another hub, and whoever can read it could join.
+        // Other writers could name another hub, and other readers could join.
         let found = open.metadata().ok()?;
         if found.uid() != nix::unistd::geteuid().as_raw() || found.mode() & 0o077 != 0 {
             return None;

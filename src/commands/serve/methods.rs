@@ -73,7 +73,7 @@ impl Question<'_> {
         T::from_arg_matches(self.matches).map_err(|error| Failure::params(error.to_string()))
     }
 
-    /// What an equal question has found before, or the result of a search, which is kept unless it was stopped.
+    /// The result that an equal question found before, or that of a search, which is kept unless it was stopped.
     fn search(&self, search: impl FnOnce() -> Result<Found, Failure>) -> Result<Arc<Found>, Failure> {
         let searches = &self.session.searches;
         if let Some(known) = self.key.and_then(|key| searches.get(key)) {

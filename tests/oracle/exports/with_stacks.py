@@ -36,7 +36,7 @@ SUFFIXES = {"megatron": "sh", "torchtitan": "py", "accelerate": "yaml", "deepspe
 def run(*command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
-        # Of a process that a launcher starts, the first error is the cause.
+        # The first error of a launched process is the cause.
         of_worker = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
         error = "\n".join(of_worker[-12:]) or done.stderr[-2000:]
         raise AssertionError(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{error}")
