@@ -143,7 +143,8 @@ impl Baseline {
             zero: self.zero,
             recompute: self.recompute,
             layout: Layout::Even,
-            experts: false,
+            experts: 1,
+            groups: 1,
             sequence: false,
         };
         configured(&request, &degrees, &Rooflines::of(&request.cluster)).map_err(|failure| match failure {

@@ -149,11 +149,19 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     push_free_axes(&mut now, to, mesh, &mut steps);
 
     // Reduce partial axes. Where possible, reduce-scatter straight into the dimension where the target wants the axis.
-    while let Some(&(axis, reducer)) = now.partial.iter().find(|p| !to.partial.contains(p)) {
-        let scatter = (0..now.dims.len()).find_map(|dim| match pushable(&now.dims[dim], &to.dims[dim], mesh) {
+    // Such axes come first, so that the others reduce only a part of the value.
+    let scatter = |now: &Sharding, axis: AxisId| {
+        (0..now.dims.len()).find_map(|dim| match pushable(&now.dims[dim], &to.dims[dim], mesh) {
             Some((next, a, outer)) if a == axis => Some((dim, next, outer)),
             _ => None,
-        });
+        })
+    };
+    let to_reduce = |now: &Sharding| {
+        let mut open = now.partial.iter().filter(|p| !to.partial.contains(p));
+        open.clone().find(|(axis, _)| scatter(now, *axis).is_some()).or_else(|| open.next()).copied()
+    };
+    while let Some((axis, reducer)) = to_reduce(&now) {
+        let scatter = scatter(&now, axis);
         now.partial.retain(|p| p.0 != axis);
         let axes = vec![axis];
         let collective = match scatter {

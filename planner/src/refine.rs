@@ -17,6 +17,7 @@ use crate::request::PlanFailure;
 use crate::search::choice::{choose, fits};
 use crate::search::context::SearchContext;
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Plan, Solved, Stage, Target};
 use altiplano_solver::Options;
@@ -127,9 +128,9 @@ fn solve_stage(
     let trains = plan.schedule.trains();
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: space.degrees.dp.is_some() || space.degrees.tp.is_some(),
-        second_is_model: space.degrees.tp.is_some(),
-        experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
+        data_axes: u8::from(space.degrees.dp.is_some() || space.degrees.tp.is_some()),
+        model_axis: space.degrees.tp.map(|_| AxisId(1)),
+        experts: request.degrees.ep.filter(|&ep| ep > 1).map(|_| AxisId(0)),
         ..AxisRoles::default()
     };
     let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);

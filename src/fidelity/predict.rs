@@ -165,7 +165,8 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
         zero: u8::from(row.sharded_optimizer),
         recompute,
         layout: Layout::Even,
-        experts: false,
+        experts: 1,
+        groups: 1,
         sequence: false,
     };
     let mut plan = fixed(&wanted, &degrees, &cost).map_err(failed)?;

@@ -156,8 +156,6 @@ pub struct Settled {
     pub stated: Stated,
     pub global_batch: u64,
     pub micro_batch: u64,
-    /// Groups of replicas that each hold all that is sharded.
-    pub replicate: u32,
 }
 
 impl Configuration {
@@ -267,6 +265,7 @@ impl Configuration {
         if virtual_stages > 1 && (!turns || num_microbatches % self.pp() != 0) {
             return Err(Misfit::Turns { microbatches: num_microbatches, lanes: self.pp() });
         }
+        let groups = self.replicate.unwrap_or(1).clamp(1, dp);
         let degrees = Degrees {
             dp,
             tp: self.tp(),
@@ -280,18 +279,19 @@ impl Configuration {
                 None => self.recompute.unwrap_or_default(),
             },
             layout: Layout::Even,
-            experts: false,
+            experts: 1,
+            groups: if dp.is_multiple_of(groups) { groups } else { 1 },
             sequence: self.tp() > 1 && self.sequence_parallel == Some(true),
         };
         let stated = Stated {
             degrees,
             ep: self.ep(),
+            etp: self.etp,
             blocks: self.blocks(layers, stages)?,
             full_blocks: self.recomputed_layers,
             splits_positions: self.sequence_parallel != Some(false),
         };
-        let replicate = self.replicate.unwrap_or(1).min(dp).max(1);
-        Ok(Settled { stated, global_batch, micro_batch, replicate })
+        Ok(Settled { stated, global_batch, micro_batch })
     }
 
     /// Samples of a microbatch on one replica, and of a step.
@@ -426,7 +426,7 @@ mod tests {
         assert_eq!(odd.settled(2, 4), Err(Misfit::Batch { global: 10, micro: 4, dp: 2 }));
         assert_eq!(of(|c| c.tp = Some(0)).settled(2, 4), Err(Misfit::Zero("a degree")));
         let outer = of(|c| (c.replicate, c.shard) = (Some(2), Some(2)));
-        assert_eq!(outer.settled(4, 4).unwrap().replicate, 2);
+        assert_eq!(outer.settled(4, 4).unwrap().stated.degrees.groups, 2);
         assert_eq!(outer.settled(8, 4), Err(Misfit::Replicas { stated: 4, found: 8, devices: 8 }));
     }
 

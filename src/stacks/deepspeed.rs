@@ -100,10 +100,11 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "gradient_clipping",
         read: |c, v| {
-            c.clip_norm = v.as_f64().filter(|norm| *norm > 0.0);
+            c.clip_norm = v.as_f64();
             Ok(())
         },
-        write: |c| c.clip_norm.map(Value::from),
+        // Without it, DeepSpeed clips at 1.
+        write: |c| Some(Value::from(c.clip_norm.unwrap_or(0.0))),
     },
     Knob {
         name: "optimizer.type",
@@ -218,6 +219,7 @@ fn is_on(v: &Value) -> Result<bool, String> {
 fn defaults(c: &mut Configuration) {
     c.zero = c.zero.or(Some(0));
     c.precision = c.precision.or(Some(DType::F32));
+    c.clip_by_default(1.0);
     if c.overlap.is_none() {
         c.overlap = Some(c.zero == Some(3));
     }
@@ -228,6 +230,8 @@ fn defaults(c: &mut Configuration) {
 }
 
 fn round(c: &mut Configuration) {
+    // ZeRO shards over all replicas.
+    (c.replicate, c.shard) = (Some(1), c.shard.map(|shard| shard * c.replicate.unwrap_or(1)));
     c.drop_even_layout();
     c.schedule = c.schedule.filter(|s| !s.trains()).or(Some(Schedule::OneFOneB));
     c.sequence_parallel = None;

@@ -87,12 +87,6 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
     let request = request(&model, cluster);
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| in_file(error, file))?;
-    if prediction.extra_bytes > 0 {
-        notes.push(format!(
-            "storage is sharded within groups of replicas, which takes {} more on a device than over all; limits are those of sharding over all",
-            bytes(prediction.extra_bytes)
-        ));
-    }
     let limits = Limits::new(&Simulation::new(prediction.plan.clone(), None)?);
     let mut judgement = Judgement {
         stack,
@@ -469,6 +463,9 @@ fn follow(stack: &Stack, mut c: Configuration, from: &Configuration, devices: u3
     } else if stated.is_some() {
         c.shard = Some(dp / c.replicate.unwrap_or(1).max(1));
         c.replicate = c.replicate.or(from.replicate.map(|_| 1));
+    }
+    if from.tp() > 1 && c.etp == from.tp {
+        c.etp = c.tp;
     }
     let region = u64::from(dp) * u64::from(c.tp()) * u64::from(c.cp());
     if c.ep() > 1 && region % u64::from(c.ep()) != 0 {

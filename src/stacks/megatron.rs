@@ -565,6 +565,10 @@ pub fn defaults(c: &mut Configuration) {
     if let (Some(layout), None) = (&c.layout, c.pp) {
         c.pp = Some(layout.len() as u32);
     }
+    if c.ep() > 1 {
+        // Unless it is stated, experts are split as all layers are.
+        c.etp = c.etp.or(Some(c.tp()));
+    }
     c.sequence_parallel = c.sequence_parallel.or(Some(false));
     c.overlap = c.overlap.or(Some(false));
     c.clip_by_default(1.0);

@@ -134,6 +134,11 @@ const KNOBS: &[Knob] = &[
         write: |c| Some(Value::Bool(c.zero.unwrap_or(0) > 0)),
     },
     Knob {
+        name: "ddp.num_distributed_optimizer_instances",
+        read: |c, v| (number!("", replicate).read)(c, v),
+        write: |c| c.replicate.filter(|&groups| groups > 1 && c.zero.unwrap_or(0) > 0).map(Value::from),
+    },
+    Knob {
         name: "ddp.overlap_grad_reduce",
         read: |c, v| {
             c.overlap = Some(truth(v)?);

@@ -5,7 +5,6 @@
 mod accelerate;
 pub mod configuration;
 mod deepspeed;
-mod groups;
 pub mod judge;
 mod layout;
 mod maxtext;
@@ -93,7 +92,7 @@ pub enum StackProblem {
     #[error("the plan cannot be said: {misfit}; plan with {}", .misfit.option())]
     Unsettled { misfit: Misfit },
     #[error(
-        "experts are in {ep} parts, and can be split over all {dp} replicas or all {tp} tensor-parallel devices, not over a part of them; plan with --ep {dp}"
+        "experts in {ep} parts cannot be dealt out to {dp} replicas of {tp} tensor-parallel devices; plan with another --ep"
     )]
     Experts { ep: u32, dp: u32, tp: u32 },
     #[error("{0}")]

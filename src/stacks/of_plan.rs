@@ -3,6 +3,7 @@
 use super::Configuration;
 use super::StackProblem;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::mesh::AxisId;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::features::parallelism::parallelism;
@@ -16,18 +17,18 @@ use std::collections::BTreeMap;
 /// on several kinds of devices, or with stages that cannot be brought to one size.
 pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
     sayable(plan)?;
-    let [dp, tp, cp, ep] = degrees(plan)?;
+    let [dp, tp, cp, ep, etp] = degrees(plan)?;
+    let groups = groups(plan).filter(|groups| dp.is_multiple_of(*groups)).unwrap_or(1);
     let lanes = plan.num_lanes() as u32;
     let mut c = Configuration {
         devices: Some(dp * tp * cp * lanes),
         devices_per_node: Some(plan.cluster.groups[0].devices_per_node),
-        replicate: Some(1),
-        shard: Some(dp),
+        replicate: Some(groups),
+        shard: Some(dp / groups),
         tp: Some(tp),
         cp: Some(cp),
         ep: Some(ep),
-        // Experts on devices of their own are whole there.
-        etp: Some(1).filter(|_| ep > 1),
+        etp: Some(etp).filter(|_| ep > 1),
         pp: Some(lanes),
         virtual_stages: Some(plan.virtual_stages),
         schedule: Some(plan.schedule),
@@ -74,9 +75,9 @@ fn sayable(plan: &Plan) -> Result<(), StackProblem> {
     }
 }
 
-/// Replicas, devices that split features and positions, and parts of experts, which all stages share. Stages of
-/// several sizes are brought to one.
-fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
+/// Replicas, devices that split features and positions, parts of experts and devices that share an expert, which all
+/// stages share. Stages of several sizes are brought to one.
+fn degrees(plan: &Plan) -> Result<[u32; 5], StackProblem> {
     let lanes = plan.num_lanes().max(1) as u32;
     let all: u32 = plan.lanes().iter().map(|stage| stage.devices.len() as u32).sum();
     let each = all / lanes;
@@ -85,7 +86,7 @@ fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
     let weight = |i: &usize| (plan.stages[*i].layers.len(), std::cmp::Reverse(*i));
     let most = (0..plan.stages.len()).max_by_key(weight).unwrap_or(0);
     let found = of_stages[most];
-    let experts = of_stages.iter().map(|stage| stage.expert).max().unwrap_or(1);
+    let (experts, within) = of_stages.iter().map(|stage| (stage.expert, stage.within_expert)).max().unwrap_or((1, 1));
     let uneven = "its stages have different numbers of devices";
     if each * lanes != all {
         return Err(unsayable(uneven, "--target megatron"));
@@ -105,7 +106,23 @@ fn degrees(plan: &Plan) -> Result<[u32; 4], StackProblem> {
     let dp = each / (tensor * context);
     let region = u64::from(dp) * u64::from(tensor) * u64::from(context);
     let experts = (1..=experts).rev().find(|&ep| region % u64::from(ep) == 0).unwrap_or(1);
-    Ok([dp, tensor, context, experts])
+    Ok([dp, tensor, context, experts, if within > 1 { tensor } else { 1 }])
+}
+
+/// Groups of replicas that each hold all that the others shard: outer axes of replicas that split no stored tensor. `None`
+/// if nothing is sharded.
+fn groups(plan: &Plan) -> Option<u32> {
+    let stage = plan.stages.iter().find(|stage| stage.zero > 0 && stage.mesh.num_devices() > 1)?;
+    let splits = |axis: AxisId| {
+        let storages = stage.parameters.values();
+        storages
+            .flat_map(|storage| [&storage.parameter, &storage.state])
+            .any(|stored| stored.split_axes().any(|a| a == axis))
+    };
+    let is_data = |axis: &AxisId| stage.mesh.axes[usize::from(axis.0)].name.starts_with("data");
+    let axes: Vec<AxisId> = stage.mesh.axis_ids().filter(|axis| stage.mesh.size(*axis) > 1).filter(is_data).collect();
+    let whole = axes.iter().take_while(|axis| !splits(**axis)).map(|&axis| stage.mesh.size(axis) as u32);
+    axes.iter().any(|&axis| splits(axis)).then(|| whole.product())
 }
 
 /// The level of sharded storage that most stages have.

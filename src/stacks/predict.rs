@@ -1,14 +1,11 @@
 //! Predictions of configurations: the plan that a stack runs with a configuration, for a model and a cluster.
 
-use super::configuration::Settled;
-use super::groups::Grouped;
 use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
-use altiplano_cost_models::{Costs, Rooflines};
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Target};
 use altiplano_planner::features::target::execution;
-use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
 use std::sync::Arc;
@@ -17,9 +14,6 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Prediction {
     pub plan: Plan,
-    /// Bytes of sharded storage that the fullest device holds beyond the plan's, since replicas in groups share it only
-    /// within their group.
-    pub extra_bytes: u64,
 }
 
 impl Prediction {
@@ -29,7 +23,7 @@ impl Prediction {
 
     /// Peak bytes of the fullest device.
     pub fn peak_bytes(&self) -> u64 {
-        self.plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0).saturating_add(self.extra_bytes)
+        self.plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0)
     }
 
     /// Bytes of a device that tensors can use.
@@ -93,14 +87,12 @@ impl<'a> Predictor<'a> {
         if let Some(optimizer) = c.optimizer.as_deref().filter(|name| *name != request.training.optimizer.name()) {
             request.training.optimizer = Optimizer::parse(optimizer).unwrap_or(request.training.optimizer);
         }
-        let plain = Rooflines::of(&request.cluster);
-        let grouped = grouped(&request, &settled);
-        let costs: &dyn Costs = grouped.as_ref().map_or(&plain, |grouped| grouped);
-        let mut plan = predict_stated(&request, &settled.stated, costs);
+        let costs = Rooflines::of(&request.cluster);
+        let mut plan = predict_stated(&request, &settled.stated, &costs);
         if matches!(plan, Err(PlanFailure::NoCombination)) && !settled.stated.splits_positions {
             // With gradients sharded over replicas, no layout may keep all values whole: the search decides.
             let stated = Stated { splits_positions: true, ..settled.stated.clone() };
-            plan = predict_stated(&request, &stated, costs);
+            plan = predict_stated(&request, &stated, &costs);
         }
         let plan = plan.map_err(|failure| match failure {
             PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Experts {
@@ -113,30 +105,6 @@ impl<'a> Predictor<'a> {
             )),
             failure => failure.into(),
         })?;
-        let extra_bytes = extra_bytes(&plan, settled.replicate);
-        Ok(Prediction { plan, extra_bytes })
+        Ok(Prediction { plan })
     }
-}
-
-/// The prices of replicas in groups, if they share storage only inside of these.
-fn grouped(request: &Request, settled: &Settled) -> Option<Grouped> {
-    let Degrees { dp, tp, cp, zero, .. } = settled.stated.degrees;
-    let [group] = request.cluster.groups.as_slice() else { return None };
-    let context = Some(("context", cp)).filter(|_| cp > 1);
-    let degrees: Vec<_> = [("data", dp)].into_iter().chain(context).chain([("tensor", tp)]).collect();
-    let whole = dp % settled.replicate.max(1) == 0;
-    (settled.replicate > 1 && zero > 0 && whole).then(|| Grouped::new(group, settled.replicate, &degrees))
-}
-
-/// Bytes that the fullest device holds beyond those of a plan that shards over all replicas, if only each of several
-/// groups of them shares: its part of what is sharded is as many times larger.
-fn extra_bytes(plan: &Plan, groups: u32) -> u64 {
-    let sharded = plan.stages.iter().map(|stage| {
-        let memory = &stage.predicted.memory;
-        let gradients = if stage.zero >= 2 { memory.gradients_bytes } else { 0 };
-        let parameters = if stage.zero >= 3 { memory.parameters_bytes } else { 0 };
-        let state = if stage.zero >= 1 { memory.optimizer_bytes } else { 0 };
-        state.saturating_add(gradients).saturating_add(parameters)
-    });
-    sharded.max().unwrap_or(0).saturating_mul(u64::from(groups.saturating_sub(1)))
 }

@@ -110,7 +110,7 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "max_grad_norm",
         read: |c, v| {
-            c.clip_norm = v.as_f64().filter(|norm| *norm > 0.0);
+            c.clip_norm = v.as_f64();
             Ok(())
         },
         write: |c| Some(Value::from(c.clip_norm.unwrap_or(0.0))),
@@ -246,6 +246,7 @@ fn dtype(c: &mut Configuration, v: &Value) -> Result<(), String> {
 
 fn defaults(c: &mut Configuration) {
     c.precision = c.precision.or(Some(DType::F32));
+    c.clip_by_default(1.0);
     c.micro_batch = c.micro_batch.or(Some(8));
     c.accumulation = c.accumulation.or(Some(1));
     if c.zero.is_none() {

@@ -46,6 +46,9 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     let exact = of_plan::configuration(plan).map_err(refused)?;
     let mut configuration = exact.clone();
     (stack.round)(&mut configuration);
+    if !stack.settings(&configuration).iter().any(|(name, _)| name.contains("expert") && name.contains("tensor")) {
+        configuration.etp = None;
+    }
     if let Some(Unsayable { problem, option }) = (stack.limit)(&configuration) {
         return Err(refused(StackProblem::Unsayable { problem, option }));
     }
@@ -114,6 +117,10 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
     };
     let level = |zero: Option<u8>| zero.map_or("none".to_string(), |zero| zero.to_string());
     differ("ZeRO level", level(exact.zero), level(written.zero));
+    if written.zero != Some(0) {
+        let groups = |c: &Configuration| c.replicate.unwrap_or(1).to_string();
+        differ("groups of replicas that each hold all state", groups(exact), groups(written));
+    }
     let recompute = |c: &Configuration| {
         let level = c.recompute.unwrap_or_default().to_string();
         c.recomputed_layers.map_or(level.clone(), |n| format!("{level} in {n} layers of each stage"))

@@ -11,6 +11,7 @@ use crate::training::source::{BatchRows, Source, content, open};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::gcd;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::rng::{RANDOM_KEY, SAMPLE_INDEX};
 use altiplano_ir::types::TensorType;
@@ -73,7 +74,7 @@ impl Batches {
     pub(crate) fn synthetic(plan: &Plan, seed: u64) -> Batches {
         let inputs = inputs(plan);
         let sizes = inputs.iter().filter_map(|i| Some(i.ty.shape[i.batch_dim?]));
-        let units = sizes.fold(plan.global_batch, greatest_common_divisor).max(1);
+        let units = sizes.fold(plan.global_batch, gcd).max(1);
         Batches {
             inputs,
             source: None,
@@ -237,10 +238,6 @@ impl Batches {
         }
         runs
     }
-}
-
-fn greatest_common_divisor(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The seed of random bits, if a plan's graph draws any with the key made here.

@@ -49,7 +49,8 @@ fn plans_of_given_degrees_compute_no_head_twice() {
             zero: 0,
             recompute: Recompute::Full,
             layout: Layout::Even,
-            experts: false,
+            experts: 1,
+            groups: 1,
             sequence: false,
         };
         let costs = Rooflines::of(&request.cluster);

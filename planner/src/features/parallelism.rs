@@ -25,6 +25,8 @@ pub struct Parallelism {
     pub context: u32,
     /// Devices that have experts of their own. They also count in the other degrees.
     pub expert: u32,
+    /// Devices that split the features of an expert.
+    pub within_expert: u32,
     /// Devices that repeat each other's work.
     pub repeated: u32,
     /// The least share of the stage's work in which an axis does what it counts as.
@@ -54,7 +56,8 @@ pub fn parallelism(plan: &Plan) -> Vec<Parallelism> {
 }
 
 fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) -> Parallelism {
-    let mut found = Parallelism { data: 1, tensor: 1, context: 1, expert: 1, repeated: 1, agreement: 1.0 };
+    let mut found =
+        Parallelism { data: 1, tensor: 1, context: 1, expert: 1, within_expert: 1, repeated: 1, agreement: 1.0 };
     let products = stage.shardings.iter().filter_map(|(v, sharding)| Some((*v, &sharding.strategy, kinds.get(v)?)));
     let mut work: Vec<BTreeMap<Kind, f64>> = vec![BTreeMap::new(); stage.mesh.axes.len()];
     let mut of_attention = work.clone();
@@ -88,6 +91,9 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
             Kind::Context => Kind::Context,
             _ => most(&work),
         };
+        if kind == Kind::Tensor && of_experts == 0.0 {
+            found.within_expert *= size;
+        }
         let (all, of_kind) = (work.values().sum::<f64>(), work.get(&kind).copied().unwrap_or(0.0));
         let part = if all > 0.0 { of_kind / all } else { 1.0 };
         found.agreement = found.agreement.min(part);

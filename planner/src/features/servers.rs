@@ -230,7 +230,8 @@ fn predict_all(
             zero: 0,
             recompute,
             layout: Layout::Even,
-            experts: false,
+            experts: 1,
+            groups: 1,
             sequence: false,
         };
         let mut plan = fixed_of(&request, &layered, &degrees, costs)?;

@@ -18,6 +18,8 @@ pub struct Stack {
     pub uneven: bool,
     /// Devices of tensor parallelism may split tokens between products.
     pub sequence: bool,
+    /// Groups of replicas may each hold all that is sharded (hybrid sharding).
+    pub groups: bool,
     /// All stages have the same degrees, which a sweep tries one by one.
     pub uniform: bool,
     /// ZeRO levels without tensor parallelism and pipelines.
@@ -53,6 +55,7 @@ pub fn stack(target: Target) -> Stack {
         virtual_stages: true,
         uneven: false,
         sequence: true,
+        groups: true,
         uniform: false,
         zero: ALL_LEVELS,
         zero_with_tensor: ALL_LEVELS,
@@ -74,6 +77,7 @@ pub fn stack(target: Target) -> Stack {
             context: false,
             virtual_stages: false,
             sequence: false,
+            groups: false,
             uniform: true,
             zero_with_tensor: &[0, 1, 2],
             zero_in_pipelines: &[0, 1],

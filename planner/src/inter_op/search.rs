@@ -21,7 +21,7 @@ use crate::search::space::SearchSpace;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
-use altiplano_ir::mesh::Mesh;
+use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Schedule, Target};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -95,9 +95,9 @@ fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> Candidates
     let (cost, composites) = (costs.of_group(block.group as u32), &composites[block.group]);
     let roles = AxisRoles {
         // If either degree is given, the first axis holds replicas and the second splits features.
-        first_is_data: space.degrees.dp.is_some() || space.degrees.tp.is_some(),
-        second_is_model: space.degrees.tp.is_some(),
-        experts_on_data: request.degrees.ep.is_some_and(|ep| ep > 1),
+        data_axes: u8::from(space.degrees.dp.is_some() || space.degrees.tp.is_some()),
+        model_axis: space.degrees.tp.map(|_| AxisId(1)),
+        experts: request.degrees.ep.filter(|&ep| ep > 1).map(|_| AxisId(0)),
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);

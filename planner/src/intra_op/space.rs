@@ -24,12 +24,16 @@ use std::rc::Rc;
 /// Constraints on the axes of a mesh, from the user or from a baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct AxisRoles {
-    /// Axis 0 splits only factors of the batch, and those of experts if `experts_on_data` is set.
-    pub first_is_data: bool,
-    /// Replicas distribute the experts among themselves.
-    pub experts_on_data: bool,
-    /// Axis 1 splits no factors of the batch.
-    pub second_is_model: bool,
+    /// So many first axes hold replicas: they split only factors of the batch, and those of experts as `experts` says.
+    pub data_axes: u8,
+    /// Replicas distribute the experts among themselves: axes of replicas from this one on may split factors that count
+    /// experts.
+    pub experts: Option<AxisId>,
+    /// This axis splits no factors of the batch.
+    pub model_axis: Option<AxisId>,
+    /// State is not distributed over so many first axes: each of these groups of replicas holds all of it (hybrid
+    /// sharding).
+    pub group_axes: u8,
     /// This axis splits only features, and only as weights split them. It never splits samples or tokens. No
     /// reshard splits activations over it, so partial sums are all-reduced. This is tensor parallelism as
     /// introduced by Megatron-LM (Shoeybi et al. 2019).
@@ -37,6 +41,18 @@ pub struct AxisRoles {
     /// Between contractions, `features_axis` may split tokens as well. Partial sums are then reduce-scattered, and
     /// gathered before the next contraction: sequence parallelism (Korthikanti et al. 2022).
     pub tokens_between: bool,
+}
+
+impl AxisRoles {
+    /// Returns true if an axis may split a factor, which is of the batch, or counts experts that this axis may split.
+    fn may_split(&self, axis: AxisId, batch: bool, experts: bool) -> bool {
+        let of_data = axis.0 < self.data_axes;
+        !(of_data && !batch && !experts || batch && self.model_axis == Some(axis))
+    }
+
+    fn may_split_experts(&self, axis: AxisId) -> bool {
+        self.experts.is_some_and(|first| axis >= first)
+    }
 }
 
 /// The number of an interned layout.
@@ -189,7 +205,7 @@ impl<'a> Spaces<'a> {
         let node = graph.node(v);
         let batch: Vec<u32> =
             node.operands.iter().map(|&o| graph.node(o).batch_dims).chain([node.batch_dims]).collect();
-        let experts: Vec<u32> = match self.roles.experts_on_data {
+        let experts: Vec<u32> = match self.roles.experts.is_some() {
             true => node.operands.iter().chain([&v]).map(|&o| self.dims_of_experts(graph, o)).collect(),
             false => Vec::new(),
         };
@@ -283,7 +299,7 @@ impl<'a> Spaces<'a> {
 
     /// A bit mask of the dimensions of a value that count experts; 0 if experts are not on the data axis.
     pub fn dims_of_experts(&mut self, graph: &Graph, v: ValueId) -> u32 {
-        if !self.roles.experts_on_data {
+        if self.roles.experts.is_none() {
             return 0;
         }
         if self.expert_dims.len() != graph.len() {
@@ -311,13 +327,12 @@ impl<'a> Spaces<'a> {
         of_inputs: &[bool],
         of_experts: &[bool],
     ) -> bool {
-        strategy.0.iter().enumerate().all(|(axis, use_)| match use_ {
+        strategy.0.iter().zip((0..).map(AxisId)).all(|(use_, axis)| match use_ {
             AxisUse::Factor { factor, .. } => {
-                let batch = is_batch[*factor as usize];
-                let of_input = of_inputs[*factor as usize];
-                !(axis == 0 && self.roles.first_is_data && !batch && !of_experts[*factor as usize]
-                    || axis == 1 && self.roles.second_is_model && batch
-                    || of_input && self.roles.features_axis == Some(AxisId(axis as u8)))
+                let factor = usize::from(*factor);
+                let experts = of_experts[factor] && self.roles.may_split_experts(axis);
+                self.roles.may_split(axis, is_batch[factor], experts)
+                    && !(of_inputs[factor] && self.roles.features_axis == Some(axis))
             }
             _ => true,
         })
@@ -333,9 +348,8 @@ impl<'a> Spaces<'a> {
                 next.push(sharding.clone());
                 for dim in 0..ty.rank() {
                     let batch = batch_dims >> dim & 1 == 1;
-                    let forbidden = axis.0 == 0 && self.roles.first_is_data && !batch
-                        || axis.0 == 1 && self.roles.second_is_model && batch;
-                    if !forbidden && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh)
+                    if self.roles.may_split(axis, batch, false)
+                        && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh)
                     {
                         next.push(finer);
                     }
@@ -354,15 +368,16 @@ impl<'a> Spaces<'a> {
         let mut rule = ShardingRule::default();
         rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
         let mut strategies = rule.strategies(&mesh, outers, false);
-        // The data axis splits parameters only as storage, except dimensions that count experts.
-        if self.roles.first_is_data {
-            // Factors are in the order of the dimensions.
-            strategies.retain(|s| match s.0[0] {
+        // Axes of replicas split parameters only as storage, except dimensions that count experts.
+        let data_axes = usize::from(self.roles.data_axes);
+        strategies.retain(|s| {
+            s.0.iter().zip((0..).map(AxisId)).take(data_axes).all(|(use_, axis)| match *use_ {
                 AxisUse::Replicated => true,
-                AxisUse::Factor { factor, .. } => experts >> factor & 1 == 1,
+                // Factors are in the order of the dimensions.
+                AxisUse::Factor { factor, .. } => experts >> factor & 1 == 1 && self.roles.may_split_experts(axis),
                 AxisUse::Partial { .. } => false,
-            });
-        }
+            })
+        });
         let mut ids: Vec<LayoutId> =
             strategies.iter().map(|s| rule.shardings(s, &mesh).result).map(|s| self.intern(s)).collect();
         ids.sort_unstable();
@@ -370,14 +385,15 @@ impl<'a> Spaces<'a> {
         ids
     }
 
-    /// Splits a layout further over every axis that it does not use, each in the largest dimension that it
-    /// divides. Optimizer state, gradients or parameters rest in this layout under ZeRO.
+    /// Splits a layout further over every axis that it does not use and that state is distributed over, each in the
+    /// largest dimension that it divides. Optimizer state, gradients or parameters rest in this layout under ZeRO.
     pub fn storage_layout(&mut self, id: LayoutId) -> LayoutId {
         let mesh = self.mesh().clone();
         let mut sharding = self.layout(id).reduced();
         let mut dims: Vec<usize> = (0..sharding.dims.len()).collect();
         dims.sort_by_key(|&d| std::cmp::Reverse(sharding.dims[d].size()));
-        for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
+        let distributes = |a: &AxisId| mesh.size(*a) > 1 && a.0 >= self.roles.group_axes;
+        for axis in mesh.axis_ids().filter(distributes) {
             let finer = dims.iter().find_map(|&d| altiplano_ir::reshard::split_further(&sharding, d, axis, &mesh));
             sharding = finer.unwrap_or(sharding);
         }

@@ -11,9 +11,11 @@ use crate::intra_op::space::AxisRoles;
 use crate::layers::cluster_finely;
 use crate::layers::graph::LayeredGraph;
 use crate::request::{PlanFailure, Request};
+use crate::search::choice::{fits, peak_bytes};
 use crate::search::layout::Layout;
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
+use altiplano_ir::cluster::Cluster;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
@@ -35,10 +37,72 @@ pub struct Degrees {
     pub recompute: Recompute,
     /// How layers are dealt out to stages.
     pub layout: Layout,
-    /// Replicas may divide the experts among themselves.
-    pub experts: bool,
+    /// Replicas that may divide the experts among themselves; a divisor of those of a group. 1 if each has all experts.
+    pub experts: u32,
+    /// Groups of replicas, each of which holds all that is sharded (hybrid sharding); a divisor of `dp`.
+    pub groups: u32,
     /// Devices of tensor parallelism split tokens between products.
     pub sequence: bool,
+}
+
+/// Names of mesh axes that hold replicas, outermost first.
+const DATA_AXES: [&str; 3] = ["data", "data2", "data3"];
+
+impl Degrees {
+    /// Sizes of the mesh axes that hold replicas, outermost first: groups that hold all state, the replicas of such a
+    /// group, and of these the ones that divide the experts. `None` if one does not divide the other.
+    fn data_axes(&self) -> Option<Vec<u32>> {
+        let [groups, experts] = [self.groups.max(1), self.experts.max(1)];
+        let inside = self.dp.is_multiple_of(groups).then(|| self.dp / groups)?;
+        let between = inside.is_multiple_of(experts).then(|| inside / experts)?;
+        let mut sizes: Vec<u32> = [groups, between, experts].into_iter().filter(|&size| size > 1).collect();
+        if sizes.is_empty() {
+            sizes.push(1);
+        }
+        Some(sizes)
+    }
+
+    /// Numbers of replicas that may divide the experts among themselves so that these are in `ep` parts. The other
+    /// devices of a stage may divide them further.
+    pub(crate) fn replicas_of_experts(&self, ep: u32) -> Vec<u32> {
+        let inside = self.dp / self.groups.max(1);
+        let further = [1, self.tp, self.cp, self.tp.saturating_mul(self.cp)];
+        let divides = |parts: u32| (parts > 0 && ep.is_multiple_of(parts)).then(|| ep / parts);
+        let mut found: Vec<u32> =
+            further.into_iter().filter_map(divides).filter(|&n| inside.is_multiple_of(n)).collect();
+        found.sort_unstable_by_key(|&n| std::cmp::Reverse(n));
+        found.dedup();
+        found
+    }
+
+    /// Groups of replicas if each has its devices of a stage on one node; 1 if all replicas do.
+    pub(super) fn groups_of_nodes(&self, cluster: &Cluster) -> u32 {
+        let replica = self.tp.saturating_mul(self.cp).max(1);
+        let on_node = cluster.groups[0].devices_per_node / replica;
+        let inside = (1..=on_node.max(1)).rev().find(|n| self.dp.is_multiple_of(*n)).unwrap_or(1);
+        self.dp / inside
+    }
+
+    /// The best plan of those in which different numbers of replicas divide the experts, so that they are in `ep` parts.
+    pub(super) fn best_for_experts(
+        &self,
+        ep: Option<u32>,
+        predicted: impl Fn(&Degrees) -> Result<Plan, PlanFailure>,
+    ) -> Result<Plan, PlanFailure> {
+        let Some(ep) = ep.filter(|&ep| ep > 1) else { return predicted(self) };
+        let tried = self.replicas_of_experts(ep).into_iter().map(|experts| predicted(&Degrees { experts, ..*self }));
+        let better = |a: &Plan, b: &Plan| {
+            let rank =
+                |plan: &Plan| if fits(plan) { (0, plan.predicted.step_time_s) } else { (1, peak_bytes(plan) as f64) };
+            rank(a) <= rank(b)
+        };
+        let either = |a, b| match (a, b) {
+            (Ok(a), Ok(b)) => Ok(if better(&a, &b) { a } else { b }),
+            (Ok(plan), Err(_)) | (Err(_), Ok(plan)) => Ok(plan),
+            (Err(a), Err(_)) => Err(a),
+        };
+        tried.reduce(either).unwrap_or(Err(PlanFailure::NoCombination))
+    }
 }
 
 /// Assembles the plan with these degrees, without predictions. `request.graph` is at the size of one microbatch.
@@ -84,10 +148,13 @@ pub(crate) fn of_stages(
     if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
         return Err(PlanFailure::NoCombination);
     }
-    let mut axes = vec![("data", degrees.dp), ("tensor", degrees.tp)];
+    let of_data = degrees.data_axes().ok_or(PlanFailure::NoCombination)?;
+    let data_axes = of_data.len() as u8;
+    let mut axes: Vec<(&str, u32)> = DATA_AXES.into_iter().zip(of_data).collect();
     if degrees.cp > 1 {
-        axes.insert(1, ("context", degrees.cp));
+        axes.push(("context", degrees.cp));
     }
+    axes.push(("tensor", degrees.tp));
     let shape = match devices <= group.devices_per_node {
         true => SubmeshShape { nodes: 1, devices },
         false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
@@ -96,9 +163,10 @@ pub(crate) fn of_stages(
     let config = |fraction| StageConfig {
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
-            first_is_data: true,
-            experts_on_data: degrees.experts || request.degrees.ep.is_some_and(|ep| ep > 1),
-            second_is_model: degrees.cp <= 1,
+            data_axes,
+            experts: (degrees.experts > 1).then_some(AxisId(data_axes - 1)),
+            model_axis: (degrees.cp <= 1).then_some(AxisId(data_axes)),
+            group_axes: u8::from(degrees.groups > 1),
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
             tokens_between: degrees.sequence,
         },

@@ -71,13 +71,18 @@ impl Judge {
             let graph = of.graph.clone();
             let larger = Request { graph, stop_gradients: of.stop_gradients.clone(), ..request.clone() };
             let larger = &pins::with_pins(&larger)?;
-            let plan = Configurations::among(larger, &of.models).configured_unless_too_large(&degrees, costs)?;
-            if let Some(plan) = plan.filter(fits) {
+            let known = Configurations::among(larger, &of.models);
+            let predicted = |degrees: &Degrees| {
+                let plan = known.configured_unless_too_large(degrees, costs)?;
+                plan.filter(fits).ok_or(PlanFailure::NoCombination)
+            };
+            if let Ok(plan) = degrees.best_for_experts(request.degrees.ep, predicted) {
                 return Ok(with_padding(plan, &of.padding));
             }
         }
         let request = &pins::with_pins(&request)?;
-        Configurations::among(request, &self.models).configured(&degrees, costs)
+        let known = Configurations::among(request, &self.models);
+        degrees.best_for_experts(request.degrees.ep, |degrees| known.configured(degrees, costs))
     }
 }
 
@@ -126,7 +131,8 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
         zero: request.degrees.zero.unwrap_or(0),
         recompute: space.recompute.unwrap_or(Recompute::None),
         layout: Layout::Even,
-        experts: false,
+        experts: 1,
+        groups: 1,
         sequence: false,
     })
 }

@@ -27,6 +27,8 @@ pub struct Stated {
     pub degrees: Degrees,
     /// Degree of expert parallelism.
     pub ep: u32,
+    /// Devices that split the features of an expert, if that is stated. They are tensor-parallel ones.
+    pub etp: Option<u32>,
     /// Repeated layers of each stage, in the order of the model. `None` deals them out evenly.
     pub blocks: Option<Vec<u32>>,
     /// Number of a stage's first repeated layers that are recomputed fully, if not all. The others follow `degrees`.
@@ -94,8 +96,26 @@ fn unpadded(request: &Request, stated: &Stated, costs: &dyn Costs) -> Result<Pla
     let request = Request { graph, ..request.clone() };
     let layered = finely_layered(&request);
     let stages = stages(&layered, stated)?;
-    let plan = of_stages(&request, &layered, degrees, stages, costs)?;
-    predict_with(plan, &layered, costs, request.cache.as_deref())
+    let predicted = |degrees: &Degrees| {
+        let plan = of_stages(&request, &layered, degrees, stages.clone(), costs)?;
+        predict_with(plan, &layered, costs, request.cache.as_deref())
+    };
+    if let Some(experts) = stated.replicas_of_experts()
+        && let Ok(plan) = predicted(&Degrees { experts, ..*degrees })
+    {
+        return Ok(plan);
+    }
+    degrees.best_for_experts(Some(stated.ep), predicted)
+}
+
+impl Stated {
+    /// Replicas that divide the experts, if it is stated how many devices share an expert: experts are dealt out to the
+    /// innermost devices first.
+    fn replicas_of_experts(&self) -> Option<u32> {
+        let each = self.degrees.tp.checked_mul(self.degrees.cp)?;
+        let devices = self.ep.checked_mul(self.etp?).filter(|_| self.ep > 1)?;
+        devices.is_multiple_of(each).then(|| devices / each)
+    }
 }
 
 /// The layers of each stage and the part of them that is recomputed.

@@ -20,6 +20,7 @@ use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::gcd;
 use altiplano_ir::plan::{Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
@@ -205,14 +206,14 @@ pub fn sweep(
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
     // By stages, replicas and experts: if the leanest does not fit, no other is tried.
-    let mut alike: BTreeMap<(u32, u32, u32, bool), Vec<Degrees>> = BTreeMap::new();
+    let mut alike: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
     for degrees in configurations(request, space) {
         let lanes = degrees.stages / degrees.virtual_stages;
-        alike.entry((degrees.dp, degrees.tp, lanes, degrees.experts)).or_default().push(degrees);
+        alike.entry([degrees.dp, degrees.tp, lanes, degrees.experts]).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
     let configurations = Configurations::new(request);
-    let leanest = alike.into_par_iter().map(|((dp, tp, pp, _), mut list)| {
+    let leanest = alike.into_par_iter().map(|([dp, tp, pp, _], mut list)| {
         let i = done.fetch_add(1, Ordering::Relaxed);
         progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
         list.sort_by_key(|d| {
@@ -400,7 +401,8 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         zero: start.stages[0].zero.min(1),
         recompute: start.stages.iter().map(|s| s.recompute.most()).max().unwrap_or_default(),
         layout: Layout::Even,
-        experts: false,
+        experts: 1,
+        groups: 1,
         sequence: false,
     };
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
@@ -413,6 +415,10 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
         let mut next: Vec<Degrees> = if tried.is_empty() { vec![at] } else { neighbours(&at, &all) };
+        if !tried.is_empty() && at.zero > 0 && stack(request.target).groups {
+            let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&request.cluster) };
+            next.push(Degrees { groups, ..at });
+        }
         next.retain(|d| !tried.contains(d));
         next.truncate(most.saturating_sub(tried.len()));
         tried.extend(&next);
@@ -597,7 +603,8 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                                 zero,
                                 recompute,
                                 layout,
-                                experts: false,
+                                experts: 1,
+                                groups: 1,
                                 sequence: false,
                             });
                         }
@@ -611,12 +618,35 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     if request.degrees.zero.is_some_and(|level| level > 0) && all.iter().any(shards) {
         all.retain(shards);
     }
-    // Software that has expert parallelism deals experts out to replicas if that is faster.
-    if stack.uniform && stack.experts && request.degrees.ep.is_none() && !expert_products(&request.graph).is_empty() {
-        let over: Vec<Degrees> = all.iter().filter(|d| d.dp > 1).map(|d| Degrees { experts: true, ..*d }).collect();
-        all.extend(over);
-    }
+    with_experts(request, &mut all);
     all
+}
+
+/// Adds configurations that deal experts out to replicas: as `--ep` asks, or as software with expert parallelism may.
+fn with_experts(request: &Request, all: &mut Vec<Degrees>) {
+    let stack = stack(request.target);
+    let products = expert_products(&request.graph);
+    let counts = products.iter().map(|&(v, dim)| request.graph.shape(v)[dim]);
+    let Some(count) = counts.reduce(gcd) else { return };
+    let each = u64::from(request.cluster.groups[0].devices_per_node);
+    let over = |d: &Degrees| match request.degrees.ep {
+        Some(ep) => d.replicas_of_experts(ep),
+        None if stack.uniform && stack.experts => {
+            // All replicas that can share, or those of a node.
+            let most = gcd(d.dp.into(), count);
+            let on_node = gcd(most, (each / u64::from(d.tp).max(1)).max(1));
+            let mut choices = vec![most as u32, on_node as u32];
+            choices.dedup();
+            choices
+        }
+        None => Vec::new(),
+    };
+    let mut added = Vec::new();
+    for degrees in all.iter() {
+        let choices = over(degrees).into_iter().filter(|&experts| experts > 1);
+        added.extend(choices.map(|experts| Degrees { experts, ..*degrees }));
+    }
+    all.extend(added);
 }
 
 #[cfg(test)]
@@ -636,7 +666,8 @@ mod tests {
             zero: 0,
             recompute: Recompute::None,
             layout: Layout::Even,
-            experts: false,
+            experts: 1,
+            groups: 1,
             sequence: false,
         };
         // A step takes four seconds, and as many more as the 31 other lanes wait.

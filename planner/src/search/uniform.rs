@@ -80,14 +80,15 @@ fn degrees_of(plan: &Plan) -> Option<Degrees> {
         zero: first.zero,
         recompute: level(first),
         layout: Layout::Even,
-        experts: false,
+        experts: 1,
+        groups: 1,
         sequence: tensor.size > 1,
     })
 }
 
-/// Replicas, tensor-parallel devices, lanes, and the use of replicas for experts.
-fn shape(degrees: &Degrees) -> (u32, u32, u32, bool) {
-    (degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts)
+/// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
+fn shape(degrees: &Degrees) -> [u32; 4] {
+    [degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts]
 }
 
 /// Climbs from the best configuration of each promising pipeline. `swept` is sorted by time.
@@ -100,7 +101,8 @@ fn with_layouts(
 ) -> Vec<Swept> {
     let most_s = swept.first().map_or(0.0, |best| FAR_BEHIND * best.plan.predicted.step_time_s);
     let mut starts: Vec<&Swept> = Vec::new();
-    let varies = |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1;
+    let varies =
+        |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1 || s.degrees.groups_of_nodes(&request.cluster) > 1;
     for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
         if starts.len() < STARTS && starts.iter().all(|start| shape(&start.degrees) != shape(&candidate.degrees)) {
             starts.push(candidate);
@@ -155,11 +157,15 @@ fn climb(
 
 /// True if a sweep over a space has a configuration. The best of a shape is known then.
 fn is_swept(degrees: &Degrees, space: &Space) -> bool {
-    degrees.layout == Layout::Even && !degrees.sequence && space.virtual_stages.contains(&degrees.virtual_stages)
+    degrees.layout == Layout::Even
+        && !degrees.sequence
+        && degrees.groups == 1
+        && space.virtual_stages.contains(&degrees.virtual_stages)
 }
 
 /// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the
-/// next larger or smaller number of stages that share devices or of microbatches, in storage or in recomputation.
+/// next larger or smaller number of stages that share devices or of microbatches, in storage, its groups or in
+/// recomputation.
 fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<Degrees> {
     let stack = stack(known.request.target);
     // A stage of nothing but the head would split it over the devices of context parallelism.
@@ -167,7 +173,7 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
     let layouts = |degrees: Degrees| {
         let ranked = if uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
         let ranked = ranked.into_iter().take(LAYOUTS);
-        ranked.map(move |layout| Degrees { layout, sequence: at.sequence, ..degrees })
+        ranked.map(move |layout| Degrees { layout, sequence: at.sequence, groups: at.groups, ..degrees })
     };
     let others = |d: &Degrees| (d.virtual_stages, d.num_microbatches, d.zero, d.recompute);
     let (shared, count, zero, recompute) = others(at);
@@ -182,16 +188,20 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
     {
         found.extend(layouts(degrees));
     }
-    let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, ..*degrees };
+    let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, groups: at.groups, ..*degrees };
     // Sequence parallelism keeps less, so that less has to be recomputed.
     if at.tp > 1 && stack.sequence {
         let levels = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches, d.zero) == (shared, count, zero));
-        found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, ..*d }));
+        found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, groups: at.groups, ..*d }));
     }
     let counts =
         next(|d| d.num_microbatches, &|d| (d.virtual_stages, d.zero, d.recompute) == (shared, zero, recompute));
     found.extend(counts.iter().map(same));
     let options = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches) == (shared, count));
     found.extend(options.filter(|d| d.zero == zero || d.recompute == recompute).map(same));
+    if stack.groups && zero > 0 {
+        let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&known.request.cluster) };
+        found.push(Degrees { groups, ..*at });
+    }
     found
 }

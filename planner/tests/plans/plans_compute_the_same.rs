@@ -1,8 +1,8 @@
 //! Every plan computes what one device computes: loss, gradients and updated weights.
 
 use crate::support::networks::{convolutional, language_head, mixture_of_experts, skipping};
-use crate::support::{check, transformer, weighted};
-use altiplano_cost_models::preset;
+use crate::support::{check, check_plan, transformer, weighted};
+use altiplano_cost_models::{Rooflines, preset};
 use altiplano_ir::batch::{LossKind, find_batch};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
@@ -12,6 +12,10 @@ use altiplano_ir::program::{BufferId, BufferKind, Phase};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::features::chunked_loss::LossChunks;
+use altiplano_planner::search::fixed_degrees::Degrees;
+use altiplano_planner::search::layout::Layout;
+use altiplano_planner::search::stated::{Stated, predict_stated};
+use altiplano_planner::search::sweep::configured;
 use altiplano_planner::{Request, Silent, plan, programs};
 
 fn request(cluster: &str) -> Request {
@@ -152,6 +156,73 @@ fn every_way_to_store_and_to_recompute() {
             let plan = check(&request);
             assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
         }
+    }
+}
+
+/// Degrees of a plan of one stage.
+fn degrees(dp: u32, tp: u32, zero: u8) -> Degrees {
+    Degrees {
+        dp,
+        tp,
+        cp: 1,
+        stages: 1,
+        virtual_stages: 1,
+        num_microbatches: 1,
+        zero,
+        recompute: Recompute::None,
+        layout: Layout::Even,
+        experts: 1,
+        groups: 1,
+        sequence: tp > 1,
+    }
+}
+
+/// Each group of replicas holds all that the replicas inside of it share: two groups of two hold twice as much as four
+/// replicas that share.
+#[test]
+fn groups_of_replicas_hold_all_state() {
+    for (zero, tp) in [(1, 1), (2, 1), (3, 1), (3, 2)] {
+        let request = request(&format!("local:{}", 4 * tp));
+        let costs = Rooflines::of(&request.cluster);
+        let plans = [1, 2].map(|groups| {
+            let plan = configured(&request, &Degrees { groups, ..degrees(4, tp, zero) }, &costs).expect("a plan");
+            check_plan(&request, &plan);
+            plan
+        });
+        let held = |plan: &Plan| -> u64 {
+            let bytes = |(p, name): (_, &str)| {
+                plan.stages[0].parameters[name].state.local_bytes(plan.graph.ty(p), &plan.stages[0].mesh)
+            };
+            plan.graph.parameters().map(bytes).sum()
+        };
+        let [over_all, in_groups] = plans.each_ref().map(held);
+        assert!(over_all < in_groups && in_groups <= 2 * over_all, "{over_all} {in_groups}");
+        assert_eq!(plans[1].stages[0].mesh.axes[0].size, 2);
+    }
+}
+
+/// Experts are dealt out to some of the replicas, and to these with tensor-parallel devices.
+#[test]
+fn some_replicas_divide_the_experts() {
+    let request = request_of(&mixture_of_experts(2), LossKind::Mean, "local:4");
+    let costs = Rooflines::of(&request.cluster);
+    let parts = |plan: &Plan| {
+        let up = plan.stages[0].parameters.iter().find(|(name, _)| name.ends_with("up")).expect("experts").1;
+        up.parameter.dims[0].axes().map(|axis| plan.stages[0].mesh.size(axis)).product::<u64>()
+    };
+    for (dp, tp, ep, etp) in [(4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 2), (2, 2, 4, 1), (2, 2, 2, 1)] {
+        let stated = Stated {
+            degrees: degrees(dp, tp, 0),
+            ep,
+            etp: Some(etp),
+            blocks: None,
+            full_blocks: None,
+            splits_positions: true,
+        };
+        let plan =
+            predict_stated(&request, &stated, &costs).unwrap_or_else(|e| panic!("dp{dp} tp{tp} ep{ep} etp{etp}: {e}"));
+        check_plan(&request, &plan);
+        assert_eq!(parts(&plan), u64::from(ep), "{}", plan.stages[0].mesh);
     }
 }
 

@@ -6,7 +6,7 @@ use altiplano_cost_models::{Roofline, preset};
 use altiplano_ir::batch::{LossKind, find_batch, rebatch};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
-use altiplano_ir::mesh::Mesh;
+use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Parameter, Reducer};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Plan, Schedule};
@@ -243,7 +243,7 @@ fn memory_is_estimated() {
             let readers = gradient_readers(&plan.graph, &[]).expect("a gradient");
             for ((i, stage), held) in plan.stages.iter().enumerate().zip(cpu_peaks(&lowered)) {
                 let prices = Prices::new(&cost, &request.cluster.groups[0], stage.submesh, &stage.mesh);
-                let roles = AxisRoles { first_is_data: true, second_is_model: true, ..AxisRoles::default() };
+                let roles = AxisRoles { data_axes: 1, model_axis: Some(AxisId(1)), ..AxisRoles::default() };
                 let mut spaces = Spaces::new(&prices, roles);
                 let demand = Demand {
                     levels: levels(Some(zero), stage.mesh.num_devices(), true, Default::default()),

@@ -109,7 +109,7 @@ def deepspeed(file, folder):
 
     # Without kernels that a compiler would have to build: gloo sends, and PyTorch's AdamW updates.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    split, one, optimizer, plain = two_models(folder, {"lr": ADAMW["lr"]})
+    split, one, optimizer, plain = two_models(folder, ADAMW)
     engine, _, _, _ = deepspeed.initialize(model=split, optimizer=optimizer, config=file)
     passes, size = engine.gradient_accumulation_steps(), engine.train_batch_size()
     assert size == passes * engine.train_micro_batch_size_per_gpu() * dist.get_world_size()

@@ -3,7 +3,7 @@
 use super::numbers::{Rng, difference, random, shard_randomly};
 use super::*;
 use crate::program::messages;
-use crate::reshard::{legs, reshard};
+use crate::reshard::{legs, reshard, split_further};
 use crate::sharding::{DimLayout, Segment, Sharding};
 use proptest::prelude::*;
 
@@ -184,5 +184,25 @@ proptest! {
             prop_assert_eq!(difference(part, &expected, 0.0), None, "device {}", device);
             prop_assert_eq!(writes[device] as u64, part.ty.elements(), "each element comes once");
         }
+    }
+}
+
+/// The sum of replicas in groups is scattered inside a group before it is reduced among groups, in any order of axes.
+#[test]
+fn what_is_scattered_is_scattered_before_the_rest_is_reduced() {
+    let mesh = Mesh::new(&[("a", 4), ("b", 8)]);
+    for (whole, split) in [(AxisId(0), AxisId(1)), (AxisId(1), AxisId(0))] {
+        let mut from = Sharding::replicated(&[64, 16]);
+        from.partial = vec![(AxisId(0), Reducer::Sum), (AxisId(1), Reducer::Sum)];
+        let to = split_further(&Sharding::replicated(&[64, 16]), 0, split, &mesh).expect("it divides");
+        let steps: Vec<Collective> = reshard(&from, &to, &mesh).into_iter().map(|step| step.collective).collect();
+        let reducer = Reducer::Sum;
+        assert_eq!(
+            steps,
+            [
+                Collective::ReduceScatter { axes: vec![split], reducer, dim: 0, outer: 1 },
+                Collective::AllReduce { axes: vec![whole], reducer }
+            ]
+        );
     }
 }

@@ -1,5 +1,6 @@
 //! The recurrence: a query compiled to arcs, its values, and the path from a value back to the stages.
 
+use altiplano_ir::op::gcd;
 use std::ops::Range;
 
 use super::counts::Counts;
@@ -224,7 +225,7 @@ pub(super) fn units(table: &StageTable, query: &Query, blocks: &[usize]) -> Opti
     let mut units = vec![0; query.rooms.len()];
     for &i in blocks {
         let block = table.blocks[i];
-        units[block.group] = greatest_common_divisor(units[block.group], block.shape.num_devices());
+        units[block.group] = gcd(units[block.group], block.shape.num_devices());
     }
     let budget = |(room, &unit): (&super::Room, &u64)| {
         let total = room.num_devices();
@@ -234,10 +235,6 @@ pub(super) fn units(table: &StageTable, query: &Query, blocks: &[usize]) -> Opti
     };
     let budgets: Option<Vec<usize>> = query.rooms.iter().zip(&units).map(budget).collect();
     Some((units, Counts::of(budgets?)?))
-}
-
-fn greatest_common_divisor(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 /// The largest number of stages from this one to the last with which the candidate fits: 0 if it never fits, `u32::MAX`
