@@ -140,12 +140,13 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
         changes.push((what, new));
     };
     type Degree = fn(&mut Request) -> &mut Option<u32>;
-    let degrees: [(&str, Degree, u64); 7] = [
+    let degrees: [(&str, Degree, u64); 8] = [
         ("--dp", |r| &mut r.degrees.dp, devices),
         ("--tp", |r| &mut r.degrees.tp, devices),
         ("--pp", |r| &mut r.degrees.pp, devices),
         ("--cp", |r| &mut r.degrees.cp, devices),
         ("--ep", |r| &mut r.degrees.ep, devices),
+        ("--dp-replicate", |r| &mut r.degrees.groups, devices),
         ("--num-microbatches", |r| &mut r.batch.num_microbatches, samples),
         ("--virtual-stages", |r| &mut r.degrees.virtual_stages, 1),
     ];
@@ -212,6 +213,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
             ("--pp", r.degrees.pp),
             ("--cp", r.degrees.cp),
             ("--ep", r.degrees.ep),
+            ("--dp-replicate", r.degrees.groups),
         ]
     };
     let given = degrees(request).into_iter().filter_map(|(option, degree)| degree.map(|_| option));
@@ -219,7 +221,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     if !given.is_empty() {
         let free = |r: &mut Request| {
             (r.degrees.dp, r.degrees.tp, r.degrees.pp) = (None, None, None);
-            (r.degrees.cp, r.degrees.ep) = (None, None);
+            (r.degrees.cp, r.degrees.ep, r.degrees.groups) = (None, None, None);
         };
         changes.push(changed(&format!("free degrees (no {})", given.join(", ")), &free));
     }

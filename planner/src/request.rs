@@ -92,6 +92,8 @@ pub struct GivenDegrees {
     pub cp: Option<u32>,
     /// Degree of expert parallelism: parts into which experts are divided, among the devices of the other degrees.
     pub ep: Option<u32>,
+    /// Groups of replicas, each of which holds all that is sharded (hybrid sharding); with 1, all replicas share it.
+    pub groups: Option<u32>,
     /// Pipeline stages per device; with 1, each stage has devices of its own.
     pub virtual_stages: Option<u32>,
     /// Level of ZeRO: 1 shards optimizer state, 2 gradients as well, 3 parameters as well.

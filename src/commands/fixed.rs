@@ -24,9 +24,12 @@ pub(crate) struct FixedOptions {
     /// Degree of data parallelism
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     dp: Option<u32>,
-    /// Devices that shard parameters and have their own samples: --dp N --zero 3
+    /// Devices that shard parameters and have their own samples: --dp N --zero 3, in each group of --dp-replicate
     #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["dp", "zero"])]
     data_parallel_shard_degree: Option<u32>,
+    /// Groups of replicas, each of which holds all state that --zero shards (hybrid sharding, HSDP)
+    #[arg(long, value_name = "N", help_heading = "Parallelism")]
+    dp_replicate: Option<u32>,
     /// Degree of tensor parallelism
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     pub tp: Option<u32>,
@@ -121,7 +124,8 @@ impl FixedOptions {
 
     /// The data-parallel degree, by either option.
     pub(crate) fn replicas(&self) -> Option<u32> {
-        self.dp.or(self.data_parallel_shard_degree)
+        let groups = self.dp_replicate.unwrap_or(1);
+        self.dp.or(self.data_parallel_shard_degree.map(|inside| inside.saturating_mul(groups)))
     }
 
     /// Samples per microbatch, if given or implied.
@@ -162,6 +166,7 @@ impl FixedOptions {
         request.degrees.pp = self.pp;
         request.degrees.cp = self.cp;
         request.degrees.ep = self.ep;
+        request.degrees.groups = self.dp_replicate;
         request.degrees.virtual_stages = self.virtual_stages;
         request.degrees.zero = self.zero.or(self.data_parallel_shard_degree.map(|_| 3));
         request.offload = match self.offload {

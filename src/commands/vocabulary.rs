@@ -12,6 +12,7 @@ const NAMES: &[(&str, &[&str])] = &[
     ("pp", &["pipeline-model-parallel-size", "pipeline-parallel-size", "pipeline-parallel-degree", "pp-size"]),
     ("cp", &["context-parallel-size", "context-parallel-degree", "cp-size"]),
     ("ep", &["expert-model-parallel-size", "expert-parallel-size", "expert-parallel-degree", "ep-size"]),
+    ("dp-replicate", &["data-parallel-replicate-degree", "dp-replicate-size", "num-distributed-optimizer-instances"]),
     ("virtual-stages", &["num-virtual-stages-per-pipeline-rank", "virtual-pipeline-model-parallel-size"]),
     ("global-batch", &["global-batch-size", "train-batch-size"]),
     (
@@ -54,10 +55,6 @@ const INSTEAD: &[(&str, &str)] = &[
     ),
     ("num-layers-per-virtual-pipeline-stage", "--virtual-stages N says how many stages share devices"),
     ("use-flash-attn", "attention is one kernel wherever the software of --target has one; leave it out"),
-    (
-        "data-parallel-replicate-degree",
-        "parameters are sharded over all replicas: --dp N --zero 3, or --zero 0 for none",
-    ),
     ("fsdp", "--target fsdp plans for PyTorch FSDP, and --zero 3 shards parameters for any target"),
     (
         "deepspeed",

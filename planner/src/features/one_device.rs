@@ -33,6 +33,7 @@ pub fn instead_of(cx: &SearchContext<'_>, plan: &Plan) -> Option<Plan> {
         request.degrees.virtual_stages,
         request.degrees.cp,
         request.degrees.ep,
+        request.degrees.groups,
     ];
     let asked = given.iter().any(Option::is_some) || request.degrees.zero.is_some() || !request.graph.pins.is_empty();
     let ours = request.target == Target::Altiplano && request.search == SearchKind::Whole;

@@ -107,6 +107,7 @@ impl Stack {
         let lacks = [
             ("cp", degrees.cp, self.context, "context parallelism"),
             ("ep", degrees.ep, self.experts, "expert parallelism"),
+            ("dp-replicate", degrees.groups, self.groups, "groups of replicas that each hold all state"),
             ("virtual-stages", degrees.virtual_stages, self.virtual_stages, "stages that share devices"),
         ];
         for (option, degree, has, what) in lacks {

@@ -55,7 +55,8 @@ impl Default for Space {
 
 /// True if the plans of a request have the same degrees on all stages and are swept.
 pub fn is_uniform(request: &Request) -> bool {
-    stack(request.target).uniform || request.degrees.cp.is_some_and(|cp| cp > 1)
+    let asks = |degree: Option<u32>| degree.is_some_and(|degree| degree > 1);
+    stack(request.target).uniform || asks(request.degrees.cp) || asks(request.degrees.groups)
 }
 
 /// A configuration and its plan.
@@ -415,7 +416,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
         let mut next: Vec<Degrees> = if tried.is_empty() { vec![at] } else { neighbours(&at, &all) };
-        if !tried.is_empty() && at.zero > 0 && stack(request.target).groups {
+        if !tried.is_empty() && at.zero > 0 && stack(request.target).groups && request.degrees.groups.is_none() {
             let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&request.cluster) };
             next.push(Degrees { groups, ..at });
         }
@@ -617,6 +618,10 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let shards = |d: &Degrees| d.dp * d.cp > 1;
     if request.degrees.zero.is_some_and(|level| level > 0) && all.iter().any(shards) {
         all.retain(shards);
+    }
+    if let Some(groups) = request.degrees.groups {
+        all.retain(|d| groups > 0 && d.dp.is_multiple_of(groups) && (d.zero > 0 || groups == 1));
+        all.iter_mut().for_each(|d| d.groups = groups);
     }
     with_experts(request, &mut all);
     all

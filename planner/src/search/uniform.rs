@@ -132,7 +132,7 @@ fn climb(
     let mut fitting: Vec<Swept> = Vec::new();
     loop {
         let mut next = around(known, &alike, &at);
-        next.retain(|degrees| !tried.contains(degrees) && !is_swept(degrees, swept_space));
+        next.retain(|degrees| !tried.contains(degrees) && !is_swept(known.request, degrees, swept_space));
         next.truncate(left);
         left -= next.len();
         tried.extend(&next);
@@ -156,10 +156,10 @@ fn climb(
 }
 
 /// True if a sweep over a space has a configuration. The best of a shape is known then.
-fn is_swept(degrees: &Degrees, space: &Space) -> bool {
+fn is_swept(request: &Request, degrees: &Degrees, space: &Space) -> bool {
     degrees.layout == Layout::Even
         && !degrees.sequence
-        && degrees.groups == 1
+        && degrees.groups == request.degrees.groups.unwrap_or(1)
         && space.virtual_stages.contains(&degrees.virtual_stages)
 }
 
@@ -199,7 +199,7 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
     found.extend(counts.iter().map(same));
     let options = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches) == (shared, count));
     found.extend(options.filter(|d| d.zero == zero || d.recompute == recompute).map(same));
-    if stack.groups && zero > 0 {
+    if stack.groups && zero > 0 && known.request.degrees.groups.is_none() {
         let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&known.request.cluster) };
         found.push(Degrees { groups, ..*at });
     }
