@@ -117,7 +117,7 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
     format!("{pipeline}, stages that differ: {told}{more}{used}")
 }
 
-/// `DP 16 (FSDP) x TP 1 x CP 1 x EP 1`.
+/// `DP 16 (FSDP) x TP 1 x CP 1 x EP 1`, or `DP 16 (FSDP, in 2 groups) x ...`.
 fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
     let Parallelism { data, tensor, context, expert, repeated, .. } = *of;
     let data = data * plan.servers.as_ref().map_or(1, |over| over.workers.len() as u32);
@@ -128,6 +128,10 @@ fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
         (3, Target::Deepspeed) => " (ZeRO-3)".to_string(),
         (3, _) => " (FSDP)".to_string(),
         (level, target) => format!(" ({})", sharded(target, level)),
+    };
+    let sharded = match sharded.strip_suffix(')') {
+        Some(how) if of.groups > 1 => format!("{how}, in {} groups)", of.groups),
+        _ => sharded,
     };
     let mut text = format!("DP {data}{sharded} x TP {tensor} x CP {context} x EP {expert}");
     if repeated > 1 {

@@ -3,7 +3,6 @@
 use super::Configuration;
 use super::StackProblem;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::mesh::AxisId;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::features::parallelism::parallelism;
@@ -18,7 +17,8 @@ use std::collections::BTreeMap;
 pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
     sayable(plan)?;
     let [dp, tp, cp, ep, etp] = degrees(plan)?;
-    let groups = groups(plan).filter(|groups| dp.is_multiple_of(*groups)).unwrap_or(1);
+    let groups = parallelism(plan).iter().map(|stage| stage.groups).min().unwrap_or(1);
+    let groups = if dp.is_multiple_of(groups) { groups } else { 1 };
     let lanes = plan.num_lanes() as u32;
     let mut c = Configuration {
         devices: Some(dp * tp * cp * lanes),
@@ -107,22 +107,6 @@ fn degrees(plan: &Plan) -> Result<[u32; 5], StackProblem> {
     let region = u64::from(dp) * u64::from(tensor) * u64::from(context);
     let experts = (1..=experts).rev().find(|&ep| region % u64::from(ep) == 0).unwrap_or(1);
     Ok([dp, tensor, context, experts, if within > 1 { tensor } else { 1 }])
-}
-
-/// Groups of replicas that each hold all that the others shard: outer axes of replicas that split no stored tensor. `None`
-/// if nothing is sharded.
-fn groups(plan: &Plan) -> Option<u32> {
-    let stage = plan.stages.iter().find(|stage| stage.zero > 0 && stage.mesh.num_devices() > 1)?;
-    let splits = |axis: AxisId| {
-        let storages = stage.parameters.values();
-        storages
-            .flat_map(|storage| [&storage.parameter, &storage.state])
-            .any(|stored| stored.split_axes().any(|a| a == axis))
-    };
-    let is_data = |axis: &AxisId| stage.mesh.axes[usize::from(axis.0)].name.starts_with("data");
-    let axes: Vec<AxisId> = stage.mesh.axis_ids().filter(|axis| stage.mesh.size(*axis) > 1).filter(is_data).collect();
-    let whole = axes.iter().take_while(|axis| !splits(**axis)).map(|&axis| stage.mesh.size(axis) as u32);
-    axes.iter().any(|&axis| splits(axis)).then(|| whole.product())
 }
 
 /// The level of sharded storage that most stages have.

@@ -27,6 +27,8 @@ pub struct Parallelism {
     pub expert: u32,
     /// Devices that split the features of an expert.
     pub within_expert: u32,
+    /// Groups of replicas, each of which holds all that is sharded.
+    pub groups: u32,
     /// Devices that repeat each other's work.
     pub repeated: u32,
     /// The least share of the stage's work in which an axis does what it counts as.
@@ -56,8 +58,16 @@ pub fn parallelism(plan: &Plan) -> Vec<Parallelism> {
 }
 
 fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) -> Parallelism {
-    let mut found =
-        Parallelism { data: 1, tensor: 1, context: 1, expert: 1, within_expert: 1, repeated: 1, agreement: 1.0 };
+    let mut found = Parallelism {
+        data: 1,
+        tensor: 1,
+        context: 1,
+        expert: 1,
+        within_expert: 1,
+        groups: groups(stage),
+        repeated: 1,
+        agreement: 1.0,
+    };
     let products = stage.shardings.iter().filter_map(|(v, sharding)| Some((*v, &sharding.strategy, kinds.get(v)?)));
     let mut work: Vec<BTreeMap<Kind, f64>> = vec![BTreeMap::new(); stage.mesh.axes.len()];
     let mut of_attention = work.clone();
@@ -105,6 +115,21 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
         } *= size;
     }
     found
+}
+
+/// Groups of replicas that each hold all that the replicas of a group share: outer axes of replicas that split no stored
+/// tensor, while an inner one does.
+fn groups(stage: &Stage) -> u32 {
+    let splits = |axis: AxisId| {
+        let storages = stage.parameters.values().flat_map(|storage| [&storage.parameter, &storage.state]);
+        storages.into_iter().any(|stored| stored.split_axes().any(|a| a == axis))
+    };
+    let is_data = |axis: &AxisId| stage.mesh.axes[usize::from(axis.0)].name.starts_with("data");
+    let axes: Vec<AxisId> = stage.mesh.axis_ids().filter(|axis| stage.mesh.size(*axis) > 1).filter(is_data).collect();
+    if stage.zero == 0 || !axes.iter().any(|&axis| splits(axis)) {
+        return 1;
+    }
+    axes.iter().take_while(|axis| !splits(**axis)).map(|&axis| stage.mesh.size(axis) as u32).product()
 }
 
 /// The kind of parallelism that splits each factor of a product.

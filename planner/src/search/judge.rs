@@ -110,10 +110,8 @@ fn completed(request: &Request) -> Request {
 /// The degrees of a completed request.
 fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
     // Degrees of 0 are refused before anything is divided by them.
-    for (option, degree) in [("cp", request.degrees.cp), ("dp-replicate", request.degrees.groups)] {
-        if degree == Some(0) {
-            return Err(PlanFailure::Option { option, value: 0, problem: "must be at least 1" });
-        }
+    if request.degrees.cp == Some(0) {
+        return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" });
     }
     let space = SearchSpace::from_request(request)?;
     let of = |degree: Option<u32>| degree.unwrap_or(1);

@@ -81,7 +81,9 @@ fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str
 
 fn check_options(request: &Request) -> Result<(), PlanFailure> {
     let devices = request.cluster.num_devices();
-    for (option, value) in [("dp", request.degrees.dp), ("tp", request.degrees.tp), ("pp", request.degrees.pp)] {
+    let degrees = &request.degrees;
+    let given = [("dp", degrees.dp), ("tp", degrees.tp), ("pp", degrees.pp), ("dp-replicate", degrees.groups)];
+    for (option, value) in given {
         if value == Some(0) {
             return invalid(option, 0u64, "must be at least 1");
         }

@@ -11,6 +11,7 @@ import numpy as np
 PLANS = {
     "dp": (4, ["--pp", "1", "--dp", "4"]),
     "fsdp": (4, ["--pp", "1", "--dp", "4", "--zero", "3"]),
+    "hsdp": (4, ["--pp", "1", "--dp", "4", "--dp-replicate", "2", "--zero", "3"]),
     "tp": (4, ["--pp", "1", "--tp", "4"]),
     "fsdp-tp": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--zero", "3"]),
     "accumulated": (4, ["--pp", "1", "--dp", "2", "--tp", "2", "--zero", "2", "--num-microbatches", "2"]),

@@ -28,6 +28,8 @@ PLANS = [
     ("uneven", {**LLAMA, "num_hidden_layers": 7}, "--dp 2 --tp 2 --pp 2 --num-microbatches 4 --target megatron", "megatron torchtitan"),
     ("searched", LLAMA, "--pp 3 --cluster dgx-a100/6", "megatron torchtitan"),
     ("cp", LLAMA, "--dp 4 --tp 1 --pp 1 --cp 2 --zero 1", "megatron torchtitan accelerate"),
+    ("hsdp", LLAMA, "--dp 8 --dp-replicate 2 --zero 2 --tp 1 --pp 1", "megatron torchtitan accelerate transformers"),
+    ("ep-part", MIXTRAL, "--dp 4 --tp 2 --pp 1 --ep 2 --zero 1 --target megatron", "megatron torchtitan"),
     ("ep", MIXTRAL, "--dp 4 --tp 1 --pp 1 --ep 4 --zero 1 --cluster dgx-a100/4", "megatron torchtitan transformers"),
 ]
 SUFFIXES = {"megatron": "sh", "torchtitan": "py", "accelerate": "yaml", "deepspeed": "json", "transformers": "py"}
@@ -213,6 +215,7 @@ TRAINED = {
         ("dp", SHORT, "--dp 2 --zero 0", 2),
         ("zero2", GPT2, "--dp 2 --zero 2 --num-microbatches 2", 2),
         ("fsdp", SHORT, "--dp 2 --zero 3", 2),
+        ("hsdp", SHORT, "--dp 4 --dp-replicate 2 --zero 3", 4),
         ("fsdp-experts", {**MIXTRAL, "num_hidden_layers": 2}, "--dp 2 --zero 3 --recompute full", 2),
     ],
     "deepspeed": [
@@ -226,6 +229,7 @@ TRAINED = {
         ("tp", SHORT, "--dp 1 --tp 2", 2),
         ("pp", SHORT, "--dp 2 --pp 2 --zero 2 --num-microbatches 4 --virtual-stages 1", 4),
         ("interleaved", SHORT, "--dp 1 --pp 2 --virtual-stages 2 --num-microbatches 4", 2),
+        ("hsdp", SHORT, "--dp 4 --dp-replicate 2 --zero 3", 4),
     ],
 }
 
