@@ -58,8 +58,8 @@ def placements(module):
             # FSDP2 says with a class of its own that a tensor axis splits the same dimension first.
             plain = [Shard(p.dim) if p.is_shard() or hasattr(p, "dim") else p for p in parameter.placements]
             of_axis = dict(zip(parameter.device_mesh.mesh_dim_names, plain))
-        flat = of_axis.get("_".join(DATA))
-        found[name] = tuple(of_axis.get(axis, flat if axis in DATA and flat else Replicate()) for axis in AXES)
+        of_shard = of_axis.get("_".join(SHARD), Replicate())
+        found[name] = tuple(of_axis.get(axis, of_shard if axis in SHARD else Replicate()) for axis in AXES)
     return found
 
 
@@ -352,9 +352,18 @@ def _submesh(mesh, axes):
 
 def _data(mesh):
     """The axes over which processes have other samples, as one."""
-    if len(DATA) == 1:
-        return mesh[DATA[0]]
-    return mesh[tuple(DATA)]._flatten("_".join(DATA))
+    return _as_one(mesh, DATA)
+
+
+def _as_one(mesh, axes):
+    return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("_".join(axes))
+
+
+def _storing(mesh):
+    """The mesh of FSDP2: groups of processes that each hold all parameters, if there are several, and those of a group."""
+    whole = [axis for axis in DATA if axis not in SHARD]
+    parts = [_as_one(mesh, axes) for axes in (whole, SHARD) if axes]
+    return parts[0] if len(parts) == 1 else mesh[tuple(part.mesh_dim_names[0] for part in parts)]
 
 
 def _of(name, axes):
@@ -405,14 +414,14 @@ def _shard(module, root, names, mesh):
     for name, owners in names.items():
         owner, own = owners[0]
         parameter = owner._parameters[own]
-        placement = _of(name, DATA)[0]
+        placement = next(iter(_of(name, SHARD)), None)
         if isinstance(placement, Shard):
             dims[id(parameter)] = placement
         else:
             kept.append(parameter)
     if dims:
         options = {
-            "mesh": data,
+            "mesh": _storing(mesh),
             "reshard_after_forward": RESHARD,
             "shard_placement_fn": lambda parameter: dims.get(id(parameter)),
             "ignored_params": set(kept),

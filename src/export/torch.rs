@@ -82,6 +82,8 @@ struct Torch<'a> {
     lanes: Vec<&'a [u32]>,
     /// Axes over which only samples are split.
     data: Vec<AxisId>,
+    /// Those of them over which parameters or their state are stored in parts.
+    shard: Vec<AxisId>,
     /// All other axes of several devices.
     tensor: Vec<AxisId>,
     /// All axes in the order of the `DeviceMesh`, which is that in which they split a dimension.
@@ -113,9 +115,15 @@ impl<'a> Torch<'a> {
         let of_samples = plan.loss != LossKind::Other;
         let (data, tensor): (Vec<AxisId>, _) = several.partition(|axis| of_samples && splits_samples(axis));
         let order = order(plan, mesh, &tensor);
-        let in_order = |axes: &[AxisId]| order.iter().copied().filter(|axis| axes.contains(axis)).collect();
+        let in_order =
+            |axes: &[AxisId]| -> Vec<AxisId> { order.iter().copied().filter(|axis| axes.contains(axis)).collect() };
         let (data, tensor) = (in_order(&data), in_order(&tensor));
-        let shared = Torch { plan, mesh, lanes, data, tensor, order, containers: containers(names()) };
+        let storages = || plan.stages.iter().flat_map(|stage| stage.parameters.values());
+        let stores_in_parts = |axis: &AxisId| {
+            storages().any(|s| s.parameter.split_axes().chain(s.state.split_axes()).any(|split| split == *axis))
+        };
+        let shard = data.iter().copied().filter(stores_in_parts).collect();
+        let shared = Torch { plan, mesh, lanes, data, shard, tensor, order, containers: containers(names()) };
         if plan.stages.len() > 1 && !of_samples { Err(TorchProblem::Loss) } else { Ok(shared) }
     }
 
@@ -131,11 +139,11 @@ impl<'a> Torch<'a> {
         let state = blocks(&storage.state);
         found.retain(|axis, _| self.tensor.contains(axis));
         let of_data = |layout: &BTreeMap<AxisId, usize>| {
-            let dims: BTreeSet<Option<usize>> = self.data.iter().map(|axis| layout.get(axis).copied()).collect();
+            let dims: BTreeSet<Option<usize>> = self.shard.iter().map(|axis| layout.get(axis).copied()).collect();
             if dims.len() == 1 { dims.into_iter().next().flatten() } else { None }
         };
         if let Some(dim) = of_data(&blocks(&storage.parameter)).or_else(|| of_data(&state)) {
-            found.extend(self.data.iter().map(|&axis| (axis, dim)));
+            found.extend(self.shard.iter().map(|&axis| (axis, dim)));
         }
         found
     }
@@ -228,10 +236,10 @@ impl<'a> Torch<'a> {
         let named = |axes: &[AxisId]| list(&axes.iter().map(name).collect::<Vec<_>>());
         let _ = writeln!(
             text,
-            "# The axes of several devices. Over those of DATA processes have other samples. Over those of TENSOR they\n# share the work on the same samples, and tensors are DTensors."
+            "# The axes of several devices. Over those of DATA processes have other samples, and over those of SHARD they also\n# share what they store. Over those of TENSOR they share the work on the same samples, and tensors are DTensors."
         );
-        let _ =
-            writeln!(text, "AXES = {}\nDATA = {}\nTENSOR = {}", named(&axes), named(&self.data), named(&self.tensor));
+        let _ = writeln!(text, "AXES = {}\nDATA = {}\nSHARD = {}", named(&axes), named(&self.data), named(&self.shard));
+        let _ = writeln!(text, "TENSOR = {}", named(&self.tensor));
         let _ =
             writeln!(text, "GLOBAL_BATCH = {}\nMICROBATCHES = {}", self.plan.global_batch, self.plan.num_microbatches);
         let _ = writeln!(

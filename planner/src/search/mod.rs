@@ -86,7 +86,13 @@ fn plan_padded(
     }
     let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
-    let mut plan = plan?;
+    let mut plan = match plan {
+        // A part of the replicas divides the experts on a mesh of its own.
+        Err(PlanFailure::NoCombination) if request.degrees.ep.is_some_and(|ep| ep > 1) => {
+            return uniform::best(request, costs, progress);
+        }
+        plan => plan?,
+    };
     let mut faster = None;
     if let Some(of_one) = one_device::instead_of(&cx, &plan) {
         faster = Some(one_device::line(&plan, &of_one));

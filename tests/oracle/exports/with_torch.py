@@ -42,7 +42,10 @@ PLANS = {
     "dp-tp": (4, ["--dp", "2", "--tp", "2", "--zero", "0"]),
     "zero1-tp-accumulated": (4, ["--dp", "2", "--tp", "2", "--zero", "1", "--num-microbatches", "2"]),
     "zero3-tp": (4, ["--dp", "2", "--tp", "2", "--zero", "3"]),
+    "groups-zero1": (4, ["--dp", "4", "--dp-replicate", "2", "--zero", "1"]),
+    "groups-zero3": (4, ["--dp", "4", "--dp-replicate", "2", "--zero", "3"]),
     "experts": (2, ["--ep", "2"]),
+    "experts-part": (4, ["--dp", "4", "--ep", "2", "--zero", "1"]),
     "frozen": (4, ["--dp", "2", "--tp", "2", "--zero", "1", "--freeze", "*.0.*"]),
     "searched": (4, []),
 }
