@@ -6,7 +6,7 @@
 //! things in different ops. It counts as what it does in most of the work, and the answer includes that share of the
 //! work. An axis that splits the positions of attention counts as context parallelism, since no other degree does that.
 
-use crate::intra_op::space::{batch_factors, input_dims};
+use crate::intra_op::space::{batch_factors, expert_dims, input_dims};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Op;
@@ -42,18 +42,17 @@ enum Kind {
     Tensor,
     Context,
     Expert,
+    /// Tokens on their way to experts and back.
+    Routing,
     Repeated,
 }
 
 /// The degrees of each stage of a plan, in order.
 pub fn parallelism(plan: &Plan) -> Vec<Parallelism> {
     let graph = &plan.graph;
-    let (of_inputs, depends) = (input_dims(graph), graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_))));
-    let kinds: BTreeMap<ValueId, Vec<Kind>> = graph
-        .values()
-        .filter(|&v| graph.node(v).op.is_contraction())
-        .map(|v| (v, kinds_of(graph, v, &of_inputs, &depends)))
-        .collect();
+    let dims = Dims::of(graph);
+    let kinds: BTreeMap<ValueId, Vec<Kind>> =
+        graph.values().filter(|&v| graph.node(v).op.is_contraction()).map(|v| (v, kinds_of(graph, v, &dims))).collect();
     plan.stages.iter().map(|stage| of_stage(graph, stage, &kinds)).collect()
 }
 
@@ -90,6 +89,7 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
         }
         // Experts are split within their layers, besides what the axis does everywhere else.
         let of_experts = work.remove(&Kind::Expert).unwrap_or(0.0);
+        work.remove(&Kind::Routing);
         if of_experts > 0.0 {
             found.expert *= size;
         }
@@ -108,7 +108,7 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
         let part = if all > 0.0 { of_kind / all } else { 1.0 };
         found.agreement = found.agreement.min(part);
         *match kind {
-            Kind::Data | Kind::Expert => &mut found.data,
+            Kind::Data | Kind::Expert | Kind::Routing => &mut found.data,
             Kind::Tensor => &mut found.tensor,
             Kind::Context => &mut found.context,
             Kind::Repeated => &mut found.repeated,
@@ -133,23 +133,44 @@ fn groups(stage: &Stage) -> u32 {
 }
 
 /// The kind of parallelism that splits each factor of a product.
-fn kinds_of(graph: &Graph, v: ValueId, of_inputs: &[u32], depends: &[bool]) -> Vec<Kind> {
+fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
     let (node, rule) = (graph.node(v), graph.rule(v));
     let is_batch = batch_factors(graph, v, &rule);
-    let has_weights = node.operands.iter().any(|o| !depends[o.index()]);
-    let mut is_of_input = vec![false; rule.factors.len()];
-    for (&value, dims) in node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
-        for (_, factors) in dims.iter().enumerate().filter(|(d, _)| of_inputs[value.index()] >> d & 1 == 1) {
-            factors.iter().for_each(|&f| is_of_input[usize::from(f)] = true);
+    let has_weights = node.operands.iter().any(|o| !dims.depends[o.index()]);
+    let among = |of: &[u32]| {
+        let mut found = vec![false; rule.factors.len()];
+        for (&value, dims) in node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
+            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| of[value.index()] >> d & 1 == 1) {
+                factors.iter().for_each(|&f| found[usize::from(f)] = true);
+            }
         }
-    }
+        found
+    };
+    let [of_inputs, of_experts] = [among(&dims.inputs), among(&dims.experts)];
     let kind = |f: usize| match () {
         () if is_batch[f] => Kind::Data,
         () if has_weights && is_expert(&rule, f as u8) => Kind::Expert,
-        () if is_of_input[f] => Kind::Context,
+        () if of_experts[f] => Kind::Routing,
+        () if of_inputs[f] => Kind::Context,
         () => Kind::Tensor,
     };
     (0..rule.factors.len()).map(kind).collect()
+}
+
+/// What the dimensions of values count, as a bit mask for each value.
+struct Dims {
+    /// Samples and positions, which come from the model's inputs.
+    inputs: Vec<u32>,
+    experts: Vec<u32>,
+    /// True for values that depend on inputs.
+    depends: Vec<bool>,
+}
+
+impl Dims {
+    fn of(graph: &Graph) -> Dims {
+        let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
+        Dims { inputs: input_dims(graph), experts: expert_dims(graph), depends }
+    }
 }
 
 /// Returns true if a factor of a product with weights indexes both operands and the result, as in independent products

@@ -88,7 +88,7 @@ fn plan_padded(
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
         // A part of the replicas divides the experts on a mesh of its own.
-        Err(PlanFailure::NoCombination) if request.degrees.ep.is_some_and(|ep| ep > 1) => {
+        Err(PlanFailure::NoCombination | PlanFailure::Pins { .. }) if request.degrees.ep.is_some_and(|ep| ep > 1) => {
             return uniform::best(request, costs, progress);
         }
         plan => plan?,
