@@ -574,14 +574,19 @@ fn kept(
     written: &BTreeSet<ValueId>,
 ) -> Kept {
     let mut into_alone = vec![false; graph.len()];
-    let mut crosses = vec![false; graph.len()];
+    // The other kernels that read each value.
+    let mut readers: Vec<Vec<u32>> = vec![Vec::new(); graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         for direct in &graph.node(v).operands {
             let o = source[direct.index()].0.index();
             into_alone[o] |= roles[v.index()] == Role::Alone || barriers[direct.index()] > 0;
-            crosses[o] |= group[o] != group[v.index()];
+            let reader = group[v.index()];
+            if group[o] != reader && !readers[o].contains(&reader) {
+                readers[o].push(reader);
+            }
         }
     }
+    let crosses: Vec<bool> = readers.iter().map(|r| !r.is_empty()).collect();
     let mut kept: Vec<bool> = roles.iter().map(|r| matches!(r, Role::Leaf | Role::Alone | Role::Reduction)).collect();
     let mut sources: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
     for v in graph.values() {
@@ -613,7 +618,7 @@ fn kept(
             }
         }
         let bytes: u64 = from.iter().map(|s| graph.ty(*s).bytes()).sum();
-        if from.len() > MAX_SOURCES || crosses[i] && bytes > graph.ty(v).bytes() {
+        if from.len() > MAX_SOURCES || moves_more(bytes, graph.ty(v).bytes(), readers[i].len()) {
             kept[i] = true;
         } else {
             // A recomputed value that depends on a row's reduction needs that reduction in memory.
@@ -626,6 +631,12 @@ fn kept(
         }
     }
     Kept { kept, sources }
+}
+
+/// Returns true if recomputing a value of `own` bytes in each of its `readers` moves as many bytes as keeping it, or
+/// more. Keeping it writes it once. Recomputing it reads its sources of `from` bytes where the value would be read.
+fn moves_more(from: u64, own: u64, readers: usize) -> bool {
+    from > own && (from - own).saturating_mul(readers as u64) >= own
 }
 
 fn kernel(
