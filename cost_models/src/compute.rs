@@ -55,10 +55,21 @@ impl Compute {
         let mut constants = device.constants.unwrap_or_else(|| catalogue::constants_of(&device));
         // A power limit lowers the clock of the multiplying units. The memory has a separate clock.
         let clock = device.clock_part();
-        constants.matmul_efficiency *= clock;
+        constants.matmul_efficiency *= clock * constants.sustained_efficiency;
         constants.attention_efficiency *= clock;
         constants.attention_backward_efficiency *= clock;
         constants.vector_flops *= clock;
+        Compute { device, constants }
+    }
+
+    /// Prices of kernels that are measured alone, outside any step.
+    pub fn alone(device: Device, constants: Constants) -> Self {
+        Compute { device, constants }
+    }
+
+    /// Prices of kernels in steps, with constants other than the device's.
+    pub fn in_steps(device: Device, mut constants: Constants) -> Self {
+        constants.matmul_efficiency *= constants.sustained_efficiency;
         Compute { device, constants }
     }
 

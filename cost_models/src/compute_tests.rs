@@ -34,6 +34,15 @@ fn few_tiles_of_a_long_contraction_are_cut() {
 }
 
 #[test]
+fn kernels_alone_are_faster_than_in_steps() {
+    let device = catalogue::device("H100-SXM").unwrap();
+    let constants = catalogue::constants(&device.name);
+    let [alone, steps] = [Compute::alone(device.clone(), constants), Compute::new(device)];
+    let part = alone.matmul_s(&matmul(8192, 8192, 8192)) / steps.matmul_s(&matmul(8192, 8192, 8192));
+    assert!(part < 1.0 && (part / constants.sustained_efficiency - 1.0).abs() < 1e-9, "{part}");
+}
+
+#[test]
 fn rows_out_of_line_cost_more() {
     let mut a100 = model("A100-SXM-80GB");
     a100.constants.misaligned_loss = 0.2;
