@@ -84,9 +84,14 @@ pub(crate) fn of_stages(
     if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
         return Err(PlanFailure::NoCombination);
     }
-    let mut axes = vec![("data", degrees.dp), ("tensor", degrees.tp)];
+    // Experts are split over the nearest devices, and repeated by other replicas.
+    let ep = request.degrees.ep.filter(|&ep| ep > 1 && ep < degrees.dp && degrees.dp.is_multiple_of(ep));
+    let mut axes = match ep {
+        Some(ep) => vec![("data", degrees.dp / ep), ("expert", ep), ("tensor", degrees.tp)],
+        None => vec![("data", degrees.dp), ("tensor", degrees.tp)],
+    };
     if degrees.cp > 1 {
-        axes.insert(1, ("context", degrees.cp));
+        axes.insert(axes.len() - 1, ("context", degrees.cp));
     }
     let shape = match devices <= group.devices_per_node {
         true => SubmeshShape { nodes: 1, devices },
@@ -97,8 +102,8 @@ pub(crate) fn of_stages(
         mesh: Mesh::new(&axes),
         roles: AxisRoles {
             first_is_data: true,
-            experts_on_data: degrees.experts || request.degrees.ep.is_some_and(|ep| ep > 1),
-            second_is_model: degrees.cp <= 1,
+            experts_on_data: ep.is_none() && (degrees.experts || request.degrees.ep.is_some_and(|ep| ep > 1)),
+            second_is_model: degrees.cp <= 1 && ep.is_none(),
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
             tokens_between: degrees.sequence,
         },
