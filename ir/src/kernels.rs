@@ -21,7 +21,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{HostCopy, HostRoute, Op, Operator};
+use crate::op::{HostCopy, HostRoute, Op, Operator, Reduce};
 use crate::optimizer::leaf;
 use crate::target::AttentionKernels;
 use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
@@ -435,9 +435,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             Op::Reduce(reduce) => {
                 let shape = graph.shape(operand());
                 let row: u64 = reduce.dims.iter().map(|&d| shape[d]).product();
-                let last_kept = (0..shape.len()).rev().find(|d| shape[*d] > 1 && !reduce.dims.contains(d));
-                let trailing = reduce.dims.iter().all(|&d| shape[d] == 1 || last_kept.is_none_or(|k| k < d));
-                if trailing && row.saturating_mul(4) <= ROW_BYTES { Role::Row } else { Role::Reduction }
+                if sums_rows(reduce, shape) && row.saturating_mul(4) <= ROW_BYTES { Role::Row } else { Role::Reduction }
             }
             Op::DotGeneral(_)
             | Op::Convolution(_)
@@ -464,6 +462,12 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
         roles.push(role);
     }
     roles
+}
+
+/// Returns true if a reduction is over the last dimensions, whose elements are neighbours.
+fn sums_rows(reduce: &Reduce, shape: &[u64]) -> bool {
+    let last_kept = (0..shape.len()).rev().find(|d| shape[*d] > 1 && !reduce.dims.contains(d));
+    reduce.dims.iter().all(|&d| shape[d] == 1 || last_kept.is_none_or(|k| k < d))
 }
 
 /// Returns true if a reshape keeps or splits each dimension, so that strides describe the result for any strides of the
@@ -586,6 +590,7 @@ fn kept(
             }
         }
     }
+    let of_columns = of_columns(graph);
     let crosses: Vec<bool> = readers.iter().map(|r| !r.is_empty()).collect();
     let mut kept: Vec<bool> = roles.iter().map(|r| matches!(r, Role::Leaf | Role::Alone | Role::Reduction)).collect();
     let mut sources: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
@@ -617,8 +622,15 @@ fn kept(
                 }
             }
         }
-        let bytes: u64 = from.iter().map(|s| graph.ty(*s).bytes()).sum();
-        if from.len() > MAX_SOURCES || moves_more(bytes, graph.ty(v).bytes(), readers[i].len()) {
+        let bytes = |sources: &mut dyn Iterator<Item = &ValueId>| sources.map(|s| graph.ty(*s).bytes()).sum::<u64>();
+        let (all, own) = (bytes(&mut from.iter()), graph.ty(v).bytes());
+        // Statistics of columns stay in the caches while rows stream by, however many rows there are.
+        let rows = bytes(&mut from.iter().filter(|s| !of_columns[s.index()]));
+        let moves_more = match rows <= own {
+            true => moves_more(all, own, readers[i].len()),
+            false => crosses[i],
+        };
+        if from.len() > MAX_SOURCES || moves_more {
             kept[i] = true;
         } else {
             // A recomputed value that depends on a row's reduction needs that reduction in memory.
@@ -631,6 +643,24 @@ fn kept(
         }
     }
     Kept { kept, sources }
+}
+
+/// Marks the results of reductions over rows, which have an element for each column, and what is computed from them
+/// element by element or by collectives.
+fn of_columns(graph: &Graph) -> Vec<bool> {
+    let mut found = vec![false; graph.len()];
+    for v in graph.values() {
+        let node = graph.node(v);
+        let like = |o: &ValueId| found[o.index()] && graph.ty(*o).elements() == node.ty.elements();
+        found[v.index()] = match &node.op {
+            Op::Reduce(reduce) if !sums_rows(reduce, graph.shape(node.operands[0])) => true,
+            op if op.is_elementwise() || matches!(op, Op::Collective(_) | Op::Reshape(_)) => {
+                node.operands.iter().any(like)
+            }
+            _ => false,
+        };
+    }
+    found
 }
 
 /// Returns true if recomputing a value of `own` bytes in each of its `readers` moves as many bytes as keeping it, or
