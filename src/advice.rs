@@ -286,7 +286,7 @@ fn moved_to(plan: &Plan, request: &Request) -> Option<Plan> {
 /// noise scale `B` (McCandlish et al. 2018, equation 2.7): a batch of `b` needs `S = S_min (1 + B/b)` steps and `E =
 /// E_min (1 + b/B)` samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BatchEffort {
+pub(crate) struct BatchEffort {
     /// As multiples of the minimum over all batch sizes.
     pub steps: f64,
     pub samples: f64,
@@ -294,20 +294,20 @@ pub struct BatchEffort {
 
 impl BatchEffort {
     /// The effort of a batch size; with `b = B` both are twice the minimum.
-    pub fn of(batch: f64, noise_scale: f64) -> BatchEffort {
+    pub(crate) fn of(batch: f64, noise_scale: f64) -> BatchEffort {
         BatchEffort { steps: 1.0 + noise_scale / batch, samples: 1.0 + batch / noise_scale }
     }
 }
 
 /// Factors by which the learning rate grows with the batch: linearly (Goyal et al. 2017, section 2.1), and by the
 /// square root (Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4).
-pub fn learning_rates(batch: u64, other: u64) -> [f64; 2] {
+pub(crate) fn learning_rates(batch: u64, other: u64) -> [f64; 2] {
     let ratio = other as f64 / batch.max(1) as f64;
     [ratio, ratio.sqrt()]
 }
 
 /// Prints the scenarios as a table beside the plan.
-pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
+pub(crate) fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
     let base = plan.predicted.samples_per_s;
     let mut table = Grid::new(&["what if", "s/step", "samples/s", "more", "a device", "GB/device", "how"]);
     let per_device = |p: &Plan, devices: u32| p.predicted.samples_per_s / f64::from(devices.max(1));
@@ -338,7 +338,7 @@ pub fn scenario_table(plan: &Plan, scenarios: &[Scenario]) -> String {
 pub struct Batch {
     pub samples: u64,
     pub step_time_s: f64,
-    /// Factors of the learning rate; see [`learning_rates`].
+    /// Factors of the learning rate; see `learning_rates`.
     pub rate_linear: f64,
     pub rate_square_root: f64,
     /// Present if the noise scale is known.
@@ -374,7 +374,7 @@ fn batches(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> Vec
 
 /// Describes the effect of batch sizes on training: learning rates, warm-up and, with a noise scale, the benefit of a
 /// larger batch.
-pub fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> String {
+pub(crate) fn training_side(plan: &Plan, scenarios: &[Scenario], noise_scale: Option<f64>) -> String {
     let batch = plan.global_batch;
     let mut out = String::new();
     let mut columns = vec!["batch", "rate, linear", "rate, square root"];

@@ -208,7 +208,7 @@ pub fn with_roles(graph: &Graph, arguments: &[Argument], roles: &[Role]) -> Grap
 }
 
 /// True if the name of a leaf of a tree of weights marks the tree as frozen.
-pub fn is_frozen_by_name(argument: &Argument) -> bool {
+pub(crate) fn is_frozen_by_name(argument: &Argument) -> bool {
     let name = argument.name.as_deref().unwrap_or_default();
     argument.ty.dtype.is_float() && group(name) != name && FROZEN.contains(&group(name))
 }
@@ -217,7 +217,11 @@ pub fn is_frozen_by_name(argument: &Argument) -> bool {
 ///
 /// # Errors
 /// Fails with [`ArgumentError`] if a selection matches no parameter.
-pub fn without_decay(graph: &mut Graph, arguments: &[Argument], selections: &[String]) -> Result<(), ArgumentError> {
+pub(crate) fn without_decay(
+    graph: &mut Graph,
+    arguments: &[Argument],
+    selections: &[String],
+) -> Result<(), ArgumentError> {
     let is_parameter = |a: &&Argument| matches!(graph.node(a.value).op, Op::Parameter(_));
     let parameters: Vec<Argument> = arguments.iter().filter(is_parameter).cloned().collect();
     let selected = select("no-decay", selections, &parameters)?;
@@ -254,7 +258,7 @@ fn by_name(arguments: &[Argument]) -> Result<Vec<Role>, ArgumentError> {
 }
 
 /// The group of a name: `params` in `params['h0']['w']`, `params.h0.w` or `params/h0/w`.
-pub fn group(name: &str) -> &str {
+pub(crate) fn group(name: &str) -> &str {
     name.split(['[', '.', '/']).next().unwrap_or(name)
 }
 

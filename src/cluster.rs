@@ -29,18 +29,20 @@ pub fn load_cluster(text: &str) -> Result<Cluster, Error> {
 }
 
 /// Loads a cluster from a TOML file.
-pub fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
-    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+pub(crate) fn load_cluster_file(file: &Path) -> Result<Cluster, Error> {
+    let text =
+        altiplano_runtime::files::read_text(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     cluster_of(file, &text)
 }
 
-/// As [`load_cluster_file`], for a file that is already in memory; a pipe can be read only once.
+/// As `load_cluster_file`, for a file that is already in memory; a pipe can be read only once.
 pub fn cluster_of(file: &Path, text: &str) -> Result<Cluster, Error> {
     parse(text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }
 
 /// Loads devices from a TOML file. They replace those of the catalogue with the same names.
 pub fn load_devices(file: &Path) -> Result<Devices, Error> {
-    let text = std::fs::read_to_string(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let text =
+        altiplano_runtime::files::read_text(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     parse_devices(&text).map_err(|error| Error::Cluster { text: file.display().to_string(), error: Box::new(error) })
 }

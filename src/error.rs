@@ -126,7 +126,7 @@ pub enum Error {
     Export { to: &'static str, problem: Box<ExportProblem> },
     #[error("--to {to}: {problem}")]
     StackExport { to: &'static str, problem: Box<StackProblem> },
-    #[error("{}{problem}", file.as_ref().map_or(String::new(), |file| format!("{}: ", file.display())))]
+    #[error("{}", stack(file.as_deref(), problem))]
     Stack { file: Option<PathBuf>, problem: Box<StackProblem> },
     #[error("{}", At(file, error))]
     PlanFile { file: PathBuf, error: Box<PlanError> },
@@ -465,6 +465,12 @@ fn graph_json(file: &Path, error: &JsonError) -> String {
         JsonError::Syntax(syntax) => not_json(file, syntax),
         _ => At(file, error).to_string(),
     }
+}
+
+/// A syntax problem starts with its line, which follows the file's name directly.
+fn stack(file: Option<&Path>, problem: &StackProblem) -> String {
+    let gap = if matches!(problem, StackProblem::Syntax(_)) { "" } else { " " };
+    file.map_or(problem.to_string(), |file| format!("{}:{gap}{problem}", file.display()))
 }
 
 fn config(file: &Path, error: &ConfigError) -> String {

@@ -37,6 +37,7 @@ pub mod pins;
 mod plan_diff;
 mod plan_file;
 pub mod precision;
+mod printable;
 mod report;
 pub mod scale;
 pub mod simulate;
@@ -54,15 +55,16 @@ pub use altiplano_planner as planner;
 pub use altiplano_runtime as runtime;
 pub use altiplano_transforms as transforms;
 
-pub use cluster::{cluster_of, load_cluster, load_cluster_file, load_devices};
+pub use cluster::{cluster_of, load_cluster, load_devices};
 pub use error::{DataProblem, Error, Names, OptionsProblem};
 pub use model::{Format, GivenStep, ImportOptions, Model, Warning, load_all_results, load_model, model_of, read_bytes};
 pub use plan_diff::moved;
 pub use plan_file::{by_cluster, expect_writable, load_plan, open_cache, plan_of, write_file};
 pub use planner::{plan, programs};
+pub use printable::printable;
 pub use report::{
-    Asked, Look, answer, answer_as, audience, figures, frontier_json, frontier_text, held, kernels_text, one_line,
-    page_html, plan_dot, programs as programs_text, report, report_as, side_by_side, tape_text, why_stage, why_text,
+    Asked, Look, answer, answer_as, figures, frontier_json, frontier_text, held, kernels_text, one_line, page_html,
+    plan_dot, programs as programs_text, report, report_as, side_by_side, tape_text, why_stage, why_text,
 };
 
 use altiplano_ir::cluster::Cluster;

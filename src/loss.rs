@@ -9,7 +9,7 @@ use altiplano_ir::types::TensorType;
 
 /// The loss attached to a model that was exported without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Attached {
+pub(crate) enum Attached {
     /// The mean cross-entropy of the first float result with a new input `labels` of class numbers.
     CrossEntropy,
     /// The mean squared difference between the first float result and a new input `targets`.
@@ -20,7 +20,7 @@ pub enum Attached {
 
 impl Attached {
     /// Parses the three words that `--loss` reserves for this; all others name results.
-    pub fn of(word: &str) -> Option<Attached> {
+    pub(crate) fn of(word: &str) -> Option<Attached> {
         match word {
             "cross-entropy" => Some(Attached::CrossEntropy),
             "mse" => Some(Attached::MeanSquare),
@@ -31,7 +31,7 @@ impl Attached {
 }
 
 /// Makes the loss the graph's only output, or keeps the outputs if nothing is attached.
-pub fn attach(graph: &mut Graph, attached: Attached) -> Result<(), Error> {
+pub(crate) fn attach(graph: &mut Graph, attached: Attached) -> Result<(), Error> {
     let error = |error: ShapeError| Error::Attach { error };
     let is_float = |v: &ValueId| graph.ty(*v).dtype.is_float();
     let result = graph.outputs.iter().copied().find(is_float);

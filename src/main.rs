@@ -57,7 +57,8 @@ enum Command {
 fn main() -> ExitCode {
     let command = commands::vocabulary::with_names(Cli::command());
     let matches = commands::config::matches(command, std::env::args_os().collect());
-    let cli = matches.map(|matches| Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()));
+    let apart = matches.and_then(|matches| commands::overwrite::expect_apart(&matches).map(|()| matches));
+    let cli = apart.map(|matches| Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()));
     let done = cli.and_then(|cli| match cli.command {
         Command::Plan(command) => command.run(),
         Command::Inspect(command) => command.run(),

@@ -51,7 +51,7 @@ const OF_THE_PASS: [&str; 7] = ["dispatch", "registers", "load", "load_repeated"
 
 /// Prices of a device whose runtime was measured.
 #[derive(Clone)]
-pub struct Profiled {
+pub(crate) struct Profiled {
     lookup: Arc<Lookup>,
     /// Prices whatever the profile lacks.
     roofline: Roofline,
@@ -90,7 +90,7 @@ fn work_of_gpu(kernel: &Kernel) -> Option<Work> {
 
 /// The parts of a plan that a profile does not cover.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Uncovered {
+pub(crate) struct Uncovered {
     /// Number of priced kernels in a step's bodies.
     pub kernels: usize,
     /// By family and type: the number of kernels outside the measured sizes, and the largest ratio to these.
@@ -150,7 +150,7 @@ fn measured_group(cluster: &Cluster) -> Result<&Group, Error> {
 
 impl Profiled {
     /// Prices of a plan with `devices` devices of a cluster's nodes, all of which compute at the same time.
-    pub fn new(profile: Profile, group: &Group, devices: u32) -> Result<Profiled, ProfileError> {
+    pub(crate) fn new(profile: Profile, group: &Group, devices: u32) -> Result<Profiled, ProfileError> {
         let device = &group.device;
         if profile.device != device.name {
             return Err(ProfileError::OtherDevice { profile: profile.device, cluster: device.name.clone() });
@@ -163,13 +163,13 @@ impl Profiled {
     }
 
     /// Prices of a plan's devices.
-    pub fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
+    pub(crate) fn of_plan(profile: &Profile, plan: &Plan) -> Result<Profiled, Error> {
         let devices = plan.num_devices();
         let group = measured_group(&plan.cluster)?;
         Profiled::new(profile.clone(), group, devices).map_err(Error::profile_option)
     }
 
-    pub fn profile(&self) -> &Profile {
+    pub(crate) fn profile(&self) -> &Profile {
         self.lookup.profile()
     }
 
@@ -179,7 +179,7 @@ impl Profiled {
     }
 
     /// The work of a kernel, in terms that may have been measured.
-    pub fn work(&self, kernel: &Kernel) -> Option<Work> {
+    pub(crate) fn work(&self, kernel: &Kernel) -> Option<Work> {
         if self.is_of_gpus() { work_of_gpu(kernel) } else { kernel.work.clone() }
     }
 
@@ -188,7 +188,7 @@ impl Profiled {
     }
 
     /// The price of a term of some work.
-    pub fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
+    pub(crate) fn term(&self, term: &Term, work: &Work) -> Option<Priced> {
         // On GPUs and between nodes, all devices of each were measured together, as they run in a step.
         if self.is_of_gpus() || term.family.ends_with(ACROSS) {
             return self.lookup.price(term, term.threads);
@@ -218,7 +218,7 @@ impl Profiled {
     }
 
     /// The parts of a plan that the profile does not cover.
-    pub fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
+    pub(crate) fn uncovered(&self, plan: &Plan, programs: &Programs) -> Uncovered {
         let mut found = Uncovered::default();
         for kernel in
             work_of(plan, &DedupedPrograms::whole(programs), self).iter().flatten().flat_map(|body| &body.kernels)
@@ -404,7 +404,7 @@ impl Runtime for Profiled {
 
 impl Uncovered {
     /// Warnings: a line on sizes outside the measured ones, and one on kernels that were not measured.
-    pub fn lines(&self) -> Vec<String> {
+    pub(crate) fn lines(&self) -> Vec<String> {
         let mut lines = Vec::new();
         let mut outside: Vec<_> = self.outside.iter().collect();
         outside.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));

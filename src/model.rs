@@ -355,23 +355,7 @@ fn load(
 ) -> Result<Model, Error> {
     let results = traced.outputs.len();
     states.extend(aside.buffers);
-    // If a file leaves its batch open, two graphs determine what scales with it.
-    let settled = match aside.other_sizes.filter(|_| options.also.is_none() && options.batch_dims.is_empty()) {
-        Some(sizes) => settle(&traced, &read(&ImportOptions { sizes, ..options.clone() })?.graph).ok(),
-        None => None,
-    };
-    let batched = match (&options.also, settled) {
-        (None, Some(settled)) => settled,
-        (None, None) => first_without_doubt(&traced, &batch_dims(&traced, &options.batch_dims, &states)?, options),
-        (Some(also), _) => {
-            let second = loss_of(also, read_traced(also, options)?, options)?.graph;
-            settle(&traced, &second).map_err(|error| Error::Settle {
-                file: file.to_path_buf(),
-                also: also.clone(),
-                error: Box::new(error),
-            })?
-        }
-    };
+    let batched = batched(file, &traced, aside.other_sizes, &states, read, options)?;
     let Batched { mut graph, mut loss, coupling, doubt } = batched;
     let inference = options.attached() == Some(Attached::Nothing);
     if inference {
@@ -408,19 +392,17 @@ fn load(
     }
     let mut warnings: Vec<Warning> = aside.notes;
     let optimizer = step.as_ref().and_then(|(s, _)| s.optimizer);
-    let changed = step.as_ref().is_some_and(|(s, _)| s.changed);
     let unknown_update = step.as_ref().filter(|(s, _)| s.optimizer.is_none()).map(|(s, _)| unknown_update(s.changed));
-    let sizes = step.as_ref().map(|(s, _)| [s.parameters.len(), s.frozen.len(), s.no_decay.len()]);
+    warnings.extend(step.as_ref().map(|(s, _)| Warning::TrainingStep {
+        losses,
+        parameters: s.parameters.len(),
+        frozen: s.frozen.len(),
+        no_decay: s.no_decay.len(),
+        optimizer,
+        changed: s.changed,
+    }));
     // The step's own gradients are those of the model before any reduction.
     let given = step.map(|(_, given)| given).filter(|_| reduction.is_none());
-    warnings.extend(sizes.map(|[parameters, frozen, no_decay]| Warning::TrainingStep {
-        losses,
-        parameters,
-        frozen,
-        no_decay,
-        optimizer,
-        changed,
-    }));
     // Warn about other results only for a loss; planning anything else is rejected.
     let result = graph.ty(graph.outputs[0]);
     let trains = !inference && result.rank() == 0 && result.dtype.is_float();
@@ -440,6 +422,34 @@ fn load(
         given,
         reduction,
         warnings,
+    })
+}
+
+/// Finds what scales with the batch: by a second graph if there is one, else by trying dimensions of the inputs.
+fn batched(
+    file: &Path,
+    traced: &Graph,
+    other_sizes: Option<Vec<(String, u64)>>,
+    states: &[String],
+    read: impl Fn(&ImportOptions) -> Result<Loss, Error>,
+    options: &ImportOptions,
+) -> Result<Batched, Error> {
+    // If a file leaves its batch open, two graphs determine what scales with it.
+    let settled = match other_sizes.filter(|_| options.also.is_none() && options.batch_dims.is_empty()) {
+        Some(sizes) => settle(traced, &read(&ImportOptions { sizes, ..options.clone() })?.graph).ok(),
+        None => None,
+    };
+    Ok(match (&options.also, settled) {
+        (None, Some(settled)) => settled,
+        (None, None) => first_without_doubt(traced, &batch_dims(traced, &options.batch_dims, states)?, options),
+        (Some(also), _) => {
+            let second = loss_of(also, read_traced(also, options)?, options)?.graph;
+            settle(traced, &second).map_err(|error| Error::Settle {
+                file: file.to_path_buf(),
+                also: also.clone(),
+                error: Box::new(error),
+            })?
+        }
     })
 }
 

@@ -99,7 +99,7 @@ pub fn named(graph: &Graph, pattern: &str) -> Vec<(ValueId, String)> {
 }
 
 /// Names similar to `wanted`, nearest first. Among names that differ only in numbers, one is listed.
-pub fn near<'a>(names: impl Iterator<Item = &'a str>, wanted: &str) -> Vec<String> {
+pub(crate) fn near<'a>(names: impl Iterator<Item = &'a str>, wanted: &str) -> Vec<String> {
     const SHOWN: usize = 3;
     let wanted = wanted.replace('*', "").to_lowercase();
     let mut seen = BTreeSet::new();

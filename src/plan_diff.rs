@@ -43,7 +43,7 @@ fn servers(plan: &Plan) -> String {
 }
 
 /// Differences between the problems of two plans, which make their step times incomparable.
-pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String; 2])> {
+pub(crate) fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String; 2])> {
     let optimizer = |p: &Plan| match p.schedule.trains() {
         true => match p.clip_norm {
             Some(most) => format!("{}, clipped at {most}", p.optimizer.name()),
@@ -70,7 +70,7 @@ pub fn posed_differently(one: &Plan, other: &Plan) -> Vec<(&'static str, [String
 
 /// Values that two plans lay out differently, grouped over equal layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LayoutsDiffer {
+pub(crate) struct LayoutsDiffer {
     /// A name, or the pattern of several.
     pub value: String,
     pub count: usize,
@@ -79,7 +79,7 @@ pub struct LayoutsDiffer {
 }
 
 /// The layouts that differ, of parameters and of the results of matmuls and lookups, in the order of the model.
-pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
+pub(crate) fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
     let mut lines: BTreeMap<(String, String, String), (usize, String, usize)> = BTreeMap::new();
     let mut add = |name: &str, a: &str, b: &str| {
         let position = lines.len();
@@ -117,7 +117,7 @@ pub fn layouts(one: &Plan, other: &Plan) -> Vec<LayoutsDiffer> {
 }
 
 /// [`layouts`] as a table; empty if none differ.
-pub fn layouts_table(names: [&str; 2], differ: &[LayoutsDiffer]) -> String {
+pub(crate) fn layouts_table(names: [&str; 2], differ: &[LayoutsDiffer]) -> String {
     const SHOWN: usize = 24;
     if differ.is_empty() {
         return String::new();
@@ -148,7 +148,7 @@ fn kept_in_words(plan: &Plan) -> BTreeMap<&str, String> {
 }
 
 /// The stages of each plan, with equal adjacent ones on one line; empty if all are the same.
-pub fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
+pub(crate) fn stages(names: [&str; 2], one: &Plan, other: &Plan) -> String {
     let of = |p: &Plan| {
         let mut lines: Vec<(usize, usize, [String; 4])> = Vec::new();
         for (i, s) in p.stages.iter().enumerate() {
@@ -217,7 +217,7 @@ pub fn moved(old: &Plan, new: &Plan) -> String {
 
 /// A number of parameters, and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Tensors {
+pub(crate) struct Tensors {
     pub count: u64,
     pub bytes: u64,
 }
@@ -231,7 +231,7 @@ impl Tensors {
 
 /// The parameters that move between two plans.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Moves {
+pub(crate) struct Moves {
     pub to_other_devices: Tensors,
     /// On the same devices, in other layouts.
     pub laid_out_anew: Tensors,
@@ -241,7 +241,7 @@ pub struct Moves {
 }
 
 impl Moves {
-    pub fn new(old: &Plan, new: &Plan) -> Moves {
+    pub(crate) fn new(old: &Plan, new: &Plan) -> Moves {
         let mut moves = Moves::default();
         let (before, after) = (places(old), places(new));
         for (name, (size, kept)) in &after {

@@ -6,7 +6,7 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::cache::Cache;
 use altiplano_planner::predict_plan;
-use std::fs::Permissions;
+use altiplano_runtime::files;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -70,7 +70,7 @@ pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
     let is_open = ["/dev", "/proc"].iter().any(|directory| file.starts_with(directory));
     let written = match found {
         Some(found) if is_open || !found.is_file() => std::fs::write(&target, text),
-        found => replace(&target, text, found.map(|f| f.permissions())),
+        _ => files::replace(&target, text.as_bytes()),
     };
     written.map_err(|error| Error::Write { file: file.to_path_buf(), error })
 }
@@ -95,18 +95,4 @@ pub fn open_cache(folder: &Path) -> Result<Arc<Cache>, Error> {
     let build = format!("{} {build:?}", env!("CARGO_PKG_VERSION"));
     let cache = Cache::open(folder, &build).map_err(|error| Error::NoPlace { file: folder.to_path_buf(), error })?;
     Ok(Arc::new(cache))
-}
-
-/// Writes a temporary file beside the target and renames it.
-fn replace(file: &Path, text: &str, permissions: Option<Permissions>) -> std::io::Result<()> {
-    let mut name = file.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.part", std::process::id()));
-    let part = file.with_file_name(name);
-    let written = std::fs::write(&part, text)
-        .and_then(|()| permissions.map_or(Ok(()), |p| std::fs::set_permissions(&part, p)))
-        .and_then(|()| std::fs::rename(&part, file));
-    written.inspect_err(|_| {
-        // If the temporary file was never created, there is nothing to clean up.
-        let _ = std::fs::remove_file(&part);
-    })
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// in f32 on purpose.
 ///
 /// Finite constants stay finite, so that a mask of -1e9 does not become an infinity whose difference is NaN.
-pub fn with_precision(graph: &Graph, precision: DType) -> Result<Graph, ShapeError> {
+pub(crate) fn with_precision(graph: &Graph, precision: DType) -> Result<Graph, ShapeError> {
     let replaced: BTreeSet<DType> = graph.parameters().map(|(v, _)| graph.ty(v).dtype).collect();
     let dtype = |old: DType| if old.is_float() && replaced.contains(&old) { precision } else { old };
     let retype = |ty: &TensorType| ty.with_dtype(dtype(ty.dtype));

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// A bar that appears after a second, and disappears on drop.
-pub struct Bar {
+pub(crate) struct Bar {
     bar: ProgressBar,
     /// Step time of the best plan so far, and a lower bound for all plans.
     best: Mutex<Option<(f64, f64)>>,
@@ -20,7 +20,7 @@ pub struct Bar {
 }
 
 impl Bar {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::hidden());
         if let Ok(style) = ProgressStyle::with_template("{elapsed} {bar:30} {pos}/{len} {msg}") {
             bar.set_style(style);
@@ -38,7 +38,7 @@ impl Bar {
     }
 
     /// A bar whose work Ctrl-C stops.
-    pub fn stoppable() -> Self {
+    pub(crate) fn stoppable() -> Self {
         let bar = Bar::new();
         let stopped = bar.stopped.clone();
         // If no handler can be set, Ctrl-C ends the program at once.
@@ -52,7 +52,7 @@ impl Bar {
     }
 
     /// Prints a line of results without disturbing the bar.
-    pub fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
+    pub(crate) fn suspend<R>(&self, print: impl FnOnce() -> R) -> R {
         self.bar.suspend(print)
     }
 }

@@ -5,7 +5,7 @@ mod memory;
 mod trace;
 
 pub use memory::{HeldTensor, MemoryTimeline};
-pub use trace::{Recorded, trace_name};
+pub use trace::Recorded;
 
 use crate::Error;
 use crate::measured_costs::Profiled;
@@ -99,7 +99,7 @@ impl Simulation {
     }
 
     /// The link that a stage's collectives over some axes (`data+tensor`) use, in words.
-    pub fn link_of(&self, stage: usize, axes: &str) -> Option<String> {
+    pub(crate) fn link_of(&self, stage: usize, axes: &str) -> Option<String> {
         let of_plan = self.plan.stages.get(stage)?;
         let group = self.plan.group_of(of_plan);
         let axes: Vec<_> = axes.split('+').map(|name| of_plan.mesh.find(name)).collect::<Option<_>>()?;

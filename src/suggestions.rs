@@ -86,7 +86,7 @@ const LISTED: usize = 6;
 /// # Errors
 /// Fails if that plan cannot be lowered.
 pub fn shortage(request: &Request, closest: &Plan, progress: &dyn Progress) -> Result<Shortage, Error> {
-    progress.step("what does not fit", 0, 1);
+    progress.step("largest tensors", 0, 1);
     let closest = closest.clone();
     let needed_bytes = closest.predicted.peak_bytes.iter().copied().max().unwrap_or(0);
     let limits: Vec<u64> = closest.stages.iter().map(|s| closest.usable_bytes(s)).collect();
@@ -198,12 +198,7 @@ fn with_losses_of_microbatches(request: &Request) -> Option<Request> {
 /// Plans each change to a request, and returns those with a plan.
 fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
-    let changed = |what: &str, change: &dyn Fn(&mut Request)| {
-        let mut new = request.clone();
-        new.baselines = false;
-        change(&mut new);
-        vec![(what.to_string(), new)]
-    };
+    let changed = |what: &str, change: &dyn Fn(&mut Request)| vec![changed(request, what, change)];
     let free =
         |r: &mut Request| (r.batch.microbatch, r.batch.num_microbatches, r.batch.per_replica) = (None, None, None);
     if request.batch.microbatch.is_some()
@@ -263,16 +258,42 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     });
     changes.push(halved.collect());
     if request.degrees.dp.or(request.degrees.tp).or(request.degrees.pp).is_none() {
-        let grown = (1..).map(|n| 1_u32 << n).take_while(|&by| by <= MOST_GROWTH).filter_map(|by| {
-            let groups = &request.cluster.groups;
-            let devices = groups.iter().map(|g| u64::from(g.num_devices())).sum::<u64>();
-            u32::try_from(devices.checked_mul(by.into())?).ok()?;
-            let grow = |r: &mut Request| r.cluster.groups.iter_mut().for_each(|g| g.nodes *= by);
-            Some(changed(&format!("{by} times the nodes"), &grow).remove(0))
-        });
-        changes.push(grown.collect());
+        changes.push(more_nodes(request));
     }
     // Among devices with slightly more memory than the closest plan needs, the first with a plan.
+    changes.push(larger_devices(request, needed_bytes));
+    let total = changes.len();
+    let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
+        row.into_iter().find_map(|(change, request)| {
+            progress.step(&change, i, total);
+            Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
+        })
+    };
+    changes.into_par_iter().enumerate().filter_map(first_that_fits).collect()
+}
+
+/// A changed request, with the words for the change.
+fn changed(request: &Request, what: &str, change: &dyn Fn(&mut Request)) -> (String, Request) {
+    let mut new = request.clone();
+    new.baselines = false;
+    change(&mut new);
+    (what.to_string(), new)
+}
+
+/// Requests with growing numbers of nodes.
+fn more_nodes(request: &Request) -> Vec<(String, Request)> {
+    let devices = request.cluster.groups.iter().map(|g| u64::from(g.num_devices())).sum::<u64>();
+    let factors = (1..).map(|n| 1_u32 << n).take_while(|&by| by <= MOST_GROWTH);
+    let countable = factors.filter(|&by| devices.checked_mul(by.into()).is_some_and(|n| u32::try_from(n).is_ok()));
+    let grown = countable.map(|by| {
+        let grow = |r: &mut Request| r.cluster.groups.iter_mut().for_each(|g| g.nodes *= by);
+        changed(request, &format!("{by} times the nodes"), &grow)
+    });
+    grown.collect()
+}
+
+/// Requests for devices with room for `needed_bytes`, or for slightly more.
+fn larger_devices(request: &Request, needed_bytes: u64) -> Vec<(String, Request)> {
     let taken = request.cluster.groups.iter().map(|g| request.cluster.taken_bytes(g).into_iter().sum::<u64>());
     let taken = taken.max().unwrap_or(0);
     let larger = LARGER.into_iter().map(|times| {
@@ -283,17 +304,9 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         };
         let such_as = smallest_device(&request.cluster.groups[0].device, needed)
             .map_or(String::new(), |name| format!(", such as {name}"));
-        changed(&format!("devices with {} of memory{such_as}", bytes(memory)), &grow).remove(0)
+        changed(request, &format!("devices with {} of memory{such_as}", bytes(memory)), &grow)
     });
-    changes.push(larger.collect());
-    let total = changes.len();
-    let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
-        row.into_iter().find_map(|(change, request)| {
-            progress.step(&change, i, total);
-            Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
-        })
-    };
-    changes.into_par_iter().enumerate().filter_map(first_that_fits).collect()
+    larger.collect()
 }
 
 /// The smallest GPU of the same vendor in the catalogue on which tensors have room for `needed_bytes`.

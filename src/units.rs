@@ -26,7 +26,7 @@ pub fn bytes(value: u64) -> String {
 }
 
 /// Bytes in binary units, as in `1.15 GiB`, in which device vendors count memory.
-pub fn gibibytes(value: u64) -> String {
+pub(crate) fn gibibytes(value: u64) -> String {
     const KI: f64 = 1024.0;
     match value as f64 {
         v if v < KI * KI => format!("{} KiB", digits(v / KI)),
@@ -37,7 +37,7 @@ pub fn gibibytes(value: u64) -> String {
 }
 
 /// A count, as in `124 M`.
-pub fn count(value: u64) -> String {
+pub(crate) fn count(value: u64) -> String {
     match value {
         v if v < 10_000 => v.to_string(),
         v if v < 1_000_000 => format!("{} k", digits(v as f64 / 1e3)),
@@ -47,7 +47,7 @@ pub fn count(value: u64) -> String {
 }
 
 /// A reduction, as in `2 of 16 layers, 1.24 G -> 3.10 M parameters`.
-pub fn smaller(reduction: &Downscaling) -> String {
+pub(crate) fn smaller(reduction: &Downscaling) -> String {
     let (parameters, all) = reduction.parameters;
     let parameters = format!("{} -> {} parameters", count(all), count(parameters));
     match reduction.layers {

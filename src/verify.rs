@@ -68,7 +68,7 @@ pub struct Difference {
 
 impl Difference {
     /// The difference relative to its limit: at most 1 if the two agree.
-    pub fn severity(&self) -> f64 {
+    pub(crate) fn severity(&self) -> f64 {
         self.amount / self.allowed
     }
 }

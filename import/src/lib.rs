@@ -2,10 +2,13 @@
 
 #![forbid(unsafe_code)]
 
+mod budget;
 pub mod huggingface;
 pub mod onnx;
 pub mod stablehlo;
 pub mod torch_export;
+
+pub use budget::OutOfProportion;
 
 /// Lists each unsupported op of a file, and the first twenty problems, one per line. Ops that could not be read only
 /// because they use these results are counted.

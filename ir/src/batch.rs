@@ -17,6 +17,7 @@ use crate::graph::{Graph, Node, ValueId};
 use crate::literal::{Literal, Values};
 use crate::op::{Composite, Op, Operator};
 use crate::rng::count_by_sample;
+use crate::rule::ShardingRule;
 use loss::{Understood, normalise};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -167,54 +168,7 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
     let mut quiet = 0;
     while quiet < 2 {
         let mut changed = false;
-        let mut visit = |v: ValueId| {
-            let rule = &rules[v.index()];
-            let node = graph.node(v);
-            // For each factor that scales, the number of its elements after one step of the batch.
-            let mut carries: Vec<Option<u64>> = vec![None; rule.factors.len()];
-            let size = |f: u8| rule.factors[f as usize].size;
-            let behind = |dim: &[u8], at: usize| dim[at + 1..].iter().fold(1u64, |n, &f| n.saturating_mul(size(f)));
-            // A dimension scales by the factor that holds the batch. Regrouped samples (8 of 64 tokens as 4 groups of
-            // 128) have no such factor. Then it is the major-most factor that the batch divides, or else the major-most
-            // one.
-            let carrier = |dim: &[u8], step: u64| {
-                let holds = |at: &usize| {
-                    let (behind, own) = (behind(dim, *at), size(dim[*at]));
-                    step.is_multiple_of(behind) && behind.saturating_mul(own).is_multiple_of(step.saturating_mul(batch))
-                };
-                if let Some(at) = (0..dim.len()).find(holds) {
-                    return Some((dim[at], step / behind(dim, at)));
-                }
-                let whole = dim.iter().copied().find(|&f| size(f) % batch == 0);
-                let f = whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))?;
-                Some((f, (size(f) / batch).max(1)))
-            };
-            let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
-            // Dimensions of one factor are certain, so they go before guesses about dimensions of several.
-            for several in [false, true] {
-                for (value, dims) in tensors() {
-                    for (d, dim) in dims.iter().enumerate() {
-                        if let Some(step) = scaled[value.index()][d]
-                            && (dim.iter().filter(|&&f| size(f) > 1).count() > 1) == several
-                            && !dim.iter().any(|&f| carries[f as usize].is_some())
-                            && let Some((f, step)) = carrier(dim, step)
-                        {
-                            carries[f as usize] = Some(step);
-                        }
-                    }
-                }
-            }
-            for (value, dims) in tensors() {
-                for (d, dim) in dims.iter().enumerate() {
-                    let step = (0..dim.len())
-                        .find_map(|at| carries[dim[at] as usize].map(|step| step.saturating_mul(behind(dim, at))));
-                    if step.is_some() && scaled[value.index()][d].is_none() {
-                        scaled[value.index()][d] = step;
-                        changed = true;
-                    }
-                }
-            }
-        };
+        let mut visit = |v: ValueId| changed |= spread(graph, v, &rules[v.index()], batch, &mut scaled);
         if forward {
             graph.values().for_each(&mut visit);
         } else {
@@ -235,6 +189,56 @@ fn scaled_dims(graph: &Graph, batch_dim: &[Option<usize>]) -> Result<(u64, Vec<V
         }
     }
     Ok((batch, scaled))
+}
+
+/// Marks the dimensions of a node's operands and result that scale because others do. `scaled` has, for each dimension
+/// that scales, the number of elements after one step of the batch in it. Returns true if this marks a dimension.
+fn spread(graph: &Graph, v: ValueId, rule: &ShardingRule, batch: u64, scaled: &mut [Vec<Option<u64>>]) -> bool {
+    // For each factor that scales, the number of its elements after one step of the batch.
+    let mut carries: Vec<Option<u64>> = vec![None; rule.factors.len()];
+    let size = |f: u8| rule.factors[f as usize].size;
+    let behind = |dim: &[u8], at: usize| dim[at + 1..].iter().fold(1u64, |n, &f| n.saturating_mul(size(f)));
+    // A dimension scales by the factor that holds the batch. Regrouped samples (8 of 64 tokens as 4 groups of 128) have
+    // no such factor. Then it is the major-most factor that the batch divides, or else the major-most one.
+    let carrier = |dim: &[u8], step: u64| {
+        let holds = |at: &usize| {
+            let (behind, own) = (behind(dim, *at), size(dim[*at]));
+            step.is_multiple_of(behind) && behind.saturating_mul(own).is_multiple_of(step.saturating_mul(batch))
+        };
+        if let Some(at) = (0..dim.len()).find(holds) {
+            return Some((dim[at], step / behind(dim, at)));
+        }
+        let whole = dim.iter().copied().find(|&f| size(f) % batch == 0);
+        let f = whole.or_else(|| dim.iter().copied().find(|&f| size(f) > 1))?;
+        Some((f, (size(f) / batch).max(1)))
+    };
+    let tensors = || graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
+    // Dimensions of one factor are certain, so they go before guesses about dimensions of several.
+    for several in [false, true] {
+        for (value, dims) in tensors() {
+            for (d, dim) in dims.iter().enumerate() {
+                if let Some(step) = scaled[value.index()][d]
+                    && (dim.iter().filter(|&&f| size(f) > 1).count() > 1) == several
+                    && !dim.iter().any(|&f| carries[f as usize].is_some())
+                    && let Some((f, step)) = carrier(dim, step)
+                {
+                    carries[f as usize] = Some(step);
+                }
+            }
+        }
+    }
+    let mut changed = false;
+    for (value, dims) in tensors() {
+        for (d, dim) in dims.iter().enumerate() {
+            let step = (0..dim.len())
+                .find_map(|at| carries[dim[at] as usize].map(|step| step.saturating_mul(behind(dim, at))));
+            if step.is_some() && scaled[value.index()][d].is_none() {
+                scaled[value.index()][d] = step;
+                changed = true;
+            }
+        }
+    }
+    changed
 }
 
 /// The graph at another batch size, with rewritten sizes and counting constants. `Err` names a node whose op cannot be

@@ -7,7 +7,7 @@ use petgraph::graph::DiGraph;
 
 /// Converts the graph to a directed graph of petgraph. It has a node for each value and an edge from each operand to
 /// its user, weighted with the operand's number. Node indices are value numbers.
-pub fn to_petgraph(graph: &Graph) -> DiGraph<ValueId, usize> {
+fn to_petgraph(graph: &Graph) -> DiGraph<ValueId, usize> {
     let mut directed = DiGraph::with_capacity(graph.len(), graph.len());
     let nodes: Vec<_> = graph.values().map(|v| directed.add_node(v)).collect();
     for v in graph.values() {

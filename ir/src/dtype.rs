@@ -157,7 +157,7 @@ impl DType {
     }
 
     /// Parses a name. The inverse of [`DType::name`].
-    pub fn parse(text: &str) -> Option<DType> {
+    pub(crate) fn parse(text: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name() == text)
     }
 
@@ -183,13 +183,13 @@ impl DType {
     }
 
     /// The integer of this type with the lowest bits of `value`, as in two's complement arithmetic of full width.
-    pub fn narrow_integer(self, value: i128) -> i128 {
+    pub(crate) fn narrow_integer(self, value: i128) -> i128 {
         let unused = 128 - self.width();
         if self.is_signed_integer() { value << unused >> unused } else { ((value as u128) << unused >> unused) as i128 }
     }
 
     /// [`DType::narrow_integer`] as an element, which is exact up to 2^53.
-    pub fn wrap_integer(self, value: i128) -> f64 {
+    pub(crate) fn wrap_integer(self, value: i128) -> f64 {
         self.narrow_integer(value) as f64
     }
 

@@ -27,7 +27,7 @@ pub struct FloatFormat {
 
 impl FloatFormat {
     /// A format like those of IEEE 754.
-    pub const fn ieee(exponent_bits: u32, mantissa_bits: u32) -> Self {
+    pub(crate) const fn ieee(exponent_bits: u32, mantissa_bits: u32) -> Self {
         let bias = (1 << (exponent_bits - 1)) - 1;
         FloatFormat { exponent_bits, mantissa_bits, bias, specials: Specials::Ieee }
     }

@@ -56,7 +56,7 @@ pub fn run_mesh(graph: &Graph, mesh: &Mesh, mut leaf: impl FnMut(ValueId, u32) -
 }
 
 /// The semantics of a collective: the results of all devices from the operands of all devices.
-pub fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> Vec<Tensor> {
+pub(crate) fn collective(collective: &Collective, mesh: &Mesh, operands: &[Tensor]) -> Vec<Tensor> {
     let result = |device: u32| {
         let group = mesh.group(collective.axes(), device);
         let me = group.iter().position(|&d| d == device).unwrap_or(0) as u64;

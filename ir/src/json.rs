@@ -42,7 +42,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 /// The version that [`write`](write()) writes, and the newest that [`read`] reads.
-pub const VERSION: u64 = 1;
+pub(crate) const VERSION: u64 = 1;
 
 const FORMAT: &str = "altiplano.graph";
 

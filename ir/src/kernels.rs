@@ -23,6 +23,7 @@ use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{HostCopy, HostRoute, Op, Operator, Reduce};
 use crate::optimizer::leaf;
+use crate::sets::Sets;
 use crate::target::AttentionKernels;
 use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
@@ -92,7 +93,7 @@ pub enum KernelKind {
         dtype: DType,
     },
     /// Elementwise ops and reductions of rows. `operations` are scalar ones, and a transcendental counts as
-    /// [`TRANSCENDENTAL`].
+    /// `TRANSCENDENTAL`.
     Fused {
         operations: f64,
     },
@@ -157,7 +158,7 @@ impl Matmul {
 /// The scalar operations of an exponential, a root or a division on vector units. Special functions run at a quarter of
 /// the rate of multiplications on NVIDIA devices (CUDA programming guide, arithmetic throughput), and need a few
 /// operations around them.
-pub const TRANSCENDENTAL: f64 = 8.0;
+const TRANSCENDENTAL: f64 = 8.0;
 
 /// The role of a node in kernels.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -248,85 +249,128 @@ fn with_products_fused(
     kernels: Vec<Kernel>,
     fuses: &mut dyn FnMut(&Kernel) -> bool,
 ) -> Vec<Kernel> {
+    let mut maker: Vec<Option<usize>> = vec![None; graph.len()];
+    for (i, kernel) in kernels.iter().enumerate() {
+        kernel.nodes.iter().for_each(|n| maker[n.index()] = Some(i));
+    }
+    let large = large_values(graph, roles, source, written);
+    let shares = Shares { graph, known: RefCell::default() };
+    let products = Products { graph, roles, source, kernels: &kernels, maker, large, shares };
+    let component = products.components();
+    let mut members = vec![0u32; kernels.len()];
+    component.iter().for_each(|&c| members[c] += 1);
+    let depth = products.depths(&component, &members);
+    let mut groups: BTreeMap<(usize, u32), Vec<usize>> = BTreeMap::new();
+    for i in 0..kernels.len() {
+        groups.entry((component[i], depth[i])).or_default().push(i);
+    }
+    let mut replaced = vec![false; kernels.len()];
+    let mut fused: Vec<Kernel> = Vec::new();
+    for c in (0..kernels.len()).filter(|&c| members[c] > 1) {
+        // Join all connected kernels or none: a value that one kernel no longer writes would be read there by another.
+        let of_component = groups.range((c, 0)..=(c, u32::MAX)).map(|(_, of_group)| products.joined(of_group));
+        let of_component: Vec<Kernel> = of_component.filter(|kernel| !kernel.writes.is_empty()).collect();
+        if of_component.iter().all(&mut *fuses) {
+            fused.extend(of_component);
+            (0..kernels.len()).filter(|&i| component[i] == c).for_each(|i| replaced[i] = true);
+        }
+    }
+    let kept = kernels.into_iter().zip(replaced).filter(|(_, replaced)| !replaced).map(|(kernel, _)| kernel);
+    kept.chain(fused).collect()
+}
+
+/// Growing products, and the values of their size that are computed from them elementwise. None of them leaves the body.
+fn large_values(
+    graph: &Graph,
+    roles: &[Role],
+    source: &[(ValueId, u64)],
+    written: &BTreeSet<ValueId>,
+) -> BTreeSet<ValueId> {
     let mut large: BTreeSet<ValueId> = BTreeSet::new();
     let elements = |v: ValueId| graph.ty(v).elements();
     for v in graph.values().filter(|v| computes(roles[v.index()]) && !written.contains(v)) {
-        let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
+        let mut operands = graph.node(v).operands.iter().map(|o| source[o.index()].0);
         let is_large = match (&graph.node(v).op, roles[v.index()]) {
             (Op::DotGeneral(_), _) => grows(graph, v),
-            (_, Role::Map) => operands.iter().any(|&o| large.contains(&o) && elements(o) == elements(v)),
+            (_, Role::Map) => operands.any(|o| large.contains(&o) && elements(o) == elements(v)),
             _ => false,
         };
         if is_large {
             large.insert(v);
         }
     }
-    let mut maker: Vec<Option<usize>> = vec![None; graph.len()];
-    for (i, kernel) in kernels.iter().enumerate() {
-        kernel.nodes.iter().for_each(|n| maker[n.index()] = Some(i));
-    }
-    let mut joined: Vec<usize> = (0..kernels.len()).collect();
-    fn find(joined: &mut [usize], mut at: usize) -> usize {
-        while joined[at] != at {
-            joined[at] = joined[joined[at]];
-            at = joined[at];
+    large
+}
+
+/// The kernels around growing products.
+struct Products<'a> {
+    graph: &'a Graph,
+    roles: &'a [Role],
+    source: &'a [(ValueId, u64)],
+    kernels: &'a [Kernel],
+    /// The kernel that computes each value.
+    maker: Vec<Option<usize>>,
+    large: BTreeSet<ValueId>,
+    shares: Shares<'a>,
+}
+
+impl Products<'_> {
+    /// For each kernel, the first of those that it is connected with.
+    fn components(&self) -> Vec<usize> {
+        let mut joined = Sets::new(self.kernels.len());
+        for (i, kernel) in self.kernels.iter().enumerate() {
+            let large = kernel.reads.iter().filter(|(read, _)| self.large.contains(read));
+            large.filter_map(|(read, _)| self.maker[read.index()]).for_each(|m| joined.merge(m, i));
         }
-        at
-    }
-    for (i, kernel) in kernels.iter().enumerate() {
-        for (read, _) in kernel.reads.iter().filter(|(r, _)| large.contains(r)) {
-            if let Some(m) = maker[read.index()] {
-                let (a, b) = (find(&mut joined, m), find(&mut joined, i));
-                joined[a.max(b)] = a.min(b);
-            }
-        }
-    }
-    let mut component: Vec<usize> = (0..kernels.len()).map(|i| find(&mut joined, i)).collect();
-    // Only if a product contracts large values again can a kernel avoid writing them. Kernels that merely map them,
-    // like the gates of experts with few terms, are not one launch.
-    let sums_up = |kernel: &&Kernel| {
-        let is_small = |v: &ValueId| matches!(graph.node(*v).op, Op::DotGeneral(_)) && !large.contains(v);
-        kernel.nodes.iter().any(is_small) && kernel.reads.iter().any(|(read, _)| large.contains(read))
-    };
-    let summed: BTreeSet<usize> =
-        kernels.iter().zip(&component).filter(|(kernel, _)| sums_up(kernel)).map(|(_, &c)| c).collect();
-    for (i, c) in component.iter_mut().enumerate().filter(|(_, c)| !summed.contains(c)) {
-        *c = i;
-    }
-    // The number of connected groups that a kernel's inputs passed through. It grows by one on each edge that leaves
-    // such a group.
-    let mut members = vec![0u32; kernels.len()];
-    component.iter().for_each(|&c| members[c] += 1);
-    let mut depth = vec![0u32; kernels.len()];
-    for (i, kernel) in kernels.iter().enumerate() {
-        let of_read = |&(read, _): &(ValueId, u64)| {
-            let m = maker[read.index()].filter(|&m| kernels[m].writes.contains(&read))?;
-            let leaves = members[component[m]] > 1 && component[m] != component[i];
-            Some(depth[m] + u32::from(leaves))
+        let mut component: Vec<usize> = (0..self.kernels.len()).map(|i| joined.find(i)).collect();
+        // Only if a product contracts large values again can a kernel avoid writing them. Kernels that merely map them,
+        // like the gates of experts with few terms, are not one launch.
+        let sums_up = |kernel: &&Kernel| {
+            let is_small = |v: &ValueId| matches!(self.graph.node(*v).op, Op::DotGeneral(_)) && !self.large.contains(v);
+            kernel.nodes.iter().any(is_small) && kernel.reads.iter().any(|(read, _)| self.large.contains(read))
         };
-        depth[i] = kernel.reads.iter().filter_map(of_read).max().unwrap_or(0);
+        let summed: BTreeSet<usize> =
+            self.kernels.iter().zip(&component).filter(|(kernel, _)| sums_up(kernel)).map(|(_, &c)| c).collect();
+        for (i, c) in component.iter_mut().enumerate().filter(|(_, c)| !summed.contains(c)) {
+            *c = i;
+        }
+        component
     }
-    let mut groups: BTreeMap<(usize, u32), Vec<usize>> = BTreeMap::new();
-    for i in 0..kernels.len() {
-        groups.entry((component[i], depth[i])).or_default().push(i);
+
+    /// The number of connected groups that each kernel's inputs passed through. It grows by one on each edge that leaves
+    /// such a group.
+    fn depths(&self, component: &[usize], members: &[u32]) -> Vec<u32> {
+        let mut depth = vec![0u32; self.kernels.len()];
+        for (i, kernel) in self.kernels.iter().enumerate() {
+            let of_read = |&(read, _): &(ValueId, u64)| {
+                let m = self.maker[read.index()].filter(|&m| self.kernels[m].writes.contains(&read))?;
+                let leaves = members[component[m]] > 1 && component[m] != component[i];
+                Some(depth[m] + u32::from(leaves))
+            };
+            depth[i] = kernel.reads.iter().filter_map(of_read).max().unwrap_or(0);
+        }
+        depth
     }
-    let shares = Shares { graph, known: RefCell::default() };
-    let together = |of_group: &[usize]| -> Option<Kernel> {
+
+    /// One kernel for a group of connected ones.
+    fn joined(&self, of_group: &[usize]) -> Kernel {
+        let (graph, kernels) = (self.graph, self.kernels);
         // Recompute large values of earlier kernels, but only from values in memory.
         let mut again: BTreeSet<usize> = of_group.iter().copied().collect();
         let mut open: Vec<usize> = of_group.to_vec();
         while let Some(i) = open.pop() {
-            for (read, _) in kernels[i].reads.iter().filter(|(r, _)| large.contains(r)) {
-                open.extend(maker[read.index()].filter(|m| again.insert(*m)));
+            for (read, _) in kernels[i].reads.iter().filter(|(r, _)| self.large.contains(r)) {
+                open.extend(self.maker[read.index()].filter(|m| again.insert(*m)));
             }
         }
         let is_own = |i: &usize| of_group.contains(i);
         let own = || again.iter().filter(|i| is_own(i)).map(|&i| &kernels[i]);
         let before = || again.iter().filter(|i| !is_own(i)).map(|&i| &kernels[i]);
-        let small = |v: &ValueId| !large.contains(v);
+        let small = |v: &ValueId| !self.large.contains(v);
         let in_memory: BTreeSet<ValueId> = before().flat_map(|k| &k.writes).copied().filter(small).collect();
         let writes: Vec<ValueId> = own().flat_map(|k| &k.writes).copied().filter(small).collect();
-        let is_again = |v: &ValueId| maker[v.index()].is_some_and(|m| again.contains(&m)) && !in_memory.contains(v);
+        let is_again =
+            |v: &ValueId| self.maker[v.index()].is_some_and(|m| again.contains(&m)) && !in_memory.contains(v);
         let mut reads: Vec<(ValueId, u64)> = Vec::new();
         let kept = in_memory.iter().map(|&v| (v, graph.ty(v).bytes()));
         for (read, bytes) in again.iter().flat_map(|&i| kernels[i].reads.iter().copied()).chain(kept) {
@@ -350,40 +394,29 @@ fn with_products_fused(
         let mut nodes: Vec<ValueId> =
             of_again.filter(|n| needed[n.index()] && !reads.iter().any(|r| r.0 == *n)).collect();
         nodes.sort_unstable();
-        let products = again.iter().filter_map(|&i| match &kernels[i].kind {
-            KernelKind::Matmul(matmul) if nodes.contains(&kernels[i].nodes[0]) => Some((matmul.flop(), matmul.dtype)),
+        let kind = KernelKind::Attention(self.attention(&nodes, again.iter().map(|&i| &kernels[i])));
+        let read_bytes = reads.iter().map(|r| r.1).sum();
+        let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
+        Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None }
+    }
+
+    /// The work of a kernel that computes `nodes`, which `kernels` computed before.
+    fn attention<'k>(&self, nodes: &[ValueId], kernels: impl Iterator<Item = &'k Kernel>) -> Attention {
+        let graph = self.graph;
+        let products = kernels.filter_map(|kernel| match &kernel.kind {
+            KernelKind::Matmul(matmul) if nodes.contains(&kernel.nodes[0]) => Some((matmul.flop(), matmul.dtype)),
             _ => None,
         });
         let (flop, dtype) = products.fold((0.0, DType::F32), |(sum, _), (flop, dtype)| (sum + flop, dtype));
         // Tiles that a mask hides in every position are not computed.
-        let share = |&v: &ValueId| {
-            let selects = matches!(graph.node(v).op, Op::Select(_));
-            selects
-                .then(|| shares.of(Mask::of_select(graph, v, |o| roles[source[o.index()].0.index()] == Role::Constant)))
-        };
-        let share = nodes.iter().filter_map(share).fold(1.0, f64::min);
-        let read_bytes = reads.iter().map(|r| r.1).sum();
-        let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
+        let is_constant = |o: ValueId| self.roles[self.source[o.index()].0.index()] == Role::Constant;
+        let selects = nodes.iter().filter(|v| matches!(graph.node(**v).op, Op::Select(_)));
+        let share = selects.map(|&v| self.shares.of(Mask::of_select(graph, v, is_constant))).fold(1.0, f64::min);
         let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
         let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
         let (backward, software) = (grown().count() > 1, AttentionKernels::default());
-        let kind = KernelKind::Attention(Attention { flop, share, keys, backward, dtype, software });
-        Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
-            .filter(|kernel| !kernel.writes.is_empty())
-    };
-    let mut replaced = vec![false; kernels.len()];
-    let mut fused: Vec<Kernel> = Vec::new();
-    for c in (0..kernels.len()).filter(|&c| members[c] > 1) {
-        // Join all connected kernels or none: a value that one kernel no longer writes would be read there by another.
-        let of_component = groups.range((c, 0)..=(c, u32::MAX)).filter_map(|(_, of_group)| together(of_group));
-        let of_component: Vec<Kernel> = of_component.collect();
-        if of_component.iter().all(&mut *fuses) {
-            fused.extend(of_component);
-            (0..kernels.len()).filter(|&i| component[i] == c).for_each(|i| replaced[i] = true);
-        }
+        Attention { flop, share, keys, backward, dtype, software }
     }
-    let kept = kernels.into_iter().zip(replaced).filter(|(_, replaced)| !replaced).map(|(kernel, _)| kernel);
-    kept.chain(fused).collect()
 }
 
 /// The visible fractions of a body's masks. Layers have equal masks of their own, and only one of them is examined.

@@ -35,6 +35,7 @@ pub mod reshard;
 pub mod rng;
 pub mod rule;
 pub mod servers;
+mod sets;
 pub mod sharding;
 pub mod simplify;
 pub mod softmax_max;

@@ -20,7 +20,7 @@ use std::fmt;
 pub const INITIAL: f64 = 65536.0;
 pub const INTERVAL: u32 = 2000;
 /// The factor by which a scale grows, and shrinks if gradients overflow.
-pub const FACTOR: f64 = 2.0;
+const FACTOR: f64 = 2.0;
 
 /// Slot of [`crate::program::ALL_PARAMETERS`]: the scale of the next step. Like all state it starts at 0, which stands
 /// for the initial scale.
@@ -79,7 +79,7 @@ impl LossScale {
     }
 
     /// The largest scale of a loss of this type: a power of two in its range, whose inverse is a normal f32.
-    pub fn most(loss: DType) -> f64 {
+    pub(crate) fn most(loss: DType) -> f64 {
         let greatest = loss.float_format().map_or(f64::MAX, |format| format.greatest());
         greatest.log2().floor().min(-f64::from(f32::MIN_POSITIVE).log2()).exp2()
     }

@@ -308,171 +308,208 @@ pub fn squares(graph: &mut Graph, x: ValueId, factor: f64) -> ValueId {
 
 /// Appends the update of a parameter shard to `graph`.
 pub fn update(graph: &mut Graph, optimizer: &Optimizer, given: &Given<'_>) -> Update {
-    let &Given { parameter, states, learning_rate, step, .. } = given;
+    let parameter = given.parameter;
     let dtype = graph.ty(parameter).dtype;
     let shape = graph.shape(parameter).to_vec();
     let slots = optimizer.slots(dtype);
-    let slot = |name: &str| slots.iter().position(|s| *s == name).map(|i| states[i]);
-    let state = |name: &str| slot(name).unwrap_or_else(|| unreachable!("{optimizer:?} has the slot {name}"));
-    let master = slot("master");
+    let master = slots.iter().position(|s| *s == "master").map(|i| given.states[i]);
     let weights = master.unwrap_or(parameter);
     let compute = graph.ty(weights).dtype;
-    let mut grad = graph.convert(given.gradient, compute);
+    let mut gradient = graph.convert(given.gradient, compute);
     if given.gradient_scale != 1.0 {
-        grad = scale(graph, grad, given.gradient_scale);
+        gradient = scale(graph, gradient, given.gradient_scale);
     }
     if let Some(factor) = given.factor {
         let factor = graph.convert(factor, compute);
         let factor = graph.broadcast_scalar(factor, &shape);
-        grad = graph.mul(grad, factor);
+        gradient = graph.mul(gradient, factor);
     }
-    let rate = graph.convert(learning_rate, compute);
-    let lr = graph.broadcast_scalar(rate, &shape);
-    let of_all =
-        matches!(optimizer, Optimizer::Lars { ratio_of_all: true, .. } | Optimizer::Lamb { ratio_of_all: true, .. });
-    let has_ratio = of_all || shape.len() > 1;
-
-    let mut new_states = Vec::new();
-    let new_weights = match *optimizer {
-        Optimizer::Sgd { momentum, weight_decay } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let direction = match slot("momentum") {
-                Some(old) => {
-                    let velocity = moved(graph, old, grad, momentum);
-                    new_states.push(velocity);
-                    velocity
-                }
-                None => grad,
-            };
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
+    let rate = graph.convert(given.learning_rate, compute);
+    let rates = graph.broadcast_scalar(rate, &shape);
+    let mut terms = Terms { given, slots, shape, weights, gradient, rate, states: Vec::new() };
+    let change = match *optimizer {
+        Optimizer::Lars { momentum, weight_decay, trust, ratio_of_all } => {
+            terms.change_by_trust(graph, optimizer, [momentum, weight_decay, trust], ratio_of_all)
         }
-        Optimizer::Nesterov { momentum, weight_decay } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let velocity = moved(graph, state("momentum"), grad, momentum);
-            new_states.push(velocity);
-            let direction = moved(graph, velocity, grad, momentum);
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
+        Optimizer::Larc { momentum, weight_decay, trust } => {
+            terms.change_by_trust(graph, optimizer, [momentum, weight_decay, trust], false)
         }
-        Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let settings = (beta1, beta2, epsilon, bias_correction);
-            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
-            new_states.extend(averages);
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
+        Optimizer::Lamb { ratio_of_all, .. } => {
+            let direction = terms.direction(graph, optimizer);
+            let rate = terms.rate_by_norms(graph, direction, ratio_of_all);
+            graph.mul(rate, direction)
         }
-        Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
-            let settings = (beta1, beta2, epsilon, bias_correction);
-            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
-            new_states.extend(averages);
-            let direction = decayed(graph, direction, weights, weight_decay);
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
-        }
-        Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay, epsilon_in_root } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let square = graph.mul(grad, grad);
-            let v = average(graph, state("v"), square, decay);
-            new_states.push(v);
-            let mut direction = by_root(graph, grad, v, epsilon, epsilon_in_root);
-            if let Some(old) = slot("momentum") {
-                direction = moved(graph, old, direction, momentum);
-                new_states.push(direction);
-            }
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
-        }
-        Optimizer::Adagrad { epsilon, weight_decay, epsilon_in_root } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let square = graph.mul(grad, grad);
-            let sum = graph.add(state("sum"), square);
-            new_states.push(sum);
-            let direction = by_root(graph, grad, sum, epsilon, epsilon_in_root);
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
-        }
-        Optimizer::Adadelta { rho, epsilon, weight_decay } => {
-            grad = decayed(graph, grad, weights, weight_decay);
-            let square = graph.mul(grad, grad);
-            let v = average(graph, state("v"), square, rho);
-            let root = |graph: &mut Graph, x: ValueId| {
-                let epsilon = graph.splat_like(x, epsilon);
-                let sum = graph.add(x, epsilon);
-                graph.unary(Unary::Sqrt, sum)
-            };
-            let (of_steps, of_gradients) = (root(graph, state("u")), root(graph, v));
-            let ratio = graph.div(of_steps, of_gradients);
-            let direction = graph.mul(grad, ratio);
-            let square = graph.mul(direction, direction);
-            let u = average(graph, state("u"), square, rho);
-            new_states.extend([v, u]);
-            let change = graph.mul(lr, direction);
-            graph.sub(weights, change)
-        }
-        Optimizer::Lars { momentum, weight_decay, trust, .. } | Optimizer::Larc { momentum, weight_decay, trust } => {
-            let mut rate = rate;
-            if has_ratio {
-                let [of_weights, of_gradient] = [weights, grad].map(|x| norm(graph, x, given.whole));
-                let denominator = decayed(graph, of_gradient, of_weights, weight_decay);
-                let numerator = scale(graph, of_weights, trust);
-                let ratio = where_positive(graph, numerator, denominator, [of_weights, of_gradient]);
-                let ratio = graph.convert(ratio, compute);
-                rate = match optimizer {
-                    Optimizer::Larc { .. } => graph.emit(Op::Binary(Binary::Minimum), &[ratio, rate]),
-                    _ => graph.mul(ratio, rate),
-                };
-            }
-            let rate = graph.broadcast_scalar(rate, &shape);
-            let direction = decayed(graph, grad, weights, weight_decay);
-            let change = graph.mul(rate, direction);
-            let velocity = moved(graph, state("momentum"), change, momentum);
-            new_states.push(velocity);
-            graph.sub(weights, velocity)
-        }
-        Optimizer::Lamb { beta1, beta2, epsilon, weight_decay, .. } => {
-            let settings = (beta1, beta2, epsilon, true);
-            let (direction, averages) = adam(graph, grad, (state("m"), state("v")), step, settings);
-            new_states.extend(averages);
-            let direction = decayed(graph, direction, weights, weight_decay);
-            let mut rate = rate;
-            if has_ratio {
-                let [of_weights, of_direction] = [weights, direction].map(|x| norm(graph, x, given.whole));
-                let ratio = where_positive(graph, of_weights, of_direction, [of_weights, of_direction]);
-                let ratio = graph.convert(ratio, compute);
-                rate = graph.mul(rate, ratio);
-            }
-            let rate = graph.broadcast_scalar(rate, &shape);
-            let change = graph.mul(rate, direction);
-            graph.sub(weights, change)
+        _ => {
+            let direction = terms.direction(graph, optimizer);
+            graph.mul(rates, direction)
         }
     };
+    let new_weights = graph.sub(weights, change);
+    let mut states = terms.states;
     if master.is_some() {
-        new_states.push(new_weights);
+        states.push(new_weights);
     }
-    Update { parameter: graph.convert(new_weights, dtype), states: new_states }
+    Update { parameter: graph.convert(new_weights, dtype), states }
 }
 
-/// Adam's direction, and its new averages `m` and `v`. The settings are beta1, beta2, epsilon, and whether to correct
-/// the bias.
-fn adam(
-    graph: &mut Graph,
-    grad: ValueId,
-    (m, v): (ValueId, ValueId),
-    step: ValueId,
-    (beta1, beta2, epsilon, bias_correction): (f64, f64, f64, bool),
-) -> (ValueId, [ValueId; 2]) {
-    let shape = graph.shape(grad).to_vec();
-    let m = average(graph, m, grad, beta1);
-    let square = graph.mul(grad, grad);
-    let v = average(graph, v, square, beta2);
-    let (mut m_hat, mut v_hat) = (m, v);
-    if bias_correction {
-        m_hat = unbiased(graph, m, beta1, step, &shape);
-        v_hat = unbiased(graph, v, beta2, step, &shape);
+/// The tensors that an update is computed from, all of the weights' type.
+struct Terms<'a> {
+    given: &'a Given<'a>,
+    slots: Vec<&'static str>,
+    shape: Vec<u64>,
+    weights: ValueId,
+    gradient: ValueId,
+    /// The learning rate, a scalar.
+    rate: ValueId,
+    /// The new states so far, in the order of [`Optimizer::slots`].
+    states: Vec<ValueId>,
+}
+
+impl Terms<'_> {
+    fn slot(&self, name: &str) -> Option<ValueId> {
+        self.slots.iter().position(|s| *s == name).map(|i| self.given.states[i])
     }
-    (by_root(graph, m_hat, v_hat, epsilon, false), [m, v])
+
+    fn state(&self, name: &str) -> ValueId {
+        self.slot(name).unwrap_or_else(|| unreachable!("the optimizer has the slot {name}"))
+    }
+
+    /// The tensor that a step subtracts from the weights, before it is scaled by the rate.
+    fn direction(&mut self, graph: &mut Graph, optimizer: &Optimizer) -> ValueId {
+        let weights = self.weights;
+        match *optimizer {
+            Optimizer::Sgd { momentum, weight_decay } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                if self.slot("momentum").is_some() { self.velocity(graph, gradient, momentum) } else { gradient }
+            }
+            Optimizer::Nesterov { momentum, weight_decay } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                let velocity = self.velocity(graph, gradient, momentum);
+                moved(graph, velocity, gradient, momentum)
+            }
+            Optimizer::Adam { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                self.adam(graph, gradient, [beta1, beta2], epsilon, bias_correction)
+            }
+            Optimizer::Adamw { beta1, beta2, epsilon, weight_decay, bias_correction } => {
+                let direction = self.adam(graph, self.gradient, [beta1, beta2], epsilon, bias_correction);
+                decayed(graph, direction, weights, weight_decay)
+            }
+            Optimizer::Lamb { beta1, beta2, epsilon, weight_decay, .. } => {
+                let direction = self.adam(graph, self.gradient, [beta1, beta2], epsilon, true);
+                decayed(graph, direction, weights, weight_decay)
+            }
+            Optimizer::Rmsprop { decay, epsilon, momentum, weight_decay, epsilon_in_root } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                let square = graph.mul(gradient, gradient);
+                let v = average(graph, self.state("v"), square, decay);
+                self.states.push(v);
+                let direction = by_root(graph, gradient, v, epsilon, epsilon_in_root);
+                if self.slot("momentum").is_some() { self.velocity(graph, direction, momentum) } else { direction }
+            }
+            Optimizer::Adagrad { epsilon, weight_decay, epsilon_in_root } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                let square = graph.mul(gradient, gradient);
+                let sum = graph.add(self.state("sum"), square);
+                self.states.push(sum);
+                by_root(graph, gradient, sum, epsilon, epsilon_in_root)
+            }
+            Optimizer::Adadelta { rho, epsilon, weight_decay } => {
+                let gradient = decayed(graph, self.gradient, weights, weight_decay);
+                self.adadelta(graph, gradient, rho, epsilon)
+            }
+            Optimizer::Lars { weight_decay, .. } | Optimizer::Larc { weight_decay, .. } => {
+                decayed(graph, self.gradient, weights, weight_decay)
+            }
+        }
+    }
+
+    /// The new momentum.
+    fn velocity(&mut self, graph: &mut Graph, new: ValueId, momentum: f64) -> ValueId {
+        let velocity = moved(graph, self.state("momentum"), new, momentum);
+        self.states.push(velocity);
+        velocity
+    }
+
+    /// Adam's direction. Its new averages `m` and `v` become states.
+    fn adam(
+        &mut self,
+        graph: &mut Graph,
+        gradient: ValueId,
+        [beta1, beta2]: [f64; 2],
+        epsilon: f64,
+        bias_correction: bool,
+    ) -> ValueId {
+        let m = average(graph, self.state("m"), gradient, beta1);
+        let square = graph.mul(gradient, gradient);
+        let v = average(graph, self.state("v"), square, beta2);
+        self.states.extend([m, v]);
+        let (mut m_hat, mut v_hat) = (m, v);
+        if bias_correction {
+            m_hat = unbiased(graph, m, beta1, self.given.step, &self.shape);
+            v_hat = unbiased(graph, v, beta2, self.given.step, &self.shape);
+        }
+        by_root(graph, m_hat, v_hat, epsilon, false)
+    }
+
+    fn adadelta(&mut self, graph: &mut Graph, gradient: ValueId, rho: f64, epsilon: f64) -> ValueId {
+        let square = graph.mul(gradient, gradient);
+        let v = average(graph, self.state("v"), square, rho);
+        let root = |graph: &mut Graph, x: ValueId| {
+            let epsilon = graph.splat_like(x, epsilon);
+            let sum = graph.add(x, epsilon);
+            graph.unary(Unary::Sqrt, sum)
+        };
+        let (of_steps, of_gradients) = (root(graph, self.state("u")), root(graph, v));
+        let ratio = graph.div(of_steps, of_gradients);
+        let direction = graph.mul(gradient, ratio);
+        let square = graph.mul(direction, direction);
+        let u = average(graph, self.state("u"), square, rho);
+        self.states.extend([v, u]);
+        direction
+    }
+
+    /// Returns true if the step of this parameter is scaled by a ratio of norms.
+    fn has_ratio(&self, ratio_of_all: bool) -> bool {
+        ratio_of_all || self.shape.len() > 1
+    }
+
+    /// The change of LARS and LARC.
+    fn change_by_trust(
+        &mut self,
+        graph: &mut Graph,
+        optimizer: &Optimizer,
+        [momentum, weight_decay, trust]: [f64; 3],
+        ratio_of_all: bool,
+    ) -> ValueId {
+        let mut rate = self.rate;
+        if self.has_ratio(ratio_of_all) {
+            let [of_weights, of_gradient] = [self.weights, self.gradient].map(|x| norm(graph, x, self.given.whole));
+            let denominator = decayed(graph, of_gradient, of_weights, weight_decay);
+            let numerator = scale(graph, of_weights, trust);
+            let ratio = where_positive(graph, numerator, denominator, [of_weights, of_gradient]);
+            let ratio = graph.convert(ratio, graph.ty(rate).dtype);
+            let is_limited = matches!(optimizer, Optimizer::Larc { .. });
+            let op = if is_limited { Binary::Minimum } else { Binary::Multiply };
+            rate = graph.emit(Op::Binary(op), &[ratio, rate]);
+        }
+        let rate = graph.broadcast_scalar(rate, &self.shape);
+        let direction = self.direction(graph, optimizer);
+        let change = graph.mul(rate, direction);
+        self.velocity(graph, change, momentum)
+    }
+
+    /// LAMB's rate for each element.
+    fn rate_by_norms(&self, graph: &mut Graph, direction: ValueId, ratio_of_all: bool) -> ValueId {
+        let mut rate = self.rate;
+        if self.has_ratio(ratio_of_all) {
+            let [of_weights, of_direction] = [self.weights, direction].map(|x| norm(graph, x, self.given.whole));
+            let ratio = where_positive(graph, of_weights, of_direction, [of_weights, of_direction]);
+            let ratio = graph.convert(ratio, graph.ty(rate).dtype);
+            rate = graph.mul(rate, ratio);
+        }
+        graph.broadcast_scalar(rate, &self.shape)
+    }
 }
 
 /// `x / (sqrt(square) + epsilon)`, or `x / sqrt(square + epsilon)`.

@@ -71,11 +71,6 @@ impl Schedule {
         self != Schedule::Forward
     }
 
-    pub fn parse(text: &str) -> Option<Self> {
-        let all = [Schedule::GPipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::PipeDream, Schedule::Forward];
-        all.into_iter().find(|s| s.name() == text)
-    }
-
     /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Under `zb-h1`,
     /// microbatches that wait only for weight gradients are not counted, because less of them is held.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
@@ -419,6 +414,15 @@ pub struct Downscaling {
     pub layers: (usize, usize),
     /// The elements of all parameters, after and before.
     pub parameters: (u64, u64),
+}
+
+/// The largest number of stage calls in one direction of a step: microbatches times stages. Simulations, programs and
+/// pages grow with it.
+pub const MOST_CALLS: u64 = 1 << 20;
+
+/// Returns whether a step of `num_microbatches` on `num_stages` stages has at most [`MOST_CALLS`].
+pub fn is_countable(num_microbatches: u32, num_stages: usize) -> bool {
+    u64::from(num_microbatches).saturating_mul(num_stages as u64) <= MOST_CALLS
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

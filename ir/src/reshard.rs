@@ -12,6 +12,20 @@ use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::rc::Rc;
 
+/// A dimension that a collective splits or joins within each of `outer` equal blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockedDim {
+    pub dim: usize,
+    pub outer: u64,
+}
+
+impl BlockedDim {
+    /// The dimension as a [`Collective`] names it.
+    pub fn new(dim: u8, outer: u64) -> BlockedDim {
+        BlockedDim { dim: usize::from(dim), outer }
+    }
+}
+
 /// One collective on local tensors. A dimension is seen as `outer` blocks. Gathers concatenate and slices cut within
 /// each block, which keeps the order of layouts with several segments. Groups are ordered by position along `axes`,
 /// major first.
@@ -74,7 +88,7 @@ impl Collective {
 
     /// The elements that a device copies into another order before and after the collective, when a collective library
     /// runs it. Such a library sends and receives the part of each peer as one contiguous run.
-    pub fn rearranged_elements(&self, operand: &[u64], mesh: &Mesh) -> [u64; 2] {
+    pub(crate) fn rearranged_elements(&self, operand: &[u64], mesh: &Mesh) -> [u64; 2] {
         let result = self.result_shape(operand, mesh);
         let all = |shape: &[u64]| shape.iter().product::<u64>();
         // A single part, or parts of the first dimension, are contiguous already.

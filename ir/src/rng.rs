@@ -19,13 +19,13 @@ pub const SAMPLE_INDEX: &str = "(sample index)";
 pub const RANDOM_KEY: &str = "(random key)";
 
 /// Returns true if a value is the number of each sample.
-pub fn is_sample_index(graph: &Graph, v: ValueId) -> bool {
+pub(crate) fn is_sample_index(graph: &Graph, v: ValueId) -> bool {
     matches!(&graph.node(v).op, Op::Input(input) if input.name == SAMPLE_INDEX)
 }
 
 /// Replaces counts along the batch that only random bits use by arithmetic on the sample's number. The batch must be
 /// known.
-pub fn count_by_sample(graph: &Graph) -> Graph {
+pub(crate) fn count_by_sample(graph: &Graph) -> Graph {
     let users = graph.users();
     let counts = |v: ValueId| match &graph.node(v).op {
         Op::Iota(iota) => graph.node(v).batch_dims == 1 << iota.dim && feeds_only_counts(graph, &users, v),

@@ -76,7 +76,7 @@ impl DimLayout {
     }
 
     /// The number of elements of this dimension that one device holds.
-    pub fn local_size(&self, mesh: &Mesh) -> u64 {
+    pub(crate) fn local_size(&self, mesh: &Mesh) -> u64 {
         self.segments.iter().map(|s| s.size.div_ceil(mesh.product(&s.axes))).product()
     }
 

@@ -6,7 +6,7 @@
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
 use crate::literal::Literal;
-use crate::op::{Binary, BroadcastInDim, Op, Reshape, Slice, Threefry, ThreefryWord, Transpose};
+use crate::op::{Binary, BroadcastInDim, Op, Slice, Threefry, ThreefryWord, Transpose};
 use crate::rng::is_sample_index;
 use crate::types::TensorType;
 use std::collections::BTreeMap;
@@ -120,26 +120,7 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
                 None => Rewrite::Keep,
             }
         }
-        Op::BroadcastInDim(outer) => match graph.node(operand(0)) {
-            Node { op: Op::BroadcastInDim(inner), operands, .. } => {
-                let dims = inner.dims.iter().map(|&d| outer.dims[d]).collect();
-                Rewrite::Node(Op::BroadcastInDim(BroadcastInDim { shape: outer.shape.clone(), dims }), operands.clone())
-            }
-            _ => Rewrite::Keep,
-        },
-        Op::Reshape(outer) => match graph.node(operand(0)) {
-            Node { op: Op::Reshape(_), operands, .. } => {
-                Rewrite::Node(Op::Reshape(Reshape { shape: outer.shape.clone() }), operands.clone())
-            }
-            _ => Rewrite::Keep,
-        },
-        Op::Transpose(outer) => match graph.node(operand(0)) {
-            Node { op: Op::Transpose(inner), operands, .. } => {
-                let permutation = outer.permutation.iter().map(|&d| inner.permutation[d]).collect();
-                Rewrite::Node(Op::Transpose(Transpose { permutation }), operands.clone())
-            }
-            _ => Rewrite::Keep,
-        },
+        Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) => merged(&node.op, graph.node(operand(0))),
         Op::Unary(op) => match splat(0) {
             Some(x) => constant(&node.ty, op.apply(x, graph.ty(operand(0)).dtype)),
             None => Rewrite::Keep,
@@ -163,28 +144,10 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
             _ => Rewrite::Keep,
         },
         Op::Concatenate(_) if node.operands.len() == 1 => Rewrite::Value(operand(0)),
-        Op::Binary(op) => {
-            let (a, b) = (splat(0), splat(1));
-            if let (Some(a), Some(b)) = (a, b) {
-                return constant(&node.ty, op.apply(a, b, node.ty.dtype));
-            }
-            let float = node.ty.dtype.is_float();
-            match op {
-                Binary::Add if a == Some(0.0) => Rewrite::Value(operand(1)),
-                Binary::Add | Binary::Subtract if b == Some(0.0) => Rewrite::Value(operand(0)),
-                Binary::Multiply if a == Some(1.0) => Rewrite::Value(operand(1)),
-                Binary::Multiply | Binary::Divide if b == Some(1.0) => Rewrite::Value(operand(0)),
-                Binary::Maximum if float && a == Some(f64::NEG_INFINITY) => Rewrite::Value(operand(1)),
-                Binary::Maximum if float && b == Some(f64::NEG_INFINITY) => Rewrite::Value(operand(0)),
-                Binary::Minimum if float && a == Some(f64::INFINITY) => Rewrite::Value(operand(1)),
-                Binary::Minimum if float && b == Some(f64::INFINITY) => Rewrite::Value(operand(0)),
-                Binary::And if node.ty.dtype == DType::Bool && a == Some(1.0) => Rewrite::Value(operand(1)),
-                Binary::And if node.ty.dtype == DType::Bool && b == Some(1.0) => Rewrite::Value(operand(0)),
-                Binary::Or if a == Some(0.0) => Rewrite::Value(operand(1)),
-                Binary::Or if b == Some(0.0) => Rewrite::Value(operand(0)),
-                _ => Rewrite::Keep,
-            }
-        }
+        Op::Binary(op) => match (splat(0), splat(1)) {
+            (Some(a), Some(b)) => constant(&node.ty, op.apply(a, b, node.ty.dtype)),
+            (a, b) => neutral(*op, node.ty.dtype, a, b).map_or(Rewrite::Keep, |i| Rewrite::Value(operand(i))),
+        },
         Op::Compare(op) => match (splat(0), splat(1)) {
             (Some(a), Some(b)) => constant(&node.ty, op.direction.holds(a, b) as u8 as f64),
             _ => Rewrite::Keep,
@@ -195,6 +158,41 @@ fn rewrite(graph: &Graph, node: &Node) -> Rewrite {
             None => Rewrite::Keep,
         },
         _ => Rewrite::Keep,
+    }
+}
+
+/// A repetition, reshape or transposition of the same as a single one.
+fn merged(outer: &Op, inner: &Node) -> Rewrite {
+    let op = match (outer, &inner.op) {
+        (Op::BroadcastInDim(outer), Op::BroadcastInDim(inner)) => {
+            let dims = inner.dims.iter().map(|&d| outer.dims[d]).collect();
+            Op::BroadcastInDim(BroadcastInDim { shape: outer.shape.clone(), dims })
+        }
+        (Op::Reshape(_), Op::Reshape(_)) => outer.clone(),
+        (Op::Transpose(outer), Op::Transpose(inner)) => {
+            let permutation = outer.permutation.iter().map(|&d| inner.permutation[d]).collect();
+            Op::Transpose(Transpose { permutation })
+        }
+        _ => return Rewrite::Keep,
+    };
+    Rewrite::Node(op, inner.operands.clone())
+}
+
+/// The operand that equals the result, because the other is neutral: `a` or `b`, if it is the same number everywhere.
+fn neutral(op: Binary, dtype: DType, a: Option<f64>, b: Option<f64>) -> Option<usize> {
+    let is = |x: Option<f64>, number: f64| x == Some(number);
+    match op {
+        Binary::Add | Binary::Or if is(a, 0.0) => Some(1),
+        Binary::Add | Binary::Subtract | Binary::Or if is(b, 0.0) => Some(0),
+        Binary::Multiply if is(a, 1.0) => Some(1),
+        Binary::Multiply | Binary::Divide if is(b, 1.0) => Some(0),
+        Binary::Maximum if dtype.is_float() && is(a, f64::NEG_INFINITY) => Some(1),
+        Binary::Maximum if dtype.is_float() && is(b, f64::NEG_INFINITY) => Some(0),
+        Binary::Minimum if dtype.is_float() && is(a, f64::INFINITY) => Some(1),
+        Binary::Minimum if dtype.is_float() && is(b, f64::INFINITY) => Some(0),
+        Binary::And if dtype == DType::Bool && is(a, 1.0) => Some(1),
+        Binary::And if dtype == DType::Bool && is(b, 1.0) => Some(0),
+        _ => None,
     }
 }
 

@@ -12,7 +12,7 @@
 //! through an irrelevant maximum does not count.
 
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{Binary, Op, Reducer, Unary};
+use crate::op::{Binary, DotGeneral, Op, Reducer, Unary};
 use std::collections::BTreeMap;
 
 /// The derivative of a value `y` with respect to the maximum of its row.
@@ -102,21 +102,9 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
             (kept == now).then_some(Dependent { slope: d.slope, rows })
         }
         Op::Reshape(_) => {
-            // Only dimensions of size 1 may be added or removed.
             let d = of(0)?;
-            let from = graph.shape(node.operands[0]);
-            let mut left = d.rows.iter().zip(from).filter(|(_, s)| **s != 1);
-            let rows = node
-                .ty
-                .shape
-                .iter()
-                .map(
-                    |&size| {
-                        if size == 1 { Some(None) } else { left.next().filter(|(_, s)| **s == size).map(|(r, _)| *r) }
-                    },
-                )
-                .collect::<Option<Vec<_>>>()?;
-            left.next().is_none().then_some(Dependent { slope: d.slope, rows })
+            let rows = reshaped(&d.rows, graph.shape(node.operands[0]), &node.ty.shape)?;
+            Some(Dependent { slope: d.slope, rows })
         }
         Op::Convert(_) if node.ty.dtype.is_float() => of(0).cloned(),
         Op::Reduce(r) if r.reducer == Reducer::Sum => {
@@ -128,26 +116,7 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
                 _ => None,
             }
         }
-        // A sum of products with a factor that does not depend on the maximum.
-        Op::DotGeneral(dot) => {
-            let (d, batch, contract, first) = match (of(0), of(1)) {
-                (Some(d), None) => (d, &dot.lhs_batch, &dot.lhs_contract, true),
-                (None, Some(d)) => (d, &dot.rhs_batch, &dot.rhs_contract, false),
-                _ => return None,
-            };
-            let rank = |i: usize| graph.shape(node.operands[i]).len();
-            let free = |dims: Vec<usize>, own: bool| {
-                dims.into_iter().map(|dim| if own { d.rows[dim] } else { None }).collect::<Vec<_>>()
-            };
-            let mut rows: Vec<Option<usize>> = batch.iter().map(|&dim| d.rows[dim]).collect();
-            rows.extend(free(dot.lhs_free(rank(0)), first));
-            rows.extend(free(dot.rhs_free(rank(1)), !first));
-            let within_rows = contract.iter().all(|&dim| d.rows[dim].is_none());
-            match d.slope {
-                Proportional(_) if within_rows => Some(Dependent { slope: d.slope, rows }),
-                _ => None,
-            }
-        }
+        Op::DotGeneral(dot) => of_products(dot, [of(0), of(1)], [0, 1].map(|i| graph.shape(node.operands[i]).len())),
         Op::Unary(op) => {
             let d = of(0)?;
             match (op, d.slope) {
@@ -164,25 +133,12 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
             let rows = merged(of(0), of(1))?;
             let zero = Constant(0.0);
             let (a, b) = (of(0).map_or(zero, |d| d.slope), of(1).map_or(zero, |d| d.slope));
+            let hides = |i: usize| is_splat(graph, node.operands[i], f64::NEG_INFINITY);
             let slope = match (op, a, b) {
-                (Binary::Add, Constant(x), Constant(y)) => Constant(x + y),
-                (Binary::Subtract, Constant(x), Constant(y)) => Constant(x - y),
-                (Binary::Add | Binary::Subtract, Proportional(x), Proportional(y)) if x == y => Proportional(x),
-                // A constant slope of zero is a factor that does not depend on the maximum.
-                (Binary::Multiply, Proportional(x), Proportional(y)) => Proportional(x + y),
-                (Binary::Multiply, Proportional(x), Constant(0.0))
-                | (Binary::Multiply, Constant(0.0), Proportional(x)) => Proportional(x),
-                (Binary::Divide, Proportional(x), Proportional(y)) => Proportional(x - y),
-                (Binary::Divide, Proportional(x), Constant(0.0)) => Proportional(x),
-                (Binary::Divide, Constant(0.0), Proportional(y)) => Proportional(-y),
                 // `max(-inf, m)` is `m`.
-                (Binary::Maximum, slope, Constant(0.0)) if is_splat(graph, node.operands[1], f64::NEG_INFINITY) => {
-                    slope
-                }
-                (Binary::Maximum, Constant(0.0), slope) if is_splat(graph, node.operands[0], f64::NEG_INFINITY) => {
-                    slope
-                }
-                _ => return None,
+                (Binary::Maximum, slope, Constant(0.0)) if hides(1) => slope,
+                (Binary::Maximum, Constant(0.0), slope) if hides(0) => slope,
+                _ => of_binary(*op, a, b)?,
             };
             Some(Dependent { slope, rows })
         }
@@ -197,6 +153,51 @@ fn derivative(graph: &Graph, dependents: &BTreeMap<ValueId, Dependent>, node: &N
         }
         _ => None,
     }
+}
+
+/// The rows after a reshape. Only dimensions of size 1 may be added or removed.
+fn reshaped(rows: &[Option<usize>], from: &[u64], to: &[u64]) -> Option<Vec<Option<usize>>> {
+    let mut left = rows.iter().zip(from).filter(|(_, size)| **size != 1);
+    let row = |&size: &u64| match size {
+        1 => Some(None),
+        _ => left.next().filter(|(_, from)| **from == size).map(|(row, _)| *row),
+    };
+    let rows = to.iter().map(row).collect::<Option<Vec<_>>>()?;
+    left.next().is_none().then_some(rows)
+}
+
+/// The slope of an elementwise result whose operands have these slopes. A constant slope of zero is that of a factor
+/// that does not depend on the maximum.
+fn of_binary(op: Binary, a: Slope, b: Slope) -> Option<Slope> {
+    use Slope::{Constant, Proportional};
+    Some(match (op, a, b) {
+        (Binary::Add, Constant(x), Constant(y)) => Constant(x + y),
+        (Binary::Subtract, Constant(x), Constant(y)) => Constant(x - y),
+        (Binary::Add | Binary::Subtract, Proportional(x), Proportional(y)) if x == y => Proportional(x),
+        (Binary::Multiply, Proportional(x), Proportional(y)) => Proportional(x + y),
+        (Binary::Multiply, Proportional(x), Constant(0.0)) | (Binary::Multiply, Constant(0.0), Proportional(x)) => {
+            Proportional(x)
+        }
+        (Binary::Divide, Proportional(x), Proportional(y)) => Proportional(x - y),
+        (Binary::Divide, Proportional(x), Constant(0.0)) => Proportional(x),
+        (Binary::Divide, Constant(0.0), Proportional(y)) => Proportional(-y),
+        _ => return None,
+    })
+}
+
+/// The derivative of a sum of products. One factor must not depend on the maximum. `ranks` are those of the operands.
+fn of_products(dot: &DotGeneral, operands: [Option<&Dependent>; 2], ranks: [usize; 2]) -> Option<Dependent> {
+    let (d, batch, contract, first) = match operands {
+        [Some(d), None] => (d, &dot.lhs_batch, &dot.lhs_contract, true),
+        [None, Some(d)] => (d, &dot.rhs_batch, &dot.rhs_contract, false),
+        _ => return None,
+    };
+    let free = |dims: Vec<usize>, own: bool| dims.into_iter().map(move |dim| if own { d.rows[dim] } else { None });
+    let mut rows: Vec<Option<usize>> = batch.iter().map(|&dim| d.rows[dim]).collect();
+    rows.extend(free(dot.lhs_free(ranks[0]), first));
+    rows.extend(free(dot.rhs_free(ranks[1]), !first));
+    let within_rows = contract.iter().all(|&dim| d.rows[dim].is_none());
+    (within_rows && matches!(d.slope, Slope::Proportional(_))).then_some(Dependent { slope: d.slope, rows })
 }
 
 /// The rows of an elementwise result. `None` if the operands' rows differ.

@@ -4,7 +4,7 @@
 //! interpreter computes the formulas over real numbers, and kernels are compared with it.
 
 use crate::dtype::DType;
-use crate::types::{TensorType, strides};
+use crate::types::TensorType;
 
 /// A value of the reference interpreter.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,14 +76,4 @@ pub fn for_each_index(shape: &[u64], mut visit: impl FnMut(&[u64])) {
             index[dim] = 0;
         }
     }
-}
-
-/// Splits a row-major position into an index.
-pub fn unravel(mut position: u64, shape: &[u64]) -> Vec<u64> {
-    let mut index = vec![0; shape.len()];
-    for (i, stride) in strides(shape).into_iter().enumerate() {
-        index[i] = position / stride;
-        position %= stride;
-    }
-    index
 }

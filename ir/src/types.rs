@@ -9,7 +9,7 @@ use std::fmt;
 pub const MAX_ELEMENTS: u64 = 1 << 48;
 
 /// The largest number of dimensions of a tensor.
-pub const MAX_RANK: usize = 32;
+pub(crate) const MAX_RANK: usize = 32;
 
 /// The element type and shape of a tensor. Sizes are global unless a name says `local`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -13,6 +13,7 @@ use crate::graph::{Graph, ValueId};
 use crate::literal::Values;
 use crate::mesh::{AxisId, Mesh};
 use crate::op::{Binary, Composite, Direction, Function, Op, Unary};
+use crate::sets::Sets;
 use rustc_hash::FxHashMap;
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -42,7 +43,7 @@ pub struct Range {
 }
 
 impl Range {
-    pub const UNKNOWN: Range = Range { low: f64::NEG_INFINITY, high: f64::INFINITY };
+    const UNKNOWN: Range = Range { low: f64::NEG_INFINITY, high: f64::INFINITY };
     const EITHER: Range = Range { low: 0.0, high: 1.0 };
 
     /// The range between two bounds, or unknown if one of them is NaN.
@@ -156,51 +157,9 @@ impl<'a> Ranges<'a> {
                 let inner: Vec<_> = at.iter().enumerate().map(place).collect();
                 self.of(operand(0), &inner)
             }
-            Op::Concatenate(op) => {
-                let (mut begin, mut all) = (0, None::<Range>);
-                for &piece in &node.operands {
-                    let end = begin + self.graph.shape(piece)[op.dim];
-                    let (first, last) = at[op.dim];
-                    if first < end && last >= begin {
-                        let mut inner = at.to_vec();
-                        inner[op.dim] = (first.max(begin) - begin, last.min(end - 1) - begin);
-                        let range = self.of(piece, &inner);
-                        all = Some(all.map_or(range, |all| all.joined(range)));
-                    }
-                    begin = end;
-                }
-                all.unwrap_or(Range::UNKNOWN)
-            }
-            Op::Convert(op) => {
-                let range = self.of(operand(0), at);
-                let same = range.low.abs().max(range.high.abs()) < 16_777_216.0;
-                let is_bool = node.ty.dtype == DType::Bool;
-                match range.known() {
-                    // Every type of masks can represent small numbers. A number is true if it is not zero.
-                    Some(value) if is_bool => Range::truth(value != 0.0),
-                    None if is_bool && (range.low > 0.0 || range.high < 0.0) => Range::truth(true),
-                    None if is_bool => Range::EITHER,
-                    _ if same && op.dtype.is_integer() => Range { low: range.low.trunc(), high: range.high.trunc() },
-                    _ if same && op.dtype.bytes() >= 4 => range,
-                    _ => Range::UNKNOWN,
-                }
-            }
-            Op::Unary(unary) => {
-                let a = self.of(operand(0), at);
-                match unary {
-                    Unary::Negate => Range { low: -a.high, high: -a.low },
-                    Unary::Not if node.ty.dtype == DType::Bool => {
-                        Range { low: 1.0 - a.high.min(1.0), high: 1.0 - a.low.max(0.0) }
-                    }
-                    Unary::Abs if a.low >= 0.0 => a,
-                    Unary::Abs if a.high <= 0.0 => Range { low: -a.high, high: -a.low },
-                    Unary::Abs => Range { low: 0.0, high: a.high.max(-a.low) },
-                    Unary::Floor => Range { low: a.low.floor(), high: a.high.floor() },
-                    Unary::Ceil => Range { low: a.low.ceil(), high: a.high.ceil() },
-                    Unary::StopGradient => a,
-                    _ => Range::UNKNOWN,
-                }
-            }
+            Op::Concatenate(op) => self.concatenated(&node.operands, op.dim, at),
+            Op::Convert(op) => converted(self.of(operand(0), at), op.dtype),
+            Op::Unary(op) => unary(*op, self.of(operand(0), at), node.ty.dtype),
             Op::Binary(op) => {
                 let (a, b) = (self.of(operand(0), at), self.of(operand(1), at));
                 binary(*op, a, b, node.ty.dtype)
@@ -213,6 +172,22 @@ impl<'a> Ranges<'a> {
             },
             _ => Range::UNKNOWN,
         }
+    }
+
+    fn concatenated(&self, pieces: &[ValueId], dim: usize, at: &Bounds) -> Range {
+        let (mut begin, mut all) = (0, None::<Range>);
+        for &piece in pieces {
+            let end = begin + self.graph.shape(piece)[dim];
+            let (first, last) = at[dim];
+            if first < end && last >= begin {
+                let mut inner = at.to_vec();
+                inner[dim] = (first.max(begin) - begin, last.min(end - 1) - begin);
+                let range = self.of(piece, &inner);
+                all = Some(all.map_or(range, |all| all.joined(range)));
+            }
+            begin = end;
+        }
+        all.unwrap_or(Range::UNKNOWN)
     }
 
     /// The range of a table's elements within a box. Unknown if the box is too large for the remaining fuel.
@@ -308,7 +283,7 @@ impl<'a> Ranges<'a> {
 }
 
 /// Returns true if an op's result is always unknown, whatever its operands are.
-pub fn is_opaque(op: &Op) -> bool {
+fn is_opaque(op: &Op) -> bool {
     let looks_into = op.is_elementwise() && !matches!(op, Op::ReducePrecision(_) | Op::Threefry(_))
         || matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Reverse(_))
         || matches!(op, Op::Slice(_) | Op::Concatenate(_) | Op::Iota(_) | Op::Constant(_) | Op::AxisIndex(_));
@@ -317,14 +292,14 @@ pub fn is_opaque(op: &Op) -> bool {
 
 /// A boolean value, and which of its two values makes elements visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Mask {
+pub(crate) struct Mask {
     pub value: ValueId,
     pub shows: bool,
 }
 
 impl Mask {
     /// The mask of a select between a value and the constant that replaces hidden elements.
-    pub fn of_select(graph: &Graph, select: ValueId, is_constant: impl Fn(ValueId) -> bool) -> Mask {
+    pub(crate) fn of_select(graph: &Graph, select: ValueId, is_constant: impl Fn(ValueId) -> bool) -> Mask {
         let operands = &graph.node(select).operands;
         Mask { value: operands[0], shows: !is_constant(operands[1]) || is_constant(operands[2]) }
     }
@@ -356,7 +331,7 @@ pub fn form(graph: &Graph, value: ValueId) -> String {
 
 /// The fraction of a mask's tiles of `tile` by `tile` elements that may be visible, on the device that sees most. With
 /// tiles of one element, it is the fraction of elements.
-pub fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64 {
+pub(crate) fn visible(graph: &Graph, mask: Mask, tile: u64, of_leaf: OfLeaf<'_>) -> f64 {
     let Mask { value: mask, shows } = mask;
     let shape = graph.shape(mask);
     let mut ranges = Ranges::new(graph, of_leaf);
@@ -434,14 +409,7 @@ fn visible_columns(ranges: &Ranges<'_>, mask: Mask, bounds: &mut [(u64, u64)], w
 pub fn visible_parts(graph: &Graph, of_leaf: OfLeaf<'_>) -> Vec<f64> {
     // The growing product that a large value is computed from, identified by the first product that it is joined with.
     let mut made_of: Vec<Option<usize>> = vec![None; graph.len()];
-    let mut joined: Vec<usize> = (0..graph.len()).collect();
-    fn find(joined: &mut [usize], mut at: usize) -> usize {
-        while joined[at] != at {
-            joined[at] = joined[joined[at]];
-            at = joined[at];
-        }
-        at
-    }
+    let mut joined = Sets::new(graph.len());
     let mut part = vec![1.0f64; graph.len()];
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     let mut masked: Vec<(usize, f64)> = Vec::new();
@@ -464,10 +432,7 @@ pub fn visible_parts(graph: &Graph, of_leaf: OfLeaf<'_>) -> Vec<f64> {
         let of: Vec<usize> = large.filter_map(|o| made_of[o.index()]).collect();
         let Some(&first) = of.first() else { continue };
         made_of[v.index()] = Some(first);
-        for &other in &of[1..] {
-            let (a, b) = (find(&mut joined, first), find(&mut joined, other));
-            joined[a.max(b)] = a.min(b);
-        }
+        of[1..].iter().for_each(|&other| joined.merge(first, other));
         if let Op::Select(_) = node.op
             && made_of[node.operands[0].index()].is_none()
         {
@@ -480,17 +445,45 @@ pub fn visible_parts(graph: &Graph, of_leaf: OfLeaf<'_>) -> Vec<f64> {
     }
     let mut of_product: FxHashMap<usize, f64> = FxHashMap::default();
     for (product, share) in masked {
-        let known = of_product.entry(find(&mut joined, product)).or_insert(1.0);
+        let known = of_product.entry(joined.find(product)).or_insert(1.0);
         *known = known.min(share);
     }
     for v in graph.values().filter(|v| matches!(graph.node(*v).op, Op::DotGeneral(_))) {
         let own = made_of[v.index()];
         let read = graph.node(v).operands.iter().find_map(|o| made_of[o.index()]);
         if let Some(product) = own.or(read) {
-            part[v.index()] = of_product.get(&find(&mut joined, product)).copied().unwrap_or(1.0);
+            part[v.index()] = of_product.get(&joined.find(product)).copied().unwrap_or(1.0);
         }
     }
     part
+}
+
+fn converted(range: Range, dtype: DType) -> Range {
+    let is_small = range.low.abs().max(range.high.abs()) < 16_777_216.0;
+    let is_bool = dtype == DType::Bool;
+    match range.known() {
+        // Every type of masks can represent small numbers. A number is true if it is not zero.
+        Some(value) if is_bool => Range::truth(value != 0.0),
+        None if is_bool && (range.low > 0.0 || range.high < 0.0) => Range::truth(true),
+        None if is_bool => Range::EITHER,
+        _ if is_small && dtype.is_integer() => Range { low: range.low.trunc(), high: range.high.trunc() },
+        _ if is_small && dtype.bytes() >= 4 => range,
+        _ => Range::UNKNOWN,
+    }
+}
+
+fn unary(op: Unary, a: Range, dtype: DType) -> Range {
+    match op {
+        Unary::Negate => Range { low: -a.high, high: -a.low },
+        Unary::Not if dtype == DType::Bool => Range { low: 1.0 - a.high.min(1.0), high: 1.0 - a.low.max(0.0) },
+        Unary::Abs if a.low >= 0.0 => a,
+        Unary::Abs if a.high <= 0.0 => Range { low: -a.high, high: -a.low },
+        Unary::Abs => Range { low: 0.0, high: a.high.max(-a.low) },
+        Unary::Floor => Range { low: a.low.floor(), high: a.high.floor() },
+        Unary::Ceil => Range { low: a.low.ceil(), high: a.high.ceil() },
+        Unary::StopGradient => a,
+        _ => Range::UNKNOWN,
+    }
 }
 
 fn binary(op: Binary, a: Range, b: Range, dtype: DType) -> Range {

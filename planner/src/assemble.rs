@@ -16,7 +16,7 @@ use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{
-    FORMAT, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding,
+    FORMAT, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, is_countable,
 };
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
@@ -35,6 +35,11 @@ pub struct Parts<'a> {
 
 /// Writes a plan out, without predictions.
 pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    if !is_countable(parts.num_microbatches, parts.stages.len()) {
+        let problem = "times the number of stages is more than a step may have, which is 1048576";
+        let value = parts.num_microbatches.into();
+        return Err(PlanFailure::Option { option: "num-microbatches", value, problem });
+    }
     let sizes: Vec<(u32, u32)> = request.cluster.groups.iter().map(|g| (g.nodes, g.devices_per_node)).collect();
     let lanes = parts.stages.len() / parts.virtual_stages.max(1) as usize;
     let blocks: Vec<Block> = parts.stages[..lanes].iter().map(|s| s.block).collect();

@@ -12,9 +12,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::fs::Permissions;
 use std::hash::{DefaultHasher, Hasher};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::ops::Range;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -271,9 +273,12 @@ impl Cache {
         }
         let sum = checksum(&written);
         written.extend(sum);
-        let part = file.with_extension(format!("{}.part", std::process::id()));
-        let replaced = std::fs::write(&part, &written).and_then(|()| std::fs::rename(&part, file));
-        replaced.inspect_err(|_| drop(std::fs::remove_file(&part)))
+        let folder = file.parent().unwrap_or(Path::new("."));
+        // As any new file, as far as the user's mask leaves it.
+        let new = Permissions::from_mode(0o666);
+        let mut part = tempfile::Builder::new().prefix(".searches.").permissions(new).tempfile_in(folder)?;
+        part.write_all(&written)?;
+        part.persist(file).map(drop).map_err(|error| error.error)
     }
 }
 

@@ -46,7 +46,7 @@ def plan(
         DoesNotFit, NoPlan: There is no plan; ``remedies`` lists changes with which there is one.
         OptionError, ClusterError: An option or the cluster is at fault.
     """
-    with as_file(model, example_inputs) as file:
+    with as_file(model, example_inputs, "batch_dim" in options) as file:
         params = {"model": file, "cluster": _text(cluster), "loss": loss, **options}
         return Plan(_process.ask("plan", params, "planning"))
 
@@ -94,7 +94,7 @@ def scale(
     `nodes` is a list of counts, or text such as ``"1,2,4,...,64"``.
     """
     counts = nodes if isinstance(nodes, str) else ",".join(map(str, [nodes] if isinstance(nodes, int) else nodes))
-    with as_file(model, example_inputs) as file:
+    with as_file(model, example_inputs, "batch_dim" in options) as file:
         params = {"model": file, "cluster": _text(cluster), "loss": loss, "nodes": counts, **options}
         fields = _process.ask("scale", params, "planning")
         return Report(fields, _process.ask("scale", {**params, "json": False}, "planning")["text"])
@@ -134,7 +134,7 @@ class Oracle:
         of_model = {name: value for name, value in options.items() if name in _OF_MODEL}
         self._options = {name: value for name, value in options.items() if name not in _OF_MODEL}
         self._options["cluster"] = _text(cluster)
-        with as_file(model, example_inputs) as file:
+        with as_file(model, example_inputs, "batch_dim" in options) as file:
             self.model: dict[str, Any] = _process.ask("load_model", {"model": file, "loss": loss, **of_model})
         self._handle: str | None = self.model.pop("model")
 

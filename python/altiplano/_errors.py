@@ -127,6 +127,9 @@ def of_answer(error: dict[str, Any]) -> Error:
     """The exception of an error in an answer."""
     data = error.get("data") or {}
     cls = _BY_KIND.get(data.get("kind", ""), Error)
-    found = cls(error.get("message", "unknown failure"), place=data.get("place"), data=data)
+    place = data.get("place")
+    # An option of the command line is an argument here.
+    place = place[2:].replace("-", "_") if place and place.startswith("--") else place
+    found = cls(error.get("message", "unknown failure"), place=place, data=data)
     found.kind = data.get("kind", cls.kind)
     return found

@@ -85,6 +85,7 @@ class Process:
         """Asks a question and waits for its answer. Ctrl-C stops a search, whose best result so far is the answer; a
         second one gives up."""
         answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        text = _text(params)
         with self._lock:
             if self._has_ended:
                 raise self._ended()
@@ -94,7 +95,7 @@ class Process:
             while self.released:
                 handle = self.released.popleft()
                 self._send({"jsonrpc": "2.0", "method": "release", "params": {"handle": handle}})
-            self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": params})
+            self._write(f'{{"jsonrpc": "2.0", "id": {number}, "method": {json.dumps(method)}, "params": {text}}}\n'.encode())
             interrupted = False
             while True:
                 try:
@@ -135,7 +136,9 @@ class Process:
         self._child.stderr.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
+        self._write(json.dumps(message).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
         with self._lock:
             try:
                 self._child.stdin.write(line)
@@ -168,6 +171,44 @@ class Process:
     def _listen(self) -> None:
         for line in self._child.stderr:
             self._said.append(line.decode(errors="replace").rstrip())
+
+
+#: Most bytes of a question; the program reads lines of 1 MiB.
+_MOST_BYTES = (1 << 20) - 1024
+
+
+def _text(params: dict[str, Any]) -> str:
+    """Parameters as JSON, in which the program finds nothing that it cannot read.
+
+    Raises:
+        OptionError: A parameter has a value that JSON has not, such as NaN or an object.
+    """
+    try:
+        text = json.dumps(params, allow_nan=False, ensure_ascii=False, default=_plain)
+        if len(text.encode()) <= _MOST_BYTES:
+            return text
+    except (TypeError, ValueError, RecursionError):
+        pass
+    for name, value in params.items():
+        try:
+            if len(json.dumps(value, allow_nan=False, ensure_ascii=False, default=_plain).encode()) <= _MOST_BYTES // 2:
+                continue
+            problem = "the value is too long for a question"
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"no option has a value like this: {error}"
+        raise _errors.OptionError(
+            problem, place=str(name), remedies=["text, finite numbers, True or False, paths, or lists and dicts of these"]
+        )
+    raise _errors.OptionError("the options are too long for a question", remedies=["patterns such as 'embed*' in place of many names"])
+
+
+def _plain(value: Any) -> Any:
+    """A path as text, and a number of numpy or a framework as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__}")
 
 
 _shared: Process | None = None

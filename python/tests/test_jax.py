@@ -153,6 +153,23 @@ class Refusals(unittest.TestCase):
         self.refused(lambda w, x: (x @ w).mean(), (x, x), "test_jax.py")
         self.refused(lambda w, x: (x @ w).mean(), None, "example_inputs")
         self.refused(lambda w, x: (x @ w).mean(), (x.T, "text"), "model")
+        self.refused(lambda w, x: (x @ w).mean(), (x.T,), "model")
+        self.refused(lambda w, x: x @ w, (x.T, x), "model")
+        self.refused(lambda w, x: (x @ w).mean() if x.sum() > 0 else w.mean(), (x.T, x), "test_jax.py")
+        self.refused(lambda w, x: (x @ w).mean(), (x.T, x[:1]), "example_inputs[1]")
+        self.refused(lambda w, x: (x @ w).mean(), {"w": x.T, "x": x[:1]}, "example_inputs['x']")
+
+    def test_unsupported_ops_are_named_by_the_line_of_the_function(self):
+        x = np.zeros((8, 16), np.float32)
+
+        def decomposed(w, x):
+            return jnp.linalg.svd(x @ w)[1].mean()
+
+        self.refused(decomposed, (x.T, x), "test_jax.py")
+        with self.assertRaises(altiplano.ModelError) as caught:
+            altiplano.plan(decomposed, (x.T, x), cluster="local:2")
+        self.assertIn("custom_call", caught.exception.message)
+        self.assertNotIn("altiplano-", caught.exception.message)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,31 @@ class Failures(unittest.TestCase):
             if place:
                 self.assertEqual(caught.exception.place, place)
 
+    def test_values_that_json_has_not_are_refused_and_do_not_hang(self):
+        for value in (float("nan"), object(), [1, object()], "\udc80", ["x" * (2 << 20)]):
+            with self.assertRaises(altiplano.OptionError) as caught:
+                altiplano.plan(DEMO, cluster="local:2", freeze=value)
+            self.assertEqual(caught.exception.place, "freeze")
+            self.assertTrue(caught.exception.remedies)
+
+    def test_paths_and_numbers_of_numpy_are_values(self):
+        class Number:
+            ndim = 0
+
+            def item(self):
+                return 2
+
+        plan = altiplano.plan(DEMO, cluster="local:2", tp=Number())
+        self.assertEqual(plan.num_devices, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            plan = altiplano.plan(DEMO, cluster="local:2", output=Path(folder) / "plan.json")
+            self.assertEqual(altiplano.load(Path(folder) / "plan.json").step_seconds, plan.step_seconds)
+
+    def test_options_are_named_as_arguments(self):
+        with self.assertRaises(altiplano.OptionError) as caught:
+            altiplano.plan(DEMO, cluster="local:2", global_batch=0)
+        self.assertEqual(caught.exception.place, "global_batch")
+
     def test_unknown_stacks_are_not_implemented(self):
         plan = altiplano.plan(DEMO, cluster="local:2", tp=2)
         with self.assertRaises(NotImplementedError):

@@ -105,7 +105,27 @@ class Refusals(unittest.TestCase):
         self.refused("example_inputs[0]", Mlp(), ("text",))
         self.refused("test_torch.py", Mlp(), (torch.zeros(8, 17),))
         self.refused("model", Mlp().to("meta"), (torch.zeros(8, 16),))
+        self.refused("example_inputs[0]", Mlp(), (torch.zeros(0, 16),))
+        self.refused("example_inputs[0]", Mlp(), (torch.zeros(8, 16, device="meta"),))
+        self.refused("example_inputs", Mlp(), (3.0,))
         self.refused("model", Mlp, (torch.zeros(8, 16),))
+        self.refused("model", lambda x: x, (torch.zeros(8, 16),))
+        self.refused("model", Mlp(), {"y": torch.zeros(8, 16)}, loss="mse")
+        self.refused("model", {"model_type": "unheard of"})
+
+    def test_one_sample_will_do_if_the_batch_is_named(self):
+        self.assertTrue(altiplano.plan(Mlp(), (torch.zeros(1, 16),), cluster="local:2", loss="mse", batch_dim={"x": 0}).fits)
+
+    def test_unsupported_ops_are_named_by_the_line_of_the_module(self):
+        class Svd(Mlp):
+            def forward(self, x):
+                return torch.linalg.svd(self.up(x))[1]
+
+        self.refused("test_torch.py", Svd(), (torch.zeros(8, 16),), loss="mse")
+        with self.assertRaises(altiplano.ModelError) as caught:
+            altiplano.plan(Svd(), (torch.zeros(8, 16),), cluster="local:2", loss="mse")
+        self.assertIn("linalg_svd", caught.exception.message)
+        self.assertNotIn("altiplano-", caught.exception.message)
 
     def test_branches_on_values(self):
         class Branch(nn.Module):

@@ -65,7 +65,7 @@ impl Arena {
     }
 
     /// The inverse of [`Arena::charge`].
-    pub fn discharge(&self, bytes: u64) {
+    fn discharge(&self, bytes: u64) {
         self.held_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
@@ -121,7 +121,7 @@ impl Storage {
         &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
     }
 
-    pub fn slice_mut<T: Pod>(&mut self) -> &mut [T] {
+    pub(crate) fn slice_mut<T: Pod>(&mut self) -> &mut [T] {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.bytes / size_of::<T>()]
     }
 

@@ -112,7 +112,7 @@ fn io(file: &Path, error: std::io::Error) -> RuntimeError {
 }
 
 fn opened(file: &Path) -> Result<(File, u64), RuntimeError> {
-    let open = File::open(file).map_err(|error| io(file, error))?;
+    let open = crate::files::open(file).map_err(|error| io(file, error))?;
     let found = open.metadata().map_err(|error| io(file, error))?;
     Ok((open, found.len()))
 }

@@ -57,7 +57,7 @@ pub struct AsyncCollectives {
 
 /// The collectives of a program's late calls that can start early, in the order in which all devices of the program run
 /// them. Also the position of the first late call that runs once a step: all late calls before it must have run first.
-pub fn early(
+pub(crate) fn early(
     program: &Program,
     bodies: &[Compiled],
     transfers: &[(Transfer, Arc<Vec<Message>>)],

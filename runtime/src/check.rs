@@ -32,12 +32,13 @@ pub fn check(programs: &Programs) -> Result<(), RuntimeError> {
             return fail("a value in host memory cannot be sent or received");
         }
     }
+    check_calls(programs)?;
     check_schedules(programs)
 }
 
 /// Selects the given inputs that the programs use and casts them to the element types of their buffers. Each input must
 /// be whole: its batch dimensions are `num_microbatches` times those of the buffer. Scalars only have to be present.
-pub fn checked_inputs<'a>(
+pub(crate) fn checked_inputs<'a>(
     programs: impl IntoIterator<Item = &'a Program>,
     num_microbatches: u32,
     given: &BTreeMap<String, HostTensor>,
@@ -74,7 +75,7 @@ pub fn checked_inputs<'a>(
 }
 
 /// Fails if programs use features that GPUs lack: steps that overlap, and weights received from parameter servers.
-pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
+pub(crate) fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
     let fail = |program: u32, problem| Err(RuntimeError::Program { program, problem });
     if let Some(program) = programs.programs.iter().position(|program| !program.late.is_empty()) {
         return fail(program as u32, "has calls that overlap with the next step, which GPUs do not support yet");
@@ -87,7 +88,7 @@ pub fn expect_plain(programs: &Programs) -> Result<(), RuntimeError> {
 }
 
 /// Combines the losses of a step's microbatches; NaN if no program computes one.
-pub fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
+pub(crate) fn step_loss(losses: &[f64], is_mean: bool) -> f64 {
     let sum: f64 = losses.iter().sum();
     match losses.len() {
         0 => f64::NAN,
@@ -214,34 +215,26 @@ fn check_host_copies(program: &Program, body: &Body) -> Result<(), (ValueId, &'s
     Ok(())
 }
 
-/// Checks each call, then simulates all schedules together: each program advances until it waits for a message that was
-/// not sent.
-fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
+/// Checks that each call of the schedules names bodies, transfers and microbatches of its program.
+fn check_calls(programs: &Programs) -> Result<(), RuntimeError> {
     for (p, program) in programs.programs.iter().enumerate() {
         for (c, call) in program.schedule.iter().chain(&program.flush).enumerate() {
             let fail = |problem| Err(RuntimeError::Call { program: p as u32, call: c, problem });
             if c >= program.schedule.len() && matches!(call, Call::Run { .. }) {
                 return fail("runs a body in a flush, which may only send and receive");
             }
+            let transfer = |id: TransferId| programs.transfers.get(id.0 as usize);
             let microbatch = match *call {
-                Call::Run { body, microbatch } => {
-                    if body as usize >= program.bodies.len() {
-                        return fail("runs a body that does not exist");
-                    }
-                    microbatch
+                Call::Run { body, .. } if body as usize >= program.bodies.len() => {
+                    return fail("runs a body that does not exist");
                 }
-                Call::Send { transfer, microbatch, .. } => {
-                    match programs.transfers.get(transfer.0 as usize) {
-                        Some(t) if t.source.0 as usize == p => {}
-                        _ => return fail("sends a transfer that is not from this program"),
-                    }
-                    microbatch
+                Call::Send { transfer: id, .. } if transfer(id).is_none_or(|t| t.source.0 as usize != p) => {
+                    return fail("sends a transfer that is not from this program");
                 }
-                Call::Receive { transfer, microbatch } => {
-                    match programs.transfers.get(transfer.0 as usize) {
-                        Some(t) if t.target.0 as usize == p => {}
-                        _ => return fail("receives a transfer that is not to this program"),
-                    }
+                Call::Receive { transfer: id, .. } if transfer(id).is_none_or(|t| t.target.0 as usize != p) => {
+                    return fail("receives a transfer that is not to this program");
+                }
+                Call::Run { microbatch, .. } | Call::Send { microbatch, .. } | Call::Receive { microbatch, .. } => {
                     microbatch
                 }
             };
@@ -250,6 +243,11 @@ fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
             }
         }
     }
+    Ok(())
+}
+
+/// Simulates all schedules together: each program advances until it waits for a message that was not sent.
+fn check_schedules(programs: &Programs) -> Result<(), RuntimeError> {
     for (p, program) in programs.programs.iter().enumerate() {
         let rises = program.late.windows(2).all(|w| w[0] <= w[1]);
         let counted = program.late.last().is_none_or(|&last| last as usize <= program.num_prompt());

@@ -17,7 +17,7 @@ use crate::shared_tensor::SharedTensor;
 use crate::view::row_major;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
-use altiplano_ir::reshard::Collective;
+use altiplano_ir::reshard::{BlockedDim, Collective};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -122,48 +122,24 @@ impl Member<'_> {
             crate::mpi::collective::Ran::NotHere(operand) => operand,
         };
         match collective {
-            Collective::AllReduce { reducer, .. } => {
-                if n == 1 {
-                    return own(operand, class, in_place);
-                }
-                self.all_reduce(*reducer, dtype, elements, operand, in_place)
-            }
+            Collective::AllReduce { .. } if n == 1 => own(operand, class, in_place),
+            Collective::AllReduce { reducer, .. } => self.all_reduce(*reducer, dtype, elements, operand, in_place),
             Collective::ReduceScatter { reducer, dim, outer, .. } => {
-                let mut result = arena.allocate(class, elements / n)?;
-                let operands = self.share(&operand)?;
-                let blocks = Blocks::of_part(shape, *dim, *outer, n);
-                with_class!(class, T => {
-                    let slices: Vec<&[T]> = operands.iter().map(|o| o.slice()).collect();
-                    let target = result.slice_mut::<T>();
-                    for block in 0..blocks.count {
-                        let first = (block * n + self.me) * blocks.length;
-                        let part = &mut target[block * blocks.length..(block + 1) * blocks.length];
-                        reduce(&slices, first, part, *reducer, dtype);
-                    }
-                });
-                drop(operands);
-                self.done()?;
-                Ok(result)
+                let result = arena.allocate(class, elements / n)?;
+                self.reduce_scatter(*reducer, dtype, &Blocks::of_part(shape, *dim, *outer, n), &operand, result)
             }
             Collective::AllGather { dim, outer, .. } => {
-                let mut result = arena.allocate(class, elements * n)?;
-                let operands = self.share(&operand)?;
+                let result = arena.allocate(class, elements * n)?;
                 let blocks = Blocks::of_whole(shape, *dim, *outer);
-                for (which, part) in operands.iter().enumerate() {
-                    let dims = [(blocks.count, blocks.length, blocks.length * n), (blocks.length, 1, 1)];
-                    let copy = Copy::new(0, which * blocks.length, dims);
-                    with_width!(class, T => copy.run(part.slice::<T>(), result.slice_mut::<T>()));
-                }
-                drop(operands);
-                self.done()?;
-                Ok(result)
+                let dims = [(blocks.count, blocks.length, blocks.length * n), (blocks.length, 1, 1)];
+                self.copied(class, &operand, result, |which| Some(Copy::new(0, which * blocks.length, dims)))
             }
             Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
                 let mut result = arena.allocate(class, elements)?;
+                let (split, concat) =
+                    (BlockedDim::new(*split_dim, *split_outer), BlockedDim::new(*concat_dim, *concat_outer));
                 let operands = self.share(&operand)?;
                 for (which, part) in operands.iter().enumerate() {
-                    let split = (*split_dim as usize, *split_outer as usize);
-                    let concat = (*concat_dim as usize, *concat_outer as usize);
                     let Exchange { cut, join, both } = exchange(shape, split, concat, n, self.me, which);
                     with_width!(class, T => match &both {
                         Some(copy) => copy.run(part.slice::<T>(), result.slice_mut::<T>()),
@@ -193,68 +169,98 @@ impl Member<'_> {
                 }
                 Ok(result)
             }
-            Collective::Shift { by, .. } => {
-                // Each member shares its operand with one other and copies that of another.
-                let mut result = arena.allocate(class, elements)?;
-                let (to, from) = self.shifted(*by);
-                if from == self.me {
-                    with_width!(class, T => result.slice_mut::<T>().copy_from_slice(operand.slice::<T>()));
-                    return Ok(result);
-                }
-                let payload = match self.mailbox.copies() {
-                    true => Payload::Words(operand.words().to_vec()),
-                    false => Payload::Shared(operand.clone()),
-                };
-                self.mailbox.send(self.ranks[to], Tag::Collective, payload);
-                match self.mailbox.receive(self.ranks[from], Tag::Collective)? {
-                    Payload::Shared(lent) => {
-                        with_width!(class, T => result.slice_mut::<T>().copy_from_slice(lent.slice::<T>()));
-                    }
-                    Payload::Words(words) => {
-                        let bytes = bytemuck::cast_slice::<u64, u8>(&words);
-                        expect_bytes(bytes, operand.bytes())?;
-                        result.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(&bytes[..operand.bytes()]);
-                    }
-                    Payload::SharedTensor(_) | Payload::Done => return Err(KernelError::Disconnected),
-                }
-                if !self.mailbox.copies() {
-                    self.mailbox.send(self.ranks[from], Tag::Collective, Payload::Done);
-                    let Payload::Done = self.mailbox.receive(self.ranks[to], Tag::Collective)? else {
-                        return Err(KernelError::Disconnected);
-                    };
-                }
-                Ok(result)
-            }
+            Collective::Shift { by, .. } => self.shift(*by, class, &operand, arena.allocate(class, elements)?),
             Collective::Halo { dim, low, high, reducer, .. } => {
-                let (dim, low, high) = (*dim as usize, *low as usize, *high as usize);
-                let block = shape[dim];
-                let length = low + block + high;
-                let inner: usize = shape[dim + 1..].iter().product();
-                let outer: usize = shape[..dim].iter().product();
-                let mut result = arena.allocate(class, outer * length * inner)?;
-                let operands = self.share(&operand)?;
-                // The result starts `low` elements before this device's block.
-                let begin = (self.me * block) as isize - low as isize;
-                if begin < 0 || begin + length as isize > (n * block) as isize {
-                    fill_neutral(&mut result, *reducer, dtype);
+                let halo = Halo { dim: usize::from(*dim), low: *low, high: *high, reducer: *reducer };
+                let edges = Edges::new(&halo, shape, n);
+                let mut result = arena.allocate(class, edges.elements())?;
+                if edges.reach_beyond(self.me) {
+                    fill_neutral(&mut result, halo.reducer, dtype);
                 }
-                for (which, part) in operands.iter().enumerate() {
-                    let first = begin.max((which * block) as isize);
-                    let last = (begin + length as isize).min(((which + 1) * block) as isize);
-                    if first >= last {
-                        continue;
-                    }
-                    let (from, to) = (first as usize - which * block, (first - begin) as usize);
-                    let run = (last - first) as usize * inner;
-                    let dims = [(outer, block * inner, length * inner), (run, 1, 1)];
-                    let copy = Copy::new(from * inner, to * inner, dims);
-                    with_width!(class, T => copy.run(part.slice::<T>(), result.slice_mut::<T>()));
-                }
-                drop(operands);
-                self.done()?;
-                Ok(result)
+                let me = self.me;
+                self.copied(class, &operand, result, |which| edges.part(me, which).map(|part| part.copy()))
             }
         }
+    }
+
+    /// Shares the operand, and copies from each member's operand into the result.
+    fn copied(
+        &mut self,
+        class: Class,
+        operand: &Arc<Storage>,
+        mut result: Storage,
+        copy: impl Fn(usize) -> Option<Copy>,
+    ) -> Result<Storage, KernelError> {
+        let operands = self.share(operand)?;
+        for (which, part) in operands.iter().enumerate() {
+            if let Some(copy) = copy(which) {
+                with_width!(class, T => copy.run(part.slice::<T>(), result.slice_mut::<T>()));
+            }
+        }
+        drop(operands);
+        self.done()?;
+        Ok(result)
+    }
+
+    fn reduce_scatter(
+        &mut self,
+        reducer: Reducer,
+        dtype: DType,
+        blocks: &Blocks,
+        operand: &Arc<Storage>,
+        mut result: Storage,
+    ) -> Result<Storage, KernelError> {
+        let operands = self.share(operand)?;
+        with_class!(Class::of(dtype), T => {
+            let slices: Vec<&[T]> = operands.iter().map(|o| o.slice()).collect();
+            let target = result.slice_mut::<T>();
+            for block in 0..blocks.count {
+                let first = (block * slices.len() + self.me) * blocks.length;
+                let part = &mut target[block * blocks.length..(block + 1) * blocks.length];
+                reduce(&slices, first, part, reducer, dtype);
+            }
+        });
+        drop(operands);
+        self.done()?;
+        Ok(result)
+    }
+
+    /// Each member shares its operand with one other and copies that of another.
+    fn shift(
+        &mut self,
+        by: u64,
+        class: Class,
+        operand: &Arc<Storage>,
+        mut result: Storage,
+    ) -> Result<Storage, KernelError> {
+        let (to, from) = self.shifted(by);
+        if from == self.me {
+            with_width!(class, T => result.slice_mut::<T>().copy_from_slice(operand.slice::<T>()));
+            return Ok(result);
+        }
+        let payload = match self.mailbox.copies() {
+            true => Payload::Words(operand.words().to_vec()),
+            false => Payload::Shared(operand.clone()),
+        };
+        self.mailbox.send(self.ranks[to], Tag::Collective, payload);
+        match self.mailbox.receive(self.ranks[from], Tag::Collective)? {
+            Payload::Shared(lent) => {
+                with_width!(class, T => result.slice_mut::<T>().copy_from_slice(lent.slice::<T>()));
+            }
+            Payload::Words(words) => {
+                let bytes = bytemuck::cast_slice::<u64, u8>(&words);
+                expect_bytes(bytes, operand.bytes())?;
+                result.slice_mut::<u8>()[..operand.bytes()].copy_from_slice(&bytes[..operand.bytes()]);
+            }
+            Payload::SharedTensor(_) | Payload::Done => return Err(KernelError::Disconnected),
+        }
+        if !self.mailbox.copies() {
+            self.mailbox.send(self.ranks[from], Tag::Collective, Payload::Done);
+            let Payload::Done = self.mailbox.receive(self.ranks[to], Tag::Collective)? else {
+                return Err(KernelError::Disconnected);
+            };
+        }
+        Ok(result)
     }
 
     /// Members take blocks from a common queue: each reduces the next block of all operands and writes it to all
@@ -412,7 +418,7 @@ pub(crate) fn expect_bytes(found: &[u8], expected: usize) -> Result<(), KernelEr
 }
 
 /// Takes the storage out of its `Arc` if this is the only reference, and copies it otherwise.
-pub fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, KernelError> {
+pub(crate) fn own(storage: Arc<Storage>, class: Class, take: bool) -> Result<Storage, KernelError> {
     if !take {
         return storage.duplicate(class);
     }
@@ -430,7 +436,7 @@ pub(crate) struct Blocks {
 
 impl Blocks {
     /// The runs of one of `n` parts of dimension `dim`, cut within each of its `outer` blocks.
-    pub fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
+    pub(crate) fn of_part(shape: &[usize], dim: u8, outer: u64, n: usize) -> Blocks {
         let (dim, outer) = (dim as usize, outer as usize);
         let before: usize = shape[..dim].iter().product();
         let after: usize = shape[dim + 1..].iter().product();
@@ -438,8 +444,104 @@ impl Blocks {
     }
 
     /// The runs of a tensor that is itself such a part.
-    pub fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
+    pub(crate) fn of_whole(shape: &[usize], dim: u8, outer: u64) -> Blocks {
         Blocks::of_part(shape, dim, outer, 1)
+    }
+}
+
+/// The elements that a block takes from its neighbours along a dimension, and the neutral element beyond the ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Halo {
+    pub dim: usize,
+    /// Elements before and after the block.
+    pub low: u64,
+    pub high: u64,
+    pub reducer: Reducer,
+}
+
+/// The sizes of a halo exchange among `n` members.
+pub(crate) struct Edges {
+    n: usize,
+    /// Elements of a block along the dimension, and before it in the result.
+    block: usize,
+    low: usize,
+    /// Elements of the result along the dimension.
+    length: usize,
+    outer: usize,
+    inner: usize,
+}
+
+/// The part of a block that another member's result needs, along the dimension.
+pub(crate) struct Edge<'a> {
+    edges: &'a Edges,
+    /// Its start in the block and in the result.
+    from: usize,
+    to: usize,
+    pub length: usize,
+}
+
+impl Edges {
+    pub(crate) fn new(halo: &Halo, shape: &[usize], n: usize) -> Edges {
+        let (block, low) = (shape[halo.dim], halo.low as usize);
+        let length = low + block + halo.high as usize;
+        let (outer, inner) = (shape[..halo.dim].iter().product(), shape[halo.dim + 1..].iter().product());
+        Edges { n, block, low, length, outer, inner }
+    }
+
+    /// The elements of a result.
+    pub(crate) fn elements(&self) -> usize {
+        self.outer * self.length * self.inner
+    }
+
+    /// The elements of a message of one edge.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn elements_of(&self, edge: &Edge<'_>) -> usize {
+        self.outer * edge.length * self.inner
+    }
+
+    /// Where a member's result begins, in elements of the dimension.
+    fn begin(&self, me: usize) -> isize {
+        (me * self.block) as isize - self.low as isize
+    }
+
+    /// Returns true if a member's result reaches beyond the ends of the dimension.
+    pub(crate) fn reach_beyond(&self, me: usize) -> bool {
+        let begin = self.begin(me);
+        begin < 0 || begin + self.length as isize > (self.n * self.block) as isize
+    }
+
+    /// The part of member `which`'s block that the result of member `me` needs.
+    pub(crate) fn part(&self, me: usize, which: usize) -> Option<Edge<'_>> {
+        let (begin, start) = (self.begin(me), which * self.block);
+        let first = begin.max(start as isize);
+        let last = (begin + self.length as isize).min((start + self.block) as isize);
+        let (from, to) = (first.saturating_sub_unsigned(start) as usize, (first - begin) as usize);
+        (first < last).then(|| Edge { edges: self, from, to, length: (last - first) as usize })
+    }
+}
+
+impl Edge<'_> {
+    /// From a block into a result.
+    pub(crate) fn copy(&self) -> Copy {
+        let Edges { block, length, outer, inner, .. } = *self.edges;
+        let dims = [(outer, block * inner, length * inner), (self.length * inner, 1, 1)];
+        Copy::new(self.from * inner, self.to * inner, dims)
+    }
+
+    /// From a block into a message.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn cut(&self) -> Copy {
+        let Edges { block, outer, inner, .. } = *self.edges;
+        let run = self.length * inner;
+        Copy::new(self.from * inner, 0, [(outer, block * inner, run), (run, 1, 1)])
+    }
+
+    /// From a message into a result.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn join(&self) -> Copy {
+        let Edges { length, outer, inner, .. } = *self.edges;
+        let run = self.length * inner;
+        Copy::new(0, self.to * inner, [(outer, run, length * inner), (run, 1, 1)])
     }
 }
 
@@ -455,12 +557,14 @@ pub(crate) struct Exchange {
 
 pub(crate) fn exchange(
     shape: &[usize],
-    (split, split_outer): (usize, usize),
-    (concat, concat_outer): (usize, usize),
+    split: BlockedDim,
+    concat: BlockedDim,
     n: usize,
     me: usize,
     which: usize,
 ) -> Exchange {
+    let (split_outer, concat_outer) = (split.outer as usize, concat.outer as usize);
+    let (split, concat) = (split.dim, concat.dim);
     let mut part = shape.to_vec();
     part[split] /= n;
     let mut joined = part.clone();

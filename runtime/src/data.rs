@@ -1,6 +1,7 @@
 //! Data and weight files (`.safetensors`, `.npy`), and synthetic batches where there is no file.
 
 use crate::error::RuntimeError;
+use crate::files;
 use crate::host::{HostData, HostTensor};
 use crate::random::Stream;
 use altiplano_ir::dtype::DType;
@@ -45,7 +46,7 @@ pub fn tensor_named<'a>(tensors: &'a BTreeMap<String, HostTensor>, name: &str) -
 }
 
 fn read_bytes(file: &Path) -> Result<Vec<u8>, RuntimeError> {
-    std::fs::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+    files::read(file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
 }
 
 /// Reads all tensors of a `.safetensors` file.
@@ -71,13 +72,12 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
 /// written. Types that the format lacks are widened to the smallest of its types that holds all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
     let encoded = encoded(tensors)?;
-    let mut beside = file.as_os_str().to_owned();
-    beside.push(".part");
-    let beside = Path::new(&beside);
+    let io = |error| RuntimeError::Io { file: file.to_path_buf(), error };
+    let beside = files::beside(file).map_err(io)?;
     views(&encoded)
-        .and_then(|views| safetensors::serialize_to_file(views, None, beside))
+        .and_then(|views| safetensors::serialize_to_file(views, None, beside.path()))
         .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })?;
-    std::fs::rename(beside, file).map_err(|error| RuntimeError::Io { file: file.to_path_buf(), error })
+    files::publish(beside, file).map_err(io)
 }
 
 /// Encodes tensors as [`write_safetensors`] would write them to `file`.
@@ -118,7 +118,7 @@ fn views(encoded: &[Encoded]) -> Result<Vec<(&str, TensorView<'_>)>, SafeTensorE
 }
 
 /// Reads the tensor of a NumPy file, versions 1 to 3 of the format.
-pub fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
+fn read_npy(file: &Path) -> Result<HostTensor, RuntimeError> {
     parse_npy(&read_bytes(file)?).map_err(|problem| RuntimeError::Npy { file: file.to_path_buf(), problem })
 }
 

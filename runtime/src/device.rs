@@ -183,7 +183,7 @@ impl Device {
     }
 
     /// Creates a device that holds zeros.
-    pub fn with_zeros(
+    pub(crate) fn with_zeros(
         id: u32,
         position: u32,
         plan: Arc<Plan>,
@@ -319,7 +319,7 @@ impl Device {
     }
 
     /// Allocates the buffers that live for the whole run, filled with zeros.
-    pub fn allocate_persistent(&mut self) -> Result<(), KernelError> {
+    fn allocate_persistent(&mut self) -> Result<(), KernelError> {
         let plan = self.plan.clone();
         for b in (0..plan.program.buffers.len() as u32).map(BufferId) {
             let instances = match plan.program.buffer(b).kind {

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 pub use altiplano_ir::storage::Class;
 
 /// An element format, with conversions to and from the two formats that kernels compute in.
-pub trait Element: Pod + Send + Sync + PartialEq {
+pub(crate) trait Element: Pod + Send + Sync + PartialEq {
     fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
     fn to_i64(self) -> i64;
@@ -127,7 +127,7 @@ pub(crate) use {with_class, with_width};
 
 /// Wraps an integer into the range of `dtype`, as two's complement hardware does. 64-bit types keep all bits.
 #[inline(always)]
-pub fn wrap(x: i64, dtype: DType) -> i64 {
+pub(crate) fn wrap(x: i64, dtype: DType) -> i64 {
     match dtype {
         DType::I32 => x as i32 as i64,
         DType::I16 => x as i16 as i64,
@@ -146,7 +146,7 @@ pub fn wrap(x: i64, dtype: DType) -> i64 {
 
 /// Converts a value of the reference semantics to a stored integer of `dtype`; `u64` keeps its bits. The greatest `u64`
 /// rounds to 2^64 in an `f64`, one too many, so positive numbers saturate there instead of wrapping.
-pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
+pub(crate) fn integer_from_f64(x: f64, dtype: DType) -> i64 {
     match dtype {
         DType::U64 if x > 0.0 => x as u64 as i64,
         DType::U64 => x as i128 as u64 as i64,
@@ -155,13 +155,13 @@ pub fn integer_from_f64(x: f64, dtype: DType) -> i64 {
 }
 
 /// Returns whether the storage format holds numbers that the type lacks, so that results must be rounded or wrapped.
-pub fn is_narrower_than_stored(dtype: DType) -> bool {
+pub(crate) fn is_narrower_than_stored(dtype: DType) -> bool {
     dtype == DType::Bool || dtype.width() < 8 * Class::of(dtype).bytes() as u32
 }
 
 /// Rounds to the numbers of a type of at most 32 bits.
 #[inline(always)]
-pub fn round_float(x: f32, dtype: DType) -> f32 {
+pub(crate) fn round_float(x: f32, dtype: DType) -> f32 {
     match dtype {
         DType::F64 | DType::F32 => x,
         DType::F16 => f16::from_f32(x).to_f32(),
@@ -171,6 +171,6 @@ pub fn round_float(x: f32, dtype: DType) -> f32 {
 }
 
 /// The inverse of [`integer_from_f64`].
-pub fn integer_to_f64(x: i64, dtype: DType) -> f64 {
+pub(crate) fn integer_to_f64(x: i64, dtype: DType) -> f64 {
     if dtype == DType::U64 { x as u64 as f64 } else { x as f64 }
 }

@@ -220,6 +220,8 @@ pub enum WatchError {
     Join { host: std::net::IpAddr, error: std::io::Error },
     #[error("the host of the first rank has no address")]
     NoAddress,
+    #[error("--listen: this host has no address in {network}")]
+    NoInterface { network: String },
 }
 
 /// Reasons why processes that were started together did not find each other. Each names the process at fault and the

@@ -10,7 +10,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::Mesh;
 
 /// Runs the kernel of a step. `position` is the device's mesh and its coordinates in it.
-pub fn run_kernel(
+pub(crate) fn run_kernel(
     step: &Step,
     inputs: &[&Storage],
     outputs: &mut [Storage],
@@ -84,7 +84,7 @@ pub fn run_kernel(
 
 /// Rounds floats and wraps integers to their type, if it is narrower than the format in which kernels compute. Wrapping
 /// once at the end is exact, since arithmetic modulo a power of two can be reduced to a smaller one.
-pub fn round_stored(storage: &mut Storage, dtype: DType) {
+pub(crate) fn round_stored(storage: &mut Storage, dtype: DType) {
     if is_narrower_than_stored(dtype) {
         let class = Class::of(dtype);
         with_class!(class, T => {
@@ -99,7 +99,7 @@ pub fn round_stored(storage: &mut Storage, dtype: DType) {
 }
 
 /// Sets all elements to a value of the reference semantics.
-pub fn fill(storage: &mut Storage, value: f64, dtype: DType) {
+pub(crate) fn fill(storage: &mut Storage, value: f64, dtype: DType) {
     let class = Class::of(dtype);
     with_class!(class, T => {
         let element = match class {

@@ -191,7 +191,7 @@ impl HostTensor {
     }
 
     /// Pads the tensor with zeros to the size of a buffer, if the buffer is padded.
-    pub fn as_in<'a>(&'a self, buffer: &Buffer) -> Cow<'a, HostTensor> {
+    pub(crate) fn as_in<'a>(&'a self, buffer: &Buffer) -> Cow<'a, HostTensor> {
         match &buffer.extents {
             Some(extents) if extents.shape() == self.ty.shape => {
                 let mut larger = HostTensor::zeros(self.ty.with_shape(extents.padded_shape()));

@@ -9,7 +9,7 @@ use altiplano_ir::op::{Binary, Op};
 use altiplano_ir::types::TensorType;
 
 /// Standard deviation of matrices and embeddings, as in GPT-2.
-pub const MATRIX_DEVIATION: f64 = 0.02;
+const MATRIX_DEVIATION: f64 = 0.02;
 
 /// The use of a one-dimensional parameter, as far as the graph shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

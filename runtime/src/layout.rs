@@ -11,7 +11,7 @@ use altiplano_ir::sharding::Sharding;
 use bytemuck::Pod;
 
 /// The elements of a tensor at the cross product of index lists, as contiguous runs.
-pub struct Selection {
+pub(crate) struct Selection {
     /// Start and length of each run within the innermost group of dimensions.
     runs: Vec<(usize, usize)>,
     /// Offsets of the outer dimensions' indices.
@@ -21,7 +21,7 @@ pub struct Selection {
 
 impl Selection {
     /// `indices` has one list for each dimension of `shape`; all indices are below the dimension's size.
-    pub fn new(shape: &[usize], indices: &[Vec<u64>]) -> Selection {
+    pub(crate) fn new(shape: &[usize], indices: &[Vec<u64>]) -> Selection {
         let strides = row_major(shape);
         let elements = indices.iter().map(Vec::len).product();
         // Trailing dimensions that are selected whole belong to one run.
@@ -47,7 +47,7 @@ impl Selection {
         Selection { runs, outer: (0..rank).map(offsets).collect(), elements }
     }
 
-    pub fn elements(&self) -> usize {
+    pub(crate) fn elements(&self) -> usize {
         self.elements
     }
 
@@ -71,16 +71,16 @@ impl Selection {
         }
     }
 
-    pub fn read<T: Pod>(&self, tensor: &[T], target: &mut [T]) {
+    pub(crate) fn read<T: Pod>(&self, tensor: &[T], target: &mut [T]) {
         self.for_each(|t, s, n| target[s..s + n].copy_from_slice(&tensor[t..t + n]));
     }
 
-    pub fn write<T: Pod>(&self, source: &[T], tensor: &mut [T]) {
+    pub(crate) fn write<T: Pod>(&self, source: &[T], tensor: &mut [T]) {
         self.for_each(|t, s, n| tensor[t..t + n].copy_from_slice(&source[s..s + n]));
     }
 
     /// Like [`Selection::write`], but reduces into the existing elements.
-    pub fn combine<T: Element>(&self, source: &[T], tensor: &mut [T], reducer: Reducer) {
+    pub(crate) fn combine<T: Element>(&self, source: &[T], tensor: &mut [T], reducer: Reducer) {
         self.for_each(|t, s, n| {
             for (x, y) in tensor[t..t + n].iter_mut().zip(&source[s..s + n]) {
                 *x = T::from_f32(combine(reducer, x.to_f32() as f64, y.to_f32() as f64) as f32);
@@ -124,12 +124,12 @@ pub fn mark_rows(program: &Program, position: u32, input: &str, dim: usize, read
 }
 
 /// The global indices that a device holds, per dimension.
-pub fn held_indices(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> Vec<Vec<u64>> {
+pub(crate) fn held_indices(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> Vec<Vec<u64>> {
     sharding.dims.iter().map(|d| d.global_indices(mesh, coordinates)).collect()
 }
 
 /// Returns whether a device holds a copy of the part of an earlier device along some unused axis.
-pub fn is_replica(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> bool {
+pub(crate) fn is_replica(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> bool {
     mesh.axis_ids().any(|a| {
         coordinates[a.0 as usize] != 0
             && !sharding.split_axes().any(|s| s == a)
@@ -138,6 +138,6 @@ pub fn is_replica(sharding: &Sharding, mesh: &Mesh, coordinates: &[u32]) -> bool
 }
 
 /// The reducer of a partial axis along which the device is not the first, if any.
-pub fn summand_of(sharding: &Sharding, coordinates: &[u32]) -> Option<Reducer> {
+pub(crate) fn summand_of(sharding: &Sharding, coordinates: &[u32]) -> Option<Reducer> {
     sharding.partial.iter().find(|(a, _)| coordinates[a.0 as usize] != 0).map(|&(_, r)| r)
 }

@@ -17,6 +17,7 @@ pub mod element;
 pub mod error;
 mod evaluate;
 pub mod execute;
+pub mod files;
 mod fuse;
 pub mod host;
 pub mod init;

@@ -48,7 +48,7 @@ fn exp_tail<const FMA: bool>(r: f32) -> f32 {
 }
 
 #[inline(always)]
-pub fn exp<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn exp<const FMA: bool>(x: f32) -> f32 {
     // Beyond these limits the result is infinite or zero anyway; a NaN passes both comparisons.
     let clamped = if x > 100.0 { 100.0 } else { x };
     let clamped = if clamped < -110.0 { -110.0 } else { clamped };
@@ -59,7 +59,7 @@ pub fn exp<const FMA: bool>(x: f32) -> f32 {
 }
 
 #[inline(always)]
-pub fn exp_m1<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn exp_m1<const FMA: bool>(x: f32) -> f32 {
     let clamped = if x > 100.0 { 100.0 } else { x };
     let clamped = if clamped < -30.0 { -30.0 } else { clamped };
     let (n, r) = reduce_exponent::<FMA>(clamped);
@@ -74,7 +74,7 @@ pub fn exp_m1<const FMA: bool>(x: f32) -> f32 {
 
 /// Uses `ln m = 2 artanh((m - 1) / (m + 1))` for the mantissa m in `[sqrt 1/2, sqrt 2]`.
 #[inline(always)]
-pub fn ln<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn ln<const FMA: bool>(x: f32) -> f32 {
     let denormal = x < f32::MIN_POSITIVE;
     let scaled = if denormal { x * 8_388_608.0 } else { x };
     let bits = scaled.to_bits() as i32;
@@ -95,7 +95,7 @@ pub fn ln<const FMA: bool>(x: f32) -> f32 {
 
 /// Uses Kahan's correction of `ln(1 + x)` for the rounding of `1 + x`.
 #[inline(always)]
-pub fn ln_1p<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn ln_1p<const FMA: bool>(x: f32) -> f32 {
     let u = 1.0 + x;
     let difference = u - 1.0;
     let corrected = ln::<FMA>(u) * (x / difference);
@@ -105,12 +105,12 @@ pub fn ln_1p<const FMA: bool>(x: f32) -> f32 {
 }
 
 #[inline(always)]
-pub fn logistic<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn logistic<const FMA: bool>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<FMA>(-x))
 }
 
 #[inline(always)]
-pub fn tanh<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn tanh<const FMA: bool>(x: f32) -> f32 {
     let magnitude = x.abs();
     let magnitude = if magnitude > 10.0 { 10.0 } else { magnitude };
     // t = exp(2x) - 1, in the range where 2^n neither overflows nor dwarfs the 1.
@@ -163,7 +163,7 @@ fn erfc_tail<const FMA: bool>(a: f32) -> f32 {
 }
 
 #[inline(always)]
-pub fn erf<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn erf<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     let near = x * erf_series::<FMA>(x * x);
     let far = (1.0 - erfc_tail::<FMA>(if a < 0.5 { 0.5 } else { a })).copysign(x);
@@ -171,7 +171,7 @@ pub fn erf<const FMA: bool>(x: f32) -> f32 {
 }
 
 #[inline(always)]
-pub fn erfc<const FMA: bool>(x: f32) -> f32 {
+pub(crate) fn erfc<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     let near = 1.0 - x * erf_series::<FMA>(x * x);
     let tail = erfc_tail::<FMA>(if a < 0.5 { 0.5 } else { a });

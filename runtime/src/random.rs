@@ -44,7 +44,7 @@ impl Stream {
     }
 
     /// The first `n` normals with this standard deviation.
-    pub fn normals(self, n: usize, deviation: f64) -> Vec<f32> {
+    pub(crate) fn normals(self, n: usize, deviation: f64) -> Vec<f32> {
         const CHUNK: usize = 1 << 12;
         let mut values = vec![0.0f32; n];
         values.par_chunks_mut(CHUNK).enumerate().for_each(|(c, chunk)| {

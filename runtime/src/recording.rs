@@ -79,23 +79,23 @@ pub(crate) struct Start {
 }
 
 impl Start {
-    pub fn now(waited: Duration) -> Start {
+    pub(crate) fn now(waited: Duration) -> Start {
         Start { at: Instant::now(), waited }
     }
 }
 
 impl Recorder {
-    pub fn new(origin: Instant) -> Recorder {
+    pub(crate) fn new(origin: Instant) -> Recorder {
         Recorder { origin, spans: Vec::new() }
     }
 
-    pub fn end(&mut self, what: What, start: Start, waited: Duration, held_bytes: u64) {
+    pub(crate) fn end(&mut self, what: What, start: Start, waited: Duration, held_bytes: u64) {
         let since = |at: Instant| at.saturating_duration_since(self.origin).as_secs_f64();
         let waited_s = waited.saturating_sub(start.waited).as_secs_f64();
         self.spans.push(Span { what, start_s: since(start.at), end_s: since(Instant::now()), waited_s, held_bytes });
     }
 
-    pub fn finish(self) -> Vec<Span> {
+    pub(crate) fn finish(self) -> Vec<Span> {
         self.spans
     }
 }

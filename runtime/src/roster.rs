@@ -16,17 +16,17 @@ use std::sync::Arc;
 
 /// The programs of a session. Ranks number the devices of all programs in order.
 #[derive(Clone)]
-pub struct Roster {
+pub(crate) struct Roster {
     pub plans: Vec<Arc<Plan>>,
     pub loss_is_mean: bool,
 }
 
 /// A program and one of its buffers.
-pub type Holder = (usize, BufferId);
+pub(crate) type Holder = (usize, BufferId);
 
 impl Roster {
     /// Compiles the bodies of the programs for which `runs` holds.
-    pub fn new(programs: &Programs, check_nan: bool, runs: impl Fn(usize) -> bool) -> Roster {
+    pub(crate) fn new(programs: &Programs, check_nan: bool, runs: impl Fn(usize) -> bool) -> Roster {
         let first_rank = first_ranks(programs);
         let transfers: Vec<_> = (0..programs.transfers.len() as u32)
             .map(|t| (programs.transfers[t as usize].clone(), Arc::new(programs.messages(TransferId(t)))))
@@ -47,17 +47,17 @@ impl Roster {
     }
 
     /// The ranks of a program's devices.
-    pub fn ranks(&self, p: usize) -> Range<usize> {
+    pub(crate) fn ranks(&self, p: usize) -> Range<usize> {
         let first = self.plans[p].first_rank[p];
         first..first + self.plans[p].program.devices.len()
     }
 
-    pub fn num_ranks(&self) -> usize {
+    pub(crate) fn num_ranks(&self) -> usize {
         self.plans.len().checked_sub(1).map_or(0, |last| self.ranks(last).end)
     }
 
     /// The program that a rank runs.
-    pub fn program_of(&self, rank: usize) -> usize {
+    pub(crate) fn program_of(&self, rank: usize) -> usize {
         (0..self.plans.len()).rposition(|p| self.ranks(p).start <= rank).unwrap_or(0)
     }
 
@@ -75,7 +75,7 @@ impl Roster {
     }
 
     /// The buffers that hold a parameter, starting with the one that is updated.
-    pub fn parameter(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
+    pub(crate) fn parameter(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
         let mut holders = self.buffers(|kind| matches!(kind, BufferKind::Parameter { name: n } if n == name));
         // Copies received from other programs are never newer.
         holders.sort_by_key(|&(p, buffer)| !self.plans[p].program.writes(buffer));
@@ -84,27 +84,27 @@ impl Roster {
     }
 
     /// The buffers that hold the unrounded master copy of a parameter.
-    pub fn masters(&self, name: &str) -> Vec<Holder> {
+    pub(crate) fn masters(&self, name: &str) -> Vec<Holder> {
         self.buffers(
             |kind| matches!(kind, BufferKind::State { parameter, slot } if parameter == name && slot == "master"),
         )
     }
 
-    pub fn state(&self, parameter: &str, slot: &str) -> Result<Vec<Holder>, RuntimeError> {
+    pub(crate) fn state(&self, parameter: &str, slot: &str) -> Result<Vec<Holder>, RuntimeError> {
         let holders = self
             .buffers(|kind| matches!(kind, BufferKind::State { parameter: p, slot: s } if p == parameter && s == slot));
         let unknown = || RuntimeError::UnknownState { parameter: parameter.to_string(), slot: slot.to_string() };
         if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
     }
 
-    pub fn accumulator(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
+    pub(crate) fn accumulator(&self, name: &str) -> Result<Vec<Holder>, RuntimeError> {
         let holders = self.buffers(|kind| matches!(kind, BufferKind::Accumulator { parameter } if parameter == name));
         let unknown = || RuntimeError::UnknownParameter { name: name.to_string() };
         if holders.is_empty() { Err(unknown()) } else { Ok(holders) }
     }
 
     /// Casts a tensor to the types of the wanted holders. It must fit all holders.
-    pub fn cast(
+    pub(crate) fn cast(
         &self,
         name: &str,
         holders: &[Holder],
@@ -133,14 +133,14 @@ impl Roster {
     }
 
     /// Names of all parameters.
-    pub fn parameters(&self) -> BTreeSet<String> {
+    pub(crate) fn parameters(&self) -> BTreeSet<String> {
         let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
         let name = |b: &Buffer| if let BufferKind::Parameter { name } = &b.kind { Some(name.clone()) } else { None };
         buffers.filter_map(name).collect()
     }
 
     /// Parameter and slot of all optimizer state.
-    pub fn states(&self) -> BTreeSet<(String, String)> {
+    pub(crate) fn states(&self) -> BTreeSet<(String, String)> {
         let buffers = self.plans.iter().flat_map(|p| &p.program.buffers);
         let name = |b: &Buffer| match &b.kind {
             BufferKind::State { parameter, slot } => Some((parameter.clone(), slot.clone())),
@@ -151,7 +151,7 @@ impl Roster {
 }
 
 /// Rank of the first device of each program.
-pub fn first_ranks(programs: &Programs) -> Vec<usize> {
+pub(crate) fn first_ranks(programs: &Programs) -> Vec<usize> {
     let sizes = programs.programs.iter().map(|program| program.devices.len());
     sizes.scan(0, |next, size| Some(std::mem::replace(next, *next + size))).collect()
 }
@@ -168,7 +168,7 @@ impl Plan {
     }
 
     /// Writes one device's part of a buffer into the whole tensor, unless another device has the same part.
-    pub fn place_part(&self, buffer: BufferId, rank: usize, part: &HostData, whole: &mut HostTensor) {
+    pub(crate) fn place_part(&self, buffer: BufferId, rank: usize, part: &HostData, whole: &mut HostTensor) {
         if self.repeats(buffer, rank) {
             return;
         }

@@ -39,7 +39,7 @@ impl SharedTensor {
     }
 
     /// Returns the tensor once no other thread shares it.
-    pub fn take_back(self) -> Storage {
+    pub(crate) fn take_back(self) -> Storage {
         self.storage
     }
 }

@@ -83,7 +83,7 @@ pub enum Kernel {
 impl Kernel {
     /// Returns whether results are computed in their storage format, so that they may still need rounding to their
     /// type.
-    pub fn adds_or_multiplies(&self) -> bool {
+    pub(crate) fn adds_or_multiplies(&self) -> bool {
         match self {
             Kernel::Dot(_) | Kernel::Convolution(_) | Kernel::ReduceWindow { .. } | Kernel::SelectAndScatter { .. } => {
                 true

@@ -8,24 +8,24 @@ use rayon::ThreadPoolBuilder;
 // Minimum amounts of work, by kind, for which a kernel uses several threads. Each is the work of 30 to 100 us on one
 // core of 2023 (`altiplano profile`, AMD EPYC 9004). Waking a sleeping thread takes about 25 us.
 /// Multiply-adds of matrix products.
-pub const PRODUCTS: usize = 1 << 21;
+pub(crate) const PRODUCTS: usize = 1 << 21;
 /// Elements of a chain, times its instructions and loads.
-pub const INSTRUCTIONS: usize = 1 << 19;
+pub(crate) const INSTRUCTIONS: usize = 1 << 19;
 /// Reduced elements.
-pub const REDUCED: usize = 1 << 18;
+pub(crate) const REDUCED: usize = 1 << 18;
 /// Elements copied, or gathered for a convolution.
-pub const COPIED: usize = 1 << 17;
+pub(crate) const COPIED: usize = 1 << 17;
 /// Elements of windows, and of rows that are sorted or scanned.
-pub const VISITED: usize = 1 << 16;
+pub(crate) const VISITED: usize = 1 << 16;
 
 /// Returns whether an amount of work is spread over threads: if it is at least `least`, one of the limits above.
-pub fn spreads(threads: usize, work: usize, least: usize) -> bool {
+pub(crate) fn spreads(threads: usize, work: usize, least: usize) -> bool {
     threads > 1 && work >= least
 }
 
 /// Runs a function on one thread of a pool of `threads` threads. If the system cannot start them, it runs on the global
 /// pool.
-pub fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send) -> R {
+pub(crate) fn with<R: Send>(threads: usize, name: &str, run: impl FnOnce() -> R + Send) -> R {
     let name = name.to_string();
     let build = || ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.clone()).build().ok();
     match (threads > 1).then(build).flatten() {

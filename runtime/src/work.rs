@@ -121,20 +121,18 @@ fn step_work(step: &Step, threads: usize) -> Work {
             // The number of comparisons is that of the elements times the logarithm of a row.
             work.once("argsort", DType::F32, elements * (order.row as f64).log2().max(1.0));
         }
-        Kernel::Collective { collective, shape, group_size, .. } => {
-            let operand = shape.iter().product::<usize>() as f64 * class.bytes() as f64;
-            match collective {
-                Collective::LocalSlice { .. } => work.once("copy", DType::F32, bytes),
-                Collective::KeepFirst { .. } if step.in_place.is_empty() => work.once("copy", DType::F32, bytes),
-                Collective::KeepFirst { .. } => work.once("fill", DType::F32, bytes),
-                _ if *group_size < 2 => {}
-                _ => {
-                    // The cost of a move does not depend on the element type.
-                    let term = Term::once(collective.name(), DType::F32, [operand.max(bytes)]);
-                    work.add(Term { threads: *group_size as u32, ..term });
-                }
+        Kernel::Collective { collective, shape, group_size, .. } => match collective {
+            Collective::LocalSlice { .. } => work.once("copy", DType::F32, bytes),
+            Collective::KeepFirst { .. } if step.in_place.is_empty() => work.once("copy", DType::F32, bytes),
+            Collective::KeepFirst { .. } => work.once("fill", DType::F32, bytes),
+            _ if *group_size < 2 => {}
+            _ => {
+                let operand = shape.iter().product::<usize>() as f64 * class.bytes() as f64;
+                // The cost of a move does not depend on the element type.
+                let term = Term::once(collective.name(), DType::F32, [operand.max(bytes)]);
+                work.add(Term { threads: *group_size as u32, ..term });
             }
-        }
+        },
     }
     let parts = work.parts as f64;
     work.terms.iter_mut().for_each(|t| t.times /= parts);

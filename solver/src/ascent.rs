@@ -42,12 +42,12 @@ enum Inner {
 }
 
 impl<'a> Ascent<'a> {
-    pub fn new(of: &'a Compact, prices: &Prices) -> Ascent<'a> {
+    pub(crate) fn new(of: &'a Compact, prices: &Prices) -> Ascent<'a> {
         Ascent::after(of, prices, None)
     }
 
     /// Goes on where an ascent on the same network ended that had more strategies, with its messages.
-    pub fn after(of: &'a Compact, prices: &Prices, before: Option<(&Compact, &Messages)>) -> Ascent<'a> {
+    pub(crate) fn after(of: &'a Compact, prices: &Prices, before: Option<(&Compact, &Messages)>) -> Ascent<'a> {
         let rows = of.capacity.len();
         let mut price = vec![0.0; rows];
         for &(point, p) in prices {
@@ -97,12 +97,12 @@ impl<'a> Ascent<'a> {
         ascent
     }
 
-    pub fn is_exact(&self) -> bool {
+    pub(crate) fn is_exact(&self) -> bool {
         matches!(self.inner, Inner::Exact { .. })
     }
 
     /// The messages, for an ascent after this one.
-    pub fn into_messages(self) -> Option<Messages> {
+    pub(crate) fn into_messages(self) -> Option<Messages> {
         match self.inner {
             Inner::Messages(messages) => Some(messages),
             Inner::Exact { .. } => None,
@@ -110,7 +110,7 @@ impl<'a> Ascent<'a> {
     }
 
     /// Table entries that one step reads, about.
-    pub fn work(&self) -> f64 {
+    pub(crate) fn work(&self) -> f64 {
         match &self.inner {
             Inner::Messages(_) => 2.0 * (self.of.entries + self.of.cost.len()) as f64,
             Inner::Exact { plan, .. } => 8.0 * plan.work() + 50.0 * self.of.cost.len() as f64,
@@ -164,7 +164,7 @@ impl<'a> Ascent<'a> {
 
     /// Moves the prices and passes once. `gap` is about how far the bound is from the best: strategies within a small part
     /// of it count as chosen in part.
-    pub fn step(&mut self, gap: f64) {
+    pub(crate) fn step(&mut self, gap: f64) {
         self.steps += 1;
         let over = self.relaxed_over(SOFTNESS * gap / self.of.len() as f64);
         let peak = (0..over.len()).reduce(|best, r| if over[r] > over[best] { r } else { best });
@@ -220,7 +220,7 @@ impl<'a> Ascent<'a> {
     }
 
     /// A choice of about the relaxed problem's cost, which may hold too much.
-    pub fn decode(&self) -> Vec<usize> {
+    pub(crate) fn decode(&self) -> Vec<usize> {
         match &self.inner {
             Inner::Messages(messages) => messages.decode(self.of, &self.theta),
             Inner::Exact { decoded, .. } => decoded.clone(),
@@ -228,7 +228,7 @@ impl<'a> Ascent<'a> {
     }
 
     /// For each strategy whether it can be part of a choice that costs less than `cutoff`.
-    pub fn worth_keeping(&mut self, cutoff: f64) -> Vec<bool> {
+    pub(crate) fn worth_keeping(&mut self, cutoff: f64) -> Vec<bool> {
         let mut keep: Vec<bool> = self.hat.iter().map(|h| h + self.floor < cutoff).collect();
         if let Inner::Messages(messages) = &mut self.inner {
             // The other direction sees other chains.
@@ -244,19 +244,19 @@ impl<'a> Ascent<'a> {
         keep
     }
 
-    pub fn prices(&self) -> Prices {
+    pub(crate) fn prices(&self) -> Prices {
         let priced = self.of.point.iter().zip(&self.best_price).filter(|(_, p)| **p > 0.0);
         priced.map(|(&point, &p)| (point, p)).collect()
     }
 
     /// The greatest hub where memory binds nowhere. What is left once it is decided has fewer cycles, and bounds that much nearer.
-    pub fn hub(&self) -> Option<usize> {
+    pub(crate) fn hub(&self) -> Option<usize> {
         if self.of.capacity.is_empty() { self.of.hubs().first().copied() } else { None }
     }
 
     /// The node to branch on, with the strategies that go to one side: the node whose relaxed choice is spread widest over
     /// priced bytes, split at their mean; else a hub or the least decided one, its likeliest strategy against all others.
-    pub fn split(&self) -> (usize, Vec<bool>) {
+    pub(crate) fn split(&self) -> (usize, Vec<bool>) {
         let of = self.of;
         let likeliest = |p: &[f64]| (0..p.len()).fold(0, |best, at| if p[at] > p[best] { at } else { best });
         if let Some(hub) = self.hub() {

@@ -19,17 +19,17 @@ pub(super) struct Incumbent {
 }
 
 impl Incumbent {
-    pub fn none(gap: f64) -> Incumbent {
+    pub(crate) fn none(gap: f64) -> Incumbent {
         Incumbent { cost: f64::INFINITY, gap, choice: None }
     }
 
     /// A bound from here on proves that there is nothing better that counts.
-    pub fn cutoff(&self) -> f64 {
+    pub(crate) fn cutoff(&self) -> f64 {
         if self.cost == f64::INFINITY { f64::INFINITY } else { self.cost - self.gap * self.cost.abs() }
     }
 
     /// Takes an assignment that fits, if it is better.
-    pub fn offer(&mut self, network: &Network, of: &Compact, assignment: &Assignment) -> bool {
+    pub(crate) fn offer(&mut self, network: &Network, of: &Compact, assignment: &Assignment) -> bool {
         let better = assignment.cost < self.cost && assignment.fits();
         if better {
             let mut local = vec![0; network.nodes.len()];
@@ -48,7 +48,7 @@ pub(super) struct Budget<'a> {
 }
 
 impl Budget<'_> {
-    pub fn spent(&self) -> bool {
+    pub(crate) fn spent(&self) -> bool {
         self.work <= 0.0 || self.clock.over()
     }
 }
@@ -87,16 +87,16 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    pub fn new(network: Network, prices: Prices, bound: f64) -> Tree {
+    pub(crate) fn new(network: Network, prices: Prices, bound: f64) -> Tree {
         Tree { open: BinaryHeap::from([Open { network, prices, bound, depth: 0 }]) }
     }
 
     /// No choice that is not an incumbent costs less; infinite when nothing is left.
-    pub fn bound(&self) -> f64 {
+    pub(crate) fn bound(&self) -> f64 {
         self.open.peek().map_or(f64::INFINITY, |open| open.bound)
     }
 
-    pub fn search(&mut self, best: &mut Incumbent, budget: &mut Budget<'_>) {
+    pub(crate) fn search(&mut self, best: &mut Incumbent, budget: &mut Budget<'_>) {
         // At least one, so that a search that is tried often ends.
         loop {
             let Some(open) = self.open.pop() else { return };

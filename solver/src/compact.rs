@@ -34,19 +34,19 @@ pub(super) struct CompactEdge {
 }
 
 impl CompactEdge {
-    pub fn other(&self, is_first: bool) -> usize {
+    pub(crate) fn other(&self, is_first: bool) -> usize {
         if is_first { self.b as usize } else { self.a as usize }
     }
 
     /// The costs of one end's strategies if the other end has `strategy`. `width` is their number.
-    pub fn given(&self, is_first: bool, strategy: usize, width: usize) -> &[f64] {
+    pub(crate) fn given(&self, is_first: bool, strategy: usize, width: usize) -> &[f64] {
         let table = if is_first { &self.ba } else { &self.ab };
         &table[strategy * width..][..width]
     }
 }
 
 impl Compact {
-    pub fn new(network: &Network) -> Compact {
+    pub(crate) fn new(network: &Network) -> Compact {
         let node: Vec<usize> = network.live().collect();
         let mut place = vec![u32::MAX; network.nodes.len()];
         node.iter().enumerate().for_each(|(i, &v)| place[v] = i as u32);
@@ -82,34 +82,34 @@ impl Compact {
         }
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.node.len()
     }
 
-    pub fn width(&self, u: usize) -> usize {
+    pub(crate) fn width(&self, u: usize) -> usize {
         self.offset[u + 1] - self.offset[u]
     }
 
     /// Nodes that a great many share, as the turns of an unrolled loop share its weights; those with most neighbours first. Cycles
     /// through them keep elimination from small tables and messages from good bounds.
-    pub fn hubs(&self) -> Vec<usize> {
+    pub(crate) fn hubs(&self) -> Vec<usize> {
         let mut hubs: Vec<usize> = (0..self.len()).filter(|&u| self.incident[u].len() >= HUB).collect();
         hubs.sort_by_key(|&u| (Reverse(self.incident[u].len()), self.width(u), u));
         hubs
     }
 
-    pub fn labels(&self, u: usize) -> &[u32] {
+    pub(crate) fn labels(&self, u: usize) -> &[u32] {
         &self.label[self.offset[u]..self.offset[u + 1]]
     }
 
-    pub fn cost_of(&self, x: &[usize]) -> f64 {
+    pub(crate) fn cost_of(&self, x: &[usize]) -> f64 {
         let own: f64 = x.iter().zip(&self.offset).map(|(s, o)| self.cost[o + s]).sum();
         let edge = |e: &CompactEdge| e.ab[x[e.a as usize] * self.width(e.b as usize) + x[e.b as usize]];
         self.constant + own + self.edges.iter().map(edge).sum::<f64>()
     }
 
     /// The cost of each strategy of `u`, with its neighbours unchanged.
-    pub fn costs_at(&self, x: &[usize], u: usize, into: &mut Vec<f64>) {
+    fn costs_at(&self, x: &[usize], u: usize, into: &mut Vec<f64>) {
         into.clear();
         into.extend_from_slice(&self.cost[self.offset[u]..self.offset[u + 1]]);
         for &(e, is_first) in &self.incident[u] {
@@ -130,7 +130,7 @@ pub(super) struct Assignment {
 }
 
 impl Assignment {
-    pub fn new(of: &Compact, x: Vec<usize>) -> Assignment {
+    pub(crate) fn new(of: &Compact, x: Vec<usize>) -> Assignment {
         let mut change = vec![0_i64; of.capacity.len() + 1];
         for (&s, profile) in x.iter().zip(&of.profile) {
             for run in profile {
@@ -146,7 +146,7 @@ impl Assignment {
         Assignment { over: over.collect(), cost: of.cost_of(&x), x }
     }
 
-    pub fn fits(&self) -> bool {
+    pub(crate) fn fits(&self) -> bool {
         self.over.iter().all(|&o| o <= 0)
     }
 
@@ -168,7 +168,7 @@ impl Assignment {
     }
 
     /// Changes one node at a time to what costs less and fits, until nothing does.
-    pub fn improve(&mut self, of: &Compact) {
+    pub(crate) fn improve(&mut self, of: &Compact) {
         let mut costs = vec![];
         let mut dirty = vec![true; self.x.len()];
         while dirty.contains(&true) {
@@ -196,7 +196,7 @@ impl Assignment {
     }
 
     /// Makes room in overfull rows, fullest first, by the changes of one node that cost least per byte. Whether all fits.
-    pub fn repair(&mut self, of: &Compact) -> bool {
+    pub(crate) fn repair(&mut self, of: &Compact) -> bool {
         let mut costs = vec![];
         for _ in 0..4 * REPAIR_ROWS {
             let Some((row, &most)) = self.over.iter().enumerate().max_by_key(|&(r, &o)| (o, Reverse(r))) else {

@@ -84,7 +84,7 @@ pub(super) struct Tables {
 
 impl Plan {
     /// Orders the elimination of all nodes but `keep`; none if it would pass the caps.
-    pub fn new(of: &Compact, keep: &[usize], caps: &Caps) -> Option<Plan> {
+    pub(crate) fn new(of: &Compact, keep: &[usize], caps: &Caps) -> Option<Plan> {
         let order = Order::new(of, keep, caps)?;
         let n = of.len();
         let sizes: Vec<usize> = (0..n).map(|u| of.width(u)).collect();
@@ -136,13 +136,13 @@ impl Plan {
     }
 
     /// Additions of one evaluation.
-    pub fn work(&self) -> f64 {
+    pub(crate) fn work(&self) -> f64 {
         self.work
     }
 
     /// Lets buckets that give the same message share it, as those of a block that repeats do. Only good for these node costs. None if it
     /// takes more than `most` additions even so.
-    pub fn shared(mut self, unary: &Unary<'_>, most: f64) -> Option<Plan> {
+    pub(crate) fn shared(mut self, unary: &Unary<'_>, most: f64) -> Option<Plan> {
         let mut contents: FxHashMap<Vec<u64>, u64> = FxHashMap::default();
         let mut content = |table: &[f64]| {
             let new = contents.len() as u64;
@@ -198,7 +198,7 @@ impl Plan {
     }
 
     /// Eliminates every node that is not kept, with these node costs.
-    pub fn evaluate(&self, unary: &Unary<'_>) -> Tables {
+    pub(crate) fn evaluate(&self, unary: &Unary<'_>) -> Tables {
         let mut tables: Vec<Vec<f64>> = Vec::with_capacity(self.buckets.len());
         let mut value = 0.0;
         for (b, bucket) in self.buckets.iter().enumerate() {
@@ -269,7 +269,7 @@ impl Plan {
     }
 
     /// The least cost at the kept strategies in `local`.
-    pub fn rest(&self, unary: &Unary<'_>, tables: &Tables, local: &[usize]) -> f64 {
+    pub(crate) fn rest(&self, unary: &Unary<'_>, tables: &Tables, local: &[usize]) -> f64 {
         let own: f64 = self.keep.iter().map(|&v| unary.of(v)[local[v]]).sum();
         let shared = self.rest.iter().map(|i| self.table(&tables.tables, i.source)[offset(i, local)]);
         tables.value + own + shared.sum::<f64>()
@@ -277,7 +277,7 @@ impl Plan {
 
     /// The least cost with each strategy of each node, flat: tables go back along the elimination, each the least of
     /// everything outside the bucket (the backward pass of Pearl's max-product, 1988). No nodes are kept.
-    pub fn marginals(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<f64> {
+    pub(crate) fn marginals(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<f64> {
         let mut outside: Vec<Vec<f64>> = vec![vec![]; self.buckets.len()];
         let mut marginals = vec![f64::INFINITY; unary.cost.len()];
         let mut local = vec![0; self.sizes.len()];
@@ -329,14 +329,14 @@ impl Plan {
     }
 
     /// A best choice.
-    pub fn dive(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<usize> {
+    pub(crate) fn dive(&self, unary: &Unary<'_>, tables: &Tables) -> Vec<usize> {
         let mut local = vec![0; self.sizes.len()];
         self.dive_into(unary, tables, &mut local);
         local
     }
 
     /// [`dive`](Self::dive) with the kept nodes as they are in `local`.
-    pub fn dive_into(&self, unary: &Unary<'_>, tables: &Tables, local: &mut [usize]) {
+    pub(crate) fn dive_into(&self, unary: &Unary<'_>, tables: &Tables, local: &mut [usize]) {
         let mut costs = vec![];
         for bucket in self.buckets.iter().rev() {
             costs.clear();

@@ -7,6 +7,7 @@ use rayon::prelude::*;
 /// The effects of another strategy of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Alternative {
+    /// The position of the strategy in the node's costs.
     pub strategy: usize,
     /// Cost of the whole choice with this strategy and all else as it is; infinite where a neighbour forbids it.
     pub in_place: f64,

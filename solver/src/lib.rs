@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod ascent;
 mod branch;
@@ -33,20 +34,25 @@ use thiserror::Error;
 pub struct Node {
     /// Cost of each strategy, seconds in the planner; `f64::INFINITY` forbids it.
     pub cost: Vec<f64>,
+    /// The memory that strategies hold.
     pub holds: Vec<Holding>,
 }
 
 /// Bytes held at every program point of `live` (half-open), by strategy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Holding {
+    /// The program points at which they are held.
     pub live: Range<u32>,
+    /// The bytes of each strategy.
     pub bytes: Vec<u64>,
 }
 
 /// The cost of two decisions together. Parallel edges add; a node has no edge to itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Edge {
+    /// The position of one node in [`Problem::nodes`].
     pub from: usize,
+    /// The position of the other.
     pub to: usize,
     /// Row-major `[from strategy][to strategy]`; `f64::INFINITY` forbids the pair.
     pub cost: Vec<f64>,
@@ -55,11 +61,15 @@ pub struct Edge {
 /// Choose one strategy per node to minimise node costs plus edge costs, holding at most `limit_bytes` at every point.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Problem {
+    /// The decisions.
     pub nodes: Vec<Node>,
+    /// The costs of pairs of decisions.
     pub edges: Vec<Edge>,
+    /// The memory limit, if there is one.
     pub limit_bytes: Option<u64>,
 }
 
+/// The limits of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
     /// Seconds after which the best choice found so far is returned with its lower bound; infinite for no limit. Only a search
@@ -82,6 +92,7 @@ impl Default for Options {
 pub struct Solution {
     /// The strategy of each node.
     pub choice: Vec<usize>,
+    /// The cost of the choice, that of nodes and edges.
     pub cost: f64,
     /// No choice costs less than this; at most `cost`.
     pub lower_bound: f64,
@@ -94,7 +105,9 @@ impl Solution {
     }
 }
 
+/// The reason why there is no solution.
 #[derive(Clone, Debug, Error, PartialEq)]
+#[allow(missing_docs)]
 pub enum SolveError {
     /// Forbidden strategies and pairs, with the limit where there is one, leave no choice.
     #[error("no choice of strategies is allowed: give some node another strategy or raise the memory limit")]
@@ -111,6 +124,7 @@ pub enum SolveError {
 
 /// The error in a malformed problem. Indices are positions in the problem's vectors.
 #[derive(Clone, Debug, Error, PartialEq)]
+#[allow(missing_docs)]
 pub enum Fault {
     #[error("node {node} has no strategies")]
     NoStrategies { node: usize },
@@ -145,6 +159,7 @@ pub struct Progress {
     pub elapsed_s: f64,
     /// Infinite while nothing is found.
     pub cost: f64,
+    /// No choice costs less.
     pub lower_bound: f64,
     /// Nodes left by the reductions.
     pub nodes: usize,

@@ -15,7 +15,7 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    pub fn new(of: &Compact) -> Messages {
+    pub(crate) fn new(of: &Compact) -> Messages {
         let gamma = |list: &Vec<(u32, bool)>| {
             let after = list.iter().filter(|(_, is_first)| *is_first).count();
             1.0 / after.max(list.len() - after).max(1) as f64
@@ -30,7 +30,7 @@ impl Messages {
 
     /// Takes over the messages from before strategies and nodes of the same network were removed. If the sums
     /// are close, so is the bound.
-    pub fn inherit(&mut self, of: &Compact, old: &Messages, old_of: &Compact) {
+    pub(crate) fn inherit(&mut self, of: &Compact, old: &Messages, old_of: &Compact) {
         let ends = |of: &Compact, e: usize| {
             let edge = &of.edges[e];
             (of.node[edge.a as usize], of.node[edge.b as usize])
@@ -53,7 +53,7 @@ impl Messages {
     /// One pass under node costs `theta`, and the bound after it (without constants). `hat` becomes what each strategy adds
     /// to the bound at least: a chain's least cost through it (every chain through a node has its exact marginals there
     /// when the pass comes by).
-    pub fn pass(&mut self, of: &Compact, theta: &[f64], hat: &mut [f64], forward: bool) -> f64 {
+    pub(crate) fn pass(&mut self, of: &Compact, theta: &[f64], hat: &mut [f64], forward: bool) -> f64 {
         let n = of.len();
         let mut bound = 0.0;
         for step in 0..n {
@@ -97,7 +97,7 @@ impl Messages {
     }
 
     /// A choice read off first node to last, each given those before it.
-    pub fn decode(&self, of: &Compact, theta: &[f64]) -> Vec<usize> {
+    pub(crate) fn decode(&self, of: &Compact, theta: &[f64]) -> Vec<usize> {
         let mut x = vec![0; of.len()];
         let mut costs: Vec<f64> = vec![];
         for u in 0..of.len() {

@@ -31,12 +31,12 @@ impl Random {
 }
 
 impl<'a> Neighbourhoods<'a> {
-    pub fn new(network: &'a Network, of: &'a Compact, current: Assignment) -> Neighbourhoods<'a> {
+    pub(crate) fn new(network: &'a Network, of: &'a Compact, current: Assignment) -> Neighbourhoods<'a> {
         Neighbourhoods { network, of, current, random: Random(1), rates: vec![(1.0, 1.0); SIZES.len()] }
     }
 
     /// Goes on from another choice (of the whole problem) if that is better.
-    pub fn adopt(&mut self, choice: &[usize]) {
+    pub(crate) fn adopt(&mut self, choice: &[usize]) {
         if let Some(x) = self.network.lowered(choice) {
             let new = Assignment::new(self.of, x);
             if new.fits() && new.cost < self.current.cost {
@@ -46,7 +46,7 @@ impl<'a> Neighbourhoods<'a> {
     }
 
     /// Rounds of regions until the budget is spent.
-    pub fn search(&mut self, prices: &Prices, budget: &mut Budget<'_>) {
+    pub(crate) fn search(&mut self, prices: &Prices, budget: &mut Budget<'_>) {
         while !budget.spent() {
             let jobs: Vec<(Vec<usize>, usize)> = (0..ROUND).map(|_| self.region()).collect();
             let clock = budget.clock;

@@ -90,13 +90,13 @@ struct Origin {
 
 impl Network {
     /// A network of these nodes, without edges.
-    pub fn bare(capacity: Vec<i64>, point: Vec<u32>) -> Network {
+    pub(crate) fn bare(capacity: Vec<i64>, point: Vec<u32>) -> Network {
         Network { capacity, point, ..Network::default() }
     }
 
     /// # Errors
     /// [`SolveError::MemoryInfeasible`] if the least that nodes hold is over the limit somewhere.
-    pub fn new(problem: &Problem) -> Result<Network, SolveError> {
+    pub(crate) fn new(problem: &Problem) -> Result<Network, SolveError> {
         let mut points: Vec<u32> = vec![];
         let mut opens: Vec<u32> = vec![];
         let mut closes: Vec<u32> = vec![];
@@ -169,21 +169,21 @@ impl Network {
         Ok(network)
     }
 
-    pub fn live(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn live(&self) -> impl Iterator<Item = usize> {
         (0..self.nodes.len()).filter(|&v| !self.nodes[v].gone)
     }
 
-    pub fn width(&self, v: usize) -> usize {
+    pub(crate) fn width(&self, v: usize) -> usize {
         self.nodes[v].cost.len()
     }
 
-    pub fn other(&self, edge: u32, v: usize) -> usize {
+    pub(crate) fn other(&self, edge: u32, v: usize) -> usize {
         let edge = &self.edges[edge as usize];
         (edge.a + edge.b) as usize - v
     }
 
     /// The costs of an edge with the strategies of `v` as rows.
-    pub fn seen_from(&self, edge: u32, v: usize) -> Cow<'_, [f64]> {
+    pub(crate) fn seen_from(&self, edge: u32, v: usize) -> Cow<'_, [f64]> {
         let edge = &self.edges[edge as usize];
         match edge.a as usize == v {
             true => Cow::Borrowed(&edge.cost),
@@ -197,7 +197,7 @@ impl Network {
     }
 
     /// Adds costs `[u][w]`, to the edge that is there or as a new one.
-    pub fn add_edge(&mut self, u: usize, w: usize, cost: Vec<f64>) {
+    fn add_edge(&mut self, u: usize, w: usize, cost: Vec<f64>) {
         let (a, b) = (u.min(w), u.max(w));
         let cost = if u == a { cost } else { transposed(&cost, self.width(w)) };
         match self.edge_between(a, b) {
@@ -211,7 +211,7 @@ impl Network {
         }
     }
 
-    pub fn detach(&mut self, e: u32) -> Vec<f64> {
+    pub(crate) fn detach(&mut self, e: u32) -> Vec<f64> {
         let (a, b) = (self.edges[e as usize].a as usize, self.edges[e as usize].b as usize);
         self.nodes[a].edges.retain(|&x| x != e);
         self.nodes[b].edges.retain(|&x| x != e);
@@ -219,7 +219,7 @@ impl Network {
     }
 
     /// Leaves the strategies marked.
-    pub fn retain(&mut self, v: usize, keep: &[bool]) {
+    pub(crate) fn retain(&mut self, v: usize, keep: &[bool]) {
         self.nodes[v].settled = false;
         for at in 0..self.nodes[v].edges.len() {
             let e = self.nodes[v].edges[at] as usize;
@@ -241,7 +241,7 @@ impl Network {
     }
 
     /// Takes what every strategy holds from the capacity, and joins runs that are alike.
-    pub fn normalise(&mut self, v: usize) {
+    fn normalise(&mut self, v: usize) {
         let mut profile = std::mem::take(&mut self.nodes[v].profile);
         for run in &mut profile {
             let least = run.bytes.iter().copied().min().unwrap_or(0);
@@ -262,7 +262,7 @@ impl Network {
     }
 
     /// Settles a node on a strategy (a position among those left): its edges become node costs.
-    pub fn decide(&mut self, v: usize, strategy: usize) -> Vec<usize> {
+    pub(crate) fn decide(&mut self, v: usize, strategy: usize) -> Vec<usize> {
         if self.width(v) > 1 {
             let keep: Vec<bool> = (0..self.width(v)).map(|s| s == strategy).collect();
             self.retain(v, &keep);
@@ -282,7 +282,7 @@ impl Network {
     }
 
     /// Merges `v` into `leader`, whose strategies each leave it one: `of[s]`. The edge between them goes.
-    pub fn follow(&mut self, v: usize, leader: usize, of: &[usize]) -> Vec<usize> {
+    pub(crate) fn follow(&mut self, v: usize, leader: usize, of: &[usize]) -> Vec<usize> {
         let mut around = vec![leader];
         let width = self.width(v);
         while let Some(&e) = self.nodes[v].edges.last() {
@@ -312,7 +312,7 @@ impl Network {
     }
 
     /// Eliminates a node that holds nothing and has at most two neighbours, which get the least it can cost.
-    pub fn eliminate(&mut self, v: usize) -> Vec<usize> {
+    pub(crate) fn eliminate(&mut self, v: usize) -> Vec<usize> {
         let around: Vec<usize> = self.nodes[v].edges.iter().map(|&e| self.other(e, v)).collect();
         let tables: Vec<Vec<f64>> = self.nodes[v].edges.iter().map(|&e| self.seen_from(e, v).into_owned()).collect();
         while let Some(&e) = self.nodes[v].edges.last() {
@@ -352,7 +352,7 @@ impl Network {
     ///
     /// # Errors
     /// A row that the least already overfills.
-    pub fn drop_slack_rows(&mut self) -> Result<bool, SolveError> {
+    pub(crate) fn drop_slack_rows(&mut self) -> Result<bool, SolveError> {
         let rows = self.capacity.len();
         let mut most = vec![0_i64; rows + 1];
         for node in self.nodes.iter().filter(|n| !n.gone) {
@@ -452,13 +452,13 @@ impl Network {
     }
 
     /// The same problem with only the nodes that are left, which are numbered anew.
-    pub fn compacted(self) -> Network {
+    pub(crate) fn compacted(self) -> Network {
         let live: Vec<usize> = self.live().collect();
         if 2 * live.len() >= self.nodes.len() { self } else { self.numbered(&live) }
     }
 
     /// The same problem with only the nodes that are left, which are numbered in the order given.
-    pub fn numbered(self, live: &[usize]) -> Network {
+    pub(crate) fn numbered(self, live: &[usize]) -> Network {
         let mut place = vec![u32::MAX; self.nodes.len()];
         live.iter().enumerate().for_each(|(i, &v)| place[v] = i as u32);
         let mut edge_place = vec![u32::MAX; self.edges.len()];
@@ -502,13 +502,13 @@ impl Network {
 
     /// The strategies (positions among those left) of the live nodes in a choice of the whole problem, in their order; none if
     /// it takes one that has been dropped.
-    pub fn lowered(&self, choice: &[usize]) -> Option<Vec<usize>> {
+    pub(crate) fn lowered(&self, choice: &[usize]) -> Option<Vec<usize>> {
         let labels = renumbered(self.origin.as_deref(), choice)?;
         self.live().map(|v| self.nodes[v].label.binary_search(&labels[v]).ok()).collect()
     }
 
     /// Strategies of every node of the problem, given those of the live nodes (positions among those left).
-    pub fn lift(&self, local: &[usize]) -> Vec<usize> {
+    pub(crate) fn lift(&self, local: &[usize]) -> Vec<usize> {
         let mut choice: Vec<u32> = vec![0; self.nodes.len()];
         for v in self.live() {
             choice[v] = self.nodes[v].label[local[v]];

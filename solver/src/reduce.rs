@@ -22,7 +22,7 @@ pub(super) struct Reductions {
 }
 
 impl Reductions {
-    pub const ALL: Reductions =
+    pub(crate) const ALL: Reductions =
         Reductions { arcs: true, dominance: true, separable: true, followers: true, elimination: true };
 }
 
@@ -35,7 +35,7 @@ impl Network {
     ///
     /// # Errors
     /// A node without strategies, a row that is full.
-    pub fn reduce(&mut self, what: Reductions, pinned: &[bool]) -> Result<(), SolveError> {
+    pub(crate) fn reduce(&mut self, what: Reductions, pinned: &[bool]) -> Result<(), SolveError> {
         let reducer = Reducer { what, pinned };
         if what != Reductions::ALL {
             self.nodes.iter_mut().for_each(|node| node.settled = false);

@@ -41,7 +41,7 @@ pub(super) struct Walk {
 }
 
 impl Walk {
-    pub fn new(network: Network, of: Compact, plan: Plan, keep: &[usize], kept: Vec<usize>) -> Walk {
+    pub(crate) fn new(network: Network, of: Compact, plan: Plan, keep: &[usize], kept: Vec<usize>) -> Walk {
         let tables = plan.evaluate(&Unary { offset: &of.offset, cost: &of.cost });
         Walk { network, of, plan, tables, keep: keep.to_vec(), kept }
     }
@@ -50,14 +50,14 @@ impl Walk {
         Unary { offset: &self.of.offset, cost: &self.of.cost }
     }
 
-    pub fn cost(&self, entry: usize, dims: &[usize]) -> f64 {
+    pub(crate) fn cost(&self, entry: usize, dims: &[usize]) -> f64 {
         let mut local = vec![0; self.of.len()];
         unflatten(entry, dims, &self.kept, &mut local);
         self.of.constant + self.plan.rest(&self.unary(), &self.tables, &local)
     }
 
     /// The strategy of every node of the problem, of the kept ones as given.
-    pub fn choice(&self, kept: &[usize]) -> Vec<usize> {
+    pub(crate) fn choice(&self, kept: &[usize]) -> Vec<usize> {
         let mut local = vec![0; self.of.len()];
         self.kept.iter().zip(kept).for_each(|(&node, &strategy)| local[node] = strategy);
         self.plan.dive_into(&self.unary(), &self.tables, &mut local);
@@ -126,7 +126,7 @@ pub(super) struct Eliminations {
 }
 
 impl Eliminations {
-    pub const ALL: Eliminations = Eliminations { at_once: true, once_bounded: true };
+    pub(crate) const ALL: Eliminations = Eliminations { at_once: true, once_bounded: true };
 }
 
 pub(super) fn table_by(
@@ -137,18 +137,7 @@ pub(super) fn table_by(
 ) -> Result<BoundaryTable, SolveError> {
     check(problem)?;
     let clock = Clock::start(options)?;
-    let mut pinned = vec![false; problem.nodes.len()];
-    for &node in keep {
-        match pinned.get_mut(node) {
-            Some(seen) if !*seen => *seen = true,
-            _ => return Err(SolveError::Malformed { fault: Fault::Keep { node } }),
-        }
-    }
-    let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
-    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= TABLE_ENTRIES);
-    let Some(size) = size else {
-        return Err(SolveError::Malformed { fault: Fault::KeepTooMany { most: TABLE_ENTRIES } });
-    };
+    let (dims, size) = dims_of_table(problem, keep)?;
     let mut network = Network::new(&Problem { limit_bytes: None, ..problem.clone() })?;
     let mut kept = keep.to_vec();
     reduce_around(&mut network, &mut kept)?;
@@ -215,6 +204,21 @@ pub(super) fn table_by(
         }
     }
     parts.stored(solved)
+}
+
+/// The strategies of each kept node, and the number of entries of their table.
+fn dims_of_table(problem: &Problem, keep: &[usize]) -> Result<(Vec<usize>, usize), SolveError> {
+    let mut pinned = vec![false; problem.nodes.len()];
+    for &node in keep {
+        match pinned.get_mut(node) {
+            Some(seen) if !*seen => *seen = true,
+            _ => return Err(SolveError::Malformed { fault: Fault::Keep { node } }),
+        }
+    }
+    let dims: Vec<usize> = keep.iter().map(|&v| problem.nodes[v].cost.len()).collect();
+    let size = dims.iter().try_fold(1_usize, |n, &d| n.checked_mul(d)).filter(|&n| n <= TABLE_ENTRIES);
+    let size = size.ok_or(SolveError::Malformed { fault: Fault::KeepTooMany { most: TABLE_ENTRIES } })?;
+    Ok((dims, size))
 }
 
 /// An elimination of all but the kept nodes, unless it takes more than `most` additions.

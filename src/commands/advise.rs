@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Explain what limits a plan, and what another node, faster links, more memory or a larger batch would gain
 #[derive(Args)]
-pub struct Advise {
+pub(crate) struct Advise {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     /// Fixed choices of the plans for comparison
@@ -37,14 +37,14 @@ fn positive(text: &str) -> Result<f64, &'static str> {
 }
 
 impl Advise {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let plan = load_to_ask(&self.plan)?;
         let bar = Bar::stoppable();
         say(self.answer(&plan, &bar)?)
     }
 
     /// The advice on a loaded plan.
-    pub fn answer(&self, plan: &Plan, progress: &dyn Progress) -> Result<String, Error> {
+    pub(crate) fn answer(&self, plan: &Plan, progress: &dyn Progress) -> Result<String, Error> {
         let mut request = Request::of_plan(plan);
         self.fixed.fix_all(&mut request)?;
         let start = Instant::now();

@@ -9,7 +9,7 @@ use clap::Args;
 
 /// Read batches as `run` does, and report the rate
 #[derive(Args)]
-pub struct BenchInput {
+pub(crate) struct BenchInput {
     #[command(flatten)]
     plan: PlanOrModel,
     /// Batches to read
@@ -20,7 +20,7 @@ pub struct BenchInput {
 }
 
 impl BenchInput {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let (plan, given) = self.plan.plan_and_step()?;
         let training = self.start.training(self.batches, given.as_ref());
         if training.data.file.is_none() {

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Fit the constants of a device on tables of measured steps and on timed kernels
 #[derive(Args)]
-pub struct Calibrate {
+pub(crate) struct Calibrate {
     /// Tables as for `altiplano fidelity`, Chrome traces of `torch.profiler` recorded with `record_shapes=True`, or
     /// traces of `altiplano run --trace`
     #[arg(required = true)]
@@ -19,7 +19,7 @@ pub struct Calibrate {
 }
 
 impl Calibrate {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         let fitted = calibrate(&self.tables)?;
         for device in &fitted {

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// Verify the checkpoints of a run, or export the weights of one
 #[derive(Args)]
-pub struct Checkpoint {
+pub(crate) struct Checkpoint {
     /// The folder of a run's checkpoints, or one of them
     #[arg(value_name = "DIR")]
     folder: PathBuf,
@@ -20,7 +20,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         if let Some(file) = &self.output {
             expect_writable(file)?;
             let damaged = |error: &Error| {

@@ -7,10 +7,10 @@ use clap::Args;
 
 /// List the cluster presets
 #[derive(Args)]
-pub struct Clusters {}
+pub(crate) struct Clusters {}
 
 impl Clusters {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let presets = presets();
         let width = presets.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (name, description) in presets {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 /// Compare a plan with another one, or with a configuration that you run today
 #[derive(Args)]
-pub struct Compare {
+pub(crate) struct Compare {
     /// A plan file, written by `altiplano plan -o`
     plan: PathBuf,
     /// A second plan file, of the same model or another
@@ -30,12 +30,12 @@ pub struct Compare {
 }
 
 impl Compare {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         say(self.answer(load_to_ask)?)
     }
 
     /// The comparison of plans that `load` reads.
-    pub fn answer<P: Borrow<Plan>>(&self, load: impl Fn(&Path) -> Result<P, Error>) -> Result<String, Error> {
+    pub(crate) fn answer<P: Borrow<Plan>>(&self, load: impl Fn(&Path) -> Result<P, Error>) -> Result<String, Error> {
         let plan = load(&self.plan)?;
         let plan = plan.borrow();
         if let Some(baseline) = &self.baseline {

@@ -10,13 +10,13 @@ use clap_complete::{Shell, generate};
 #[command(
     after_help = "bash: altiplano completions bash > ~/.local/share/bash-completion/completions/altiplano\nzsh: write it as _altiplano into a folder of $fpath; fish: into ~/.config/fish/completions/altiplano.fish"
 )]
-pub struct Completions {
+pub(crate) struct Completions {
     shell: Shell,
 }
 
 impl Completions {
     /// `command` is the whole command line.
-    pub fn run(self, mut command: Command) -> Result<(), Error> {
+    pub(crate) fn run(self, mut command: Command) -> Result<(), Error> {
         let mut text = Vec::new();
         let name = command.get_name().to_string();
         generate(self.shell, &mut command, name, &mut text);

@@ -22,7 +22,7 @@ struct Entry {
 }
 
 /// Parses a command line, with the options that a file adds to it.
-pub fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches, Error> {
+pub(crate) fn matches(command: Command, arguments: Vec<OsString>) -> Result<ArgMatches, Error> {
     let given = match command.clone().try_get_matches_from(&arguments) {
         Ok(given) => given,
         Err(error) if error.kind() == ErrorKind::UnknownArgument => match instead(&error) {

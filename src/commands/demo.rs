@@ -11,7 +11,7 @@ use std::path::PathBuf;
 
 /// Plan a small GPT for four workers, train it on four and on one, and compare the losses
 #[derive(Args)]
-pub struct Demo {
+pub(crate) struct Demo {
     /// The model
     #[arg(default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir"), hide_default_value = true)]
     model: PathBuf,
@@ -21,7 +21,7 @@ pub struct Demo {
 }
 
 impl Demo {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let model = load_model(&self.model, &ImportOptions::default())?;
         let plan = plan(&request(&model, load_cluster("local:4")?), &Silent)?;
         say(report(&plan))?;

@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 
 /// List the devices that plans can run on: the CPU, GPUs and their libraries, and how to get missing ones
 #[derive(Args)]
-pub struct Devices {
+pub(crate) struct Devices {
     /// Print JSON (docs/devices.schema.json)
     #[arg(long)]
     json: bool,
 }
 
 impl Devices {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let (cores, memory_bytes) = processors()?;
         let survey = Survey::of(&cuda_search());
         if self.json {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// Write a plan for other software, as a program or as its configuration: `export plan.json --to jax -o layouts.py`
 #[derive(Args)]
-pub struct Export {
+pub(crate) struct Export {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     /// The software that trains
@@ -51,7 +51,7 @@ impl To {
 }
 
 impl Export {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         expect_writable(&self.output)?;
         for note in self.write(&load_plan(&self.plan)?)? {
             complain!("note: {note}");
@@ -60,7 +60,7 @@ impl Export {
     }
 
     /// Writes a loaded plan. Returns notes on the choices that the export leaves out or rounds.
-    pub fn write(&self, plan: &Plan) -> Result<Vec<String>, Error> {
+    pub(crate) fn write(&self, plan: &Plan) -> Result<Vec<String>, Error> {
         let program = match self.to {
             To::Jax => Some(Stack::Jax),
             To::Torch => Some(Stack::Torch),

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Predict every row of a table of measured training steps or kernels, and report the accuracy
 #[derive(Args)]
-pub struct Fidelity {
+pub(crate) struct Fidelity {
     /// A CSV file with a measured step or kernel per row, which may be compressed by gzip (columns in
     /// docs/simulation.md)
     table: PathBuf,
@@ -33,7 +33,7 @@ enum Recompute {
 }
 
 impl Fidelity {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let recomputation = match self.recompute {
             Recompute::Inferred => Recomputation::Inferred,
             Recompute::Stated => Recomputation::Stated,

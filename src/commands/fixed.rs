@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// Fixed choices of plans, such as degrees.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
-pub struct FixedOptions {
+pub(crate) struct FixedOptions {
     /// Samples per microbatch, over all replicas
     #[arg(long, value_name = "N", help_heading = "Cluster and batch")]
     microbatch: Option<u64>,
@@ -115,23 +115,23 @@ enum GoalName {
 
 impl FixedOptions {
     /// Returns whether nothing is fixed.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         *self == FixedOptions::default()
     }
 
     /// The data-parallel degree, by either option.
-    pub fn replicas(&self) -> Option<u32> {
+    pub(crate) fn replicas(&self) -> Option<u32> {
         self.dp.or(self.data_parallel_shard_degree)
     }
 
     /// Samples per microbatch, if given or implied.
-    pub fn together(&self) -> Option<u64> {
+    pub(crate) fn together(&self) -> Option<u64> {
         let of_replicas = || self.micro_batch_size?.checked_mul(u64::from(self.replicas()?));
         self.microbatch.or_else(of_replicas)
     }
 
     /// Applies the fixed choices to a request, except pins.
-    pub fn fix(&self, request: &mut Request) -> Result<(), Error> {
+    pub(crate) fn fix(&self, request: &mut Request) -> Result<(), Error> {
         // Training options are errors if nothing is trained.
         let of_training = [
             ("--schedule", self.schedule.is_some()),
@@ -189,7 +189,7 @@ impl FixedOptions {
     }
 
     /// As [`Self::fix`], with pins, which name values of the plan's model.
-    pub fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
+    pub(crate) fn fix_all(&self, request: &mut Request) -> Result<(), Error> {
         self.fix(request)?;
         apply_pins(Arc::make_mut(&mut request.graph), &self.pin, [self.replicas(), self.tp])
     }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// Convert a model to altiplano.graph JSON, with its parameters and batch identified
 #[derive(Args)]
-pub struct Import {
+pub(crate) struct Import {
     /// A model: StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or
     /// altiplano.graph JSON
     model: PathBuf,
@@ -21,7 +21,7 @@ pub struct Import {
 }
 
 impl Import {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let options = self.options.import();
         if !options.stop_gradients.is_empty() {
             let problem = "a graph file cannot store it; give it to plan, run or verify instead";

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 /// Explain a plan file
 #[derive(Args)]
-pub struct Inspect {
+pub(crate) struct Inspect {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     /// Print the plan as JSON
@@ -36,7 +36,7 @@ pub struct Inspect {
 }
 
 impl Inspect {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let plan = load_plan(&self.plan)?;
         match self.answer(&plan)? {
@@ -46,7 +46,7 @@ impl Inspect {
     }
 
     /// The answer for a loaded plan; `None` if it is the report.
-    pub fn answer(&self, plan: &Plan) -> Result<Option<String>, Error> {
+    pub(crate) fn answer(&self, plan: &Plan) -> Result<Option<String>, Error> {
         Ok(Some(if let Some(file) = &self.html {
             let page = page_html(plan)?;
             write_file(file, &page)?;

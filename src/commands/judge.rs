@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// Predict a configuration of Megatron, DeepSpeed, torchtitan and the like, and the changes of its knobs that help
 #[derive(Args)]
-pub struct Judge {
+pub(crate) struct Judge {
     /// A configuration as people have it: a script or command line with options, YAML, JSON, TOML, or a Python recipe
     #[arg(value_name = "CONFIG")]
     config: PathBuf,
@@ -68,7 +68,7 @@ fn seconds(text: &str) -> Result<f64, &'static str> {
 }
 
 impl Judge {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let how = How {
             stack: self.stack.as_deref().and_then(Stack::named),
             model: self.model,

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Write manual pages
 #[derive(Args)]
-pub struct Manual {
+pub(crate) struct Manual {
     /// The folder to write to, created if missing
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
@@ -16,7 +16,7 @@ pub struct Manual {
 
 impl Manual {
     /// `command` is the whole command line.
-    pub fn run(self, command: Command) -> Result<(), Error> {
+    pub(crate) fn run(self, command: Command) -> Result<(), Error> {
         let write = |file: &PathBuf, error| Error::Write { file: file.clone(), error };
         std::fs::create_dir_all(&self.output).map_err(|error| write(&self.output, error))?;
         let name = command.get_name().to_string();

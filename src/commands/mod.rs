@@ -20,6 +20,7 @@ pub mod inspect;
 pub mod judge;
 pub mod man;
 pub mod options;
+pub mod overwrite;
 pub mod plan;
 pub mod probe;
 pub mod profile;
@@ -39,13 +40,13 @@ use crate::progress::Bar;
 use altiplano::ir::plan::{MadeBy, Plan};
 use altiplano::planner::{PlanFailure, Progress, Request};
 use altiplano::suggestions::{Explained, failure_json, fixes, shortage};
-use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, report_as};
+use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, printable, report_as};
 use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
 
 /// Saves the results of a search for later ones, if requested. A failure costs only time, so it is a warning.
-pub fn keep_searches(request: &Request) {
+pub(crate) fn keep_searches(request: &Request) {
     let Some(cache) = &request.cache else { return };
     if let Err(error) = cache.save() {
         let file = cache.file().map(|file| format!("{}: ", file.display())).unwrap_or_default();
@@ -119,6 +120,11 @@ fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
 /// Prints a line to stdout. If the reader has closed it, that is an error like any other, which `main` treats as the
 /// end.
 fn say(text: impl Display) -> Result<(), Error> {
+    let mut text = text.to_string();
+    // Files and programs get what they ask for, to the byte.
+    if console::Term::stdout().is_term() {
+        text = printable(&text).into_owned();
+    }
     let mut out = std::io::stdout().lock();
     writeln!(out, "{text}").and_then(|()| out.flush()).map_err(Error::Output)
 }

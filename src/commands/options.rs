@@ -24,11 +24,12 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 /// Options of reading a model.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 #[command(next_help_heading = "Model")]
-pub struct ModelOptions {
+pub(crate) struct ModelOptions {
     /// Trained arguments, by position, range, name or pattern (0-11, params, params['h*, *lora*); if the file marks its
     /// parameters, all others are frozen
     #[arg(long, value_delimiter = ',', value_name = "ARGUMENTS")]
@@ -186,7 +187,7 @@ impl ModelOptions {
         }
     }
 
-    pub fn import(&self) -> ImportOptions {
+    pub(crate) fn import(&self) -> ImportOptions {
         ImportOptions {
             params: self.params.clone(),
             inputs: self.inputs.clone(),
@@ -216,7 +217,7 @@ impl ModelOptions {
 
 /// The target of a plan, and its fixed choices. Everything else is searched.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
-pub struct PlanOptions {
+pub(crate) struct PlanOptions {
     /// A preset with a count (local:4, p3.16xlarge:8, dgx-a100:16) or a TOML file [default: local:4]
     #[arg(long, value_name = "CLUSTER", help_heading = "Cluster and batch")]
     cluster: Option<String>,
@@ -292,7 +293,7 @@ pub struct PlanOptions {
 /// Optimizer settings that override those of its paper.
 #[derive(Args, Clone, Debug, Default, PartialEq)]
 #[command(next_help_heading = "Optimizer")]
-pub struct OptimizerSettings {
+pub(crate) struct OptimizerSettings {
     /// Momentum of sgd, rmsprop, lars and larc
     #[arg(long, value_name = "X", value_parser = below_one)]
     momentum: Option<f64>,
@@ -410,7 +411,7 @@ enum SearchName {
 
 impl PlanOptions {
     /// Plans a model, by the profile if there is one.
-    pub fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
+    pub(crate) fn plan(&self, request: &Request, progress: &dyn Progress) -> Result<Plan, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
         let plan = plan_by(request, profile.as_ref(), progress);
         keep_searches(request);
@@ -420,7 +421,7 @@ impl PlanOptions {
     }
 
     /// The Pareto frontier of plans in seconds, bytes, devices and price.
-    pub fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
+    pub(crate) fn frontier(&self, request: &Request, progress: &dyn Progress) -> Result<Vec<Point>, Error> {
         let profile = self.profile.as_deref().map(load_profile).transpose()?;
         let points = frontier_by(request, profile.as_ref(), progress);
         keep_searches(request);
@@ -428,7 +429,7 @@ impl PlanOptions {
     }
 
     /// Fails if a profile is given, for plans on other machines, which it does not cover.
-    pub fn expect_no_profile(&self) -> Result<(), Error> {
+    pub(crate) fn expect_no_profile(&self) -> Result<(), Error> {
         match self.profile {
             Some(_) => {
                 Err(Error::Option { option: "--profile", problem: "covers only this machine, not several nodes" })
@@ -438,14 +439,18 @@ impl PlanOptions {
     }
 
     /// The planning request of a model file with these options.
-    pub fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
+    pub(crate) fn request(&self, model: &Path, options: &ModelOptions) -> Result<Request, Error> {
         let (request, warnings) = self.request_quietly(model, options)?;
         warn(&warnings);
         Ok(request)
     }
 
     /// As [`Self::request`], but returns the remarks on the model for the caller to print.
-    pub fn request_quietly(&self, model: &Path, options: &ModelOptions) -> Result<(Request, Vec<Warning>), Error> {
+    pub(crate) fn request_quietly(
+        &self,
+        model: &Path,
+        options: &ModelOptions,
+    ) -> Result<(Request, Vec<Warning>), Error> {
         let (request, _, warnings) = self.request_of(model, &read_bytes(model)?, options)?;
         Ok((request, warnings))
     }
@@ -461,7 +466,7 @@ impl PlanOptions {
     }
 
     /// As [`Self::request`], for a model file that `read` imports.
-    pub fn request_by(
+    pub(crate) fn request_by(
         &self,
         file: &Path,
         format: Format,
@@ -506,12 +511,19 @@ impl PlanOptions {
     }
 
     /// The same options without fixed choices.
-    pub fn with_open_choices(&self) -> PlanOptions {
+    pub(crate) fn with_open_choices(&self) -> PlanOptions {
         PlanOptions { fixed: FixedOptions::default(), ..self.clone() }
     }
 
+    /// The files that describe the cluster, with the times of their last change.
+    pub fn files(&self) -> Vec<(PathBuf, Option<SystemTime>)> {
+        let files = self.cluster.iter().map(PathBuf::from).chain(self.devices.clone());
+        let changed = |file: &Path| std::fs::metadata(file).and_then(|of| of.modified()).ok();
+        files.map(|file| (file.clone(), changed(&file))).collect()
+    }
+
     /// The batch of a config's model, if one is given. Other files have a batch of their own.
-    pub fn batch_of_model(&self, format: Format) -> Option<u64> {
+    pub(crate) fn batch_of_model(&self, format: Format) -> Option<u64> {
         let asked = self.global_batch.or(self.fixed.together()).filter(|&batch| batch > 0);
         asked.filter(|_| format == Format::HuggingFaceConfig)
     }
@@ -602,10 +614,10 @@ impl PlanOptions {
     }
 }
 
-pub const OF_TRAINING: &str = "is a training option, but --loss none does not train";
+pub(crate) const OF_TRAINING: &str = "is a training option, but --loss none does not train";
 
 /// Predicts a plan by the profile in a file.
-pub fn predict_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
+pub(crate) fn predict_by(plan: &mut Plan, file: &Path) -> Result<Profile, Error> {
     let profile = load_profile(file)?;
     repredict(plan, &profile)?;
     say_uncovered(plan, Some(&profile))?;
@@ -622,7 +634,7 @@ fn say_uncovered(plan: &Plan, profile: Option<&Profile>) -> Result<(), Error> {
 
 /// A plan file, or a model file with the options to plan it.
 #[derive(Args, Clone, Debug)]
-pub struct PlanOrModel {
+pub(crate) struct PlanOrModel {
     /// A plan (altiplano.plan JSON), or a model to plan first (StableHLO text, .pt2, ONNX, config.json or
     /// altiplano.graph JSON)
     #[arg(value_name = "PLAN|MODEL")]
@@ -635,7 +647,7 @@ pub struct PlanOrModel {
 
 impl PlanOrModel {
     /// Fails unless the file is a plan, which all ranks must share; a plan that each finds anew may differ.
-    pub fn expect_plan(&self, option: &'static str) -> Result<(), Error> {
+    pub(crate) fn expect_plan(&self, option: &'static str) -> Result<(), Error> {
         if Format::of(&read_bytes(&self.file)?) == Format::PlanJson {
             return Ok(());
         }
@@ -643,13 +655,13 @@ impl PlanOrModel {
     }
 
     /// The measured profile for predictions, if given.
-    pub fn profile(&self) -> Result<Option<Profile>, Error> {
+    pub(crate) fn profile(&self) -> Result<Option<Profile>, Error> {
         self.plan.profile.as_deref().map(load_profile).transpose()
     }
 
     /// The plan in the file, or one planned for its model, without the table of alternatives. Also the training step of
     /// a model that is one.
-    pub fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
+    pub(crate) fn plan_and_step(&self) -> Result<(Plan, Option<GivenStep>), Error> {
         let bytes = read_bytes(&self.file)?;
         if Format::of(&bytes) == Format::PlanJson {
             let of_plan =
@@ -696,7 +708,7 @@ impl PlanOrModel {
 
 /// Options of how a run starts and what it trains on.
 #[derive(Args, Clone)]
-pub struct Start {
+pub(crate) struct Start {
     /// Batches: .safetensors with tensors named after the inputs, a folder of such files, .npy, or token ids (.u16,
     /// .u32) [default: synthetic]
     #[arg(long, value_name = "FILE|DIR")]
@@ -738,7 +750,7 @@ enum DeviceKind {
 
 impl Start {
     /// The options of GPUs, if requested. Unusable GPUs are an error before anything is planned.
-    pub fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
+    pub(crate) fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
         match self.device {
             DeviceKind::Cpu => Ok(None),
             DeviceKind::Cuda => gpus().map(Some),
@@ -750,19 +762,19 @@ impl Start {
     }
 
     /// The plugin of XLA's devices, if these are requested: the one that is named, or the one that is found.
-    pub fn xla(&self, named: Option<&Path>) -> Result<Option<PathBuf>, Error> {
+    pub(crate) fn xla(&self, named: Option<&Path>) -> Result<Option<PathBuf>, Error> {
         if self.device != DeviceKind::XlaCpu {
             return Ok(None);
         }
         Ok(Some(altiplano_xla::pjrt::find(named, altiplano_xla::pjrt::Platform::Cpu)?))
     }
 
-    pub fn is_cuda(&self) -> bool {
+    pub(crate) fn is_cuda(&self) -> bool {
         self.device == DeviceKind::Cuda
     }
 
     /// Fails if GPUs are requested for work that runs only on CPUs.
-    pub fn expect_cpu(&self) -> Result<(), Error> {
+    pub(crate) fn expect_cpu(&self) -> Result<(), Error> {
         if self.cuda()?.is_none() {
             return Ok(());
         }
@@ -773,7 +785,7 @@ impl Start {
     }
 
     /// `step` is the training step from which the model was extracted, if any.
-    pub fn training(self, steps: u64, step: Option<&GivenStep>) -> Training {
+    pub(crate) fn training(self, steps: u64, step: Option<&GivenStep>) -> Training {
         let learning_rate = self.lr.or(step.and_then(|s| s.learning_rate)).unwrap_or(1e-3);
         Training {
             steps,
@@ -797,7 +809,7 @@ impl Start {
 ///
 /// # Errors
 /// Fails if programs cannot run on them.
-pub fn gpus() -> Result<CudaOptions, Error> {
+pub(crate) fn gpus() -> Result<CudaOptions, Error> {
     let search = cuda_search();
     Survey::of(&search).usable()?;
     Ok(CudaOptions { search, cache: kernel_cache(), ..CudaOptions::default() })
@@ -811,7 +823,7 @@ fn kernel_cache() -> Option<PathBuf> {
 }
 
 /// Locations of CUDA's libraries: first `ALTIPLANO_CUDA`, then the active Python virtual environment.
-pub fn cuda_search() -> Search {
+pub(crate) fn cuda_search() -> Search {
     let mut folders: Vec<PathBuf> =
         std::env::var_os("ALTIPLANO_CUDA").map(|all| std::env::split_paths(&all).collect()).unwrap_or_default();
     if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {

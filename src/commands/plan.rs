@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// Plan how a model is trained on a cluster
 #[derive(Args)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// A model: StableHLO text as JAX prints it, a torch.export archive (.pt2), ONNX, a Hugging Face config.json, or
     /// altiplano.graph JSON
     pub model: PathBuf,
@@ -37,7 +37,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
         let old = self.from.as_deref().map(load_plan).transpose()?;

@@ -14,7 +14,7 @@ use std::process::Command;
 
 /// Describe this machine as a cluster file, from nvidia-smi and the kernel
 #[derive(Args)]
-pub struct Probe {
+pub(crate) struct Probe {
     /// Write the cluster to this file instead of stdout
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -36,7 +36,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let nics = match (&self.infiniband, &self.gpus) {
             (Some(directory), _) => network_cards(directory, true)?,
             (None, None) => network_cards(Path::new("/sys/class/infiniband"), false)?,
@@ -81,7 +81,8 @@ fn of_file(file: &Path, error: ClusterError) -> Error {
 }
 
 fn read(file: &Path) -> Result<String, Error> {
-    let bytes = std::fs::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let bytes =
+        altiplano::runtime::files::read(file).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 

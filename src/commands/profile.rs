@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 /// Measure kernels, collectives and transfers on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
-pub struct Profile {
+pub(crate) struct Profile {
     /// Device to measure: cpu (the workers of `local:N`) or cuda (GPUs)
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
@@ -42,7 +42,7 @@ enum Device {
 }
 
 impl Profile {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         if self.engine.is_mpi() && self.device == Device::Cuda {
             let problem = "measures links between MPI ranks on CPUs, not GPUs";
             return Err(Error::Option { option: "--engine mpi", problem });

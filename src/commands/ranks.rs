@@ -6,6 +6,7 @@ use altiplano::Error;
 use altiplano::runtime::RuntimeError;
 use altiplano::runtime::error::RendezvousError;
 use altiplano::runtime::ranks::World;
+use altiplano::runtime::ranks::connect::Network;
 use altiplano::runtime::ranks::rendezvous::{Place, Rendezvous, meet};
 use altiplano::runtime::ranks::watch::{Ends, leave};
 use altiplano::training::team::Team;
@@ -13,9 +14,12 @@ use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use std::time::Duration;
 
+/// The longest time limit: a week.
+const LONGEST_S: u64 = 7 * 24 * 3600;
+
 /// The engine of a plan, and the coordination of processes that run it together.
 #[derive(Args, Clone, Debug)]
-pub struct RankArguments {
+pub(crate) struct RankArguments {
     /// Run all devices as threads of this process (threads); GPUs of processes that srun or torchrun started
     /// (processes); or one device per MPI rank (mpi); see docs/cluster.md [default: threads; after a launcher:
     /// processes with --device cuda, else none, which is an error]
@@ -28,8 +32,12 @@ pub struct RankArguments {
     #[arg(long, value_name = "DIR")]
     rendezvous: Option<PathBuf>,
     /// Seconds for which processes wait for all others
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=LONGEST_S))]
     rendezvous_timeout: u64,
+    /// The network in which processes of --engine processes listen for each other: 10.1.0.0/16, or an address [default:
+    /// this host alone if the launcher says that all are on it, else all networks]
+    #[arg(long, value_name = "NETWORK")]
+    listen: Option<Network>,
     /// Sum in the order of devices, so that losses match those of threads bit by bit; slower
     #[arg(long)]
     reduce_in_order: bool,
@@ -40,7 +48,7 @@ pub struct RankArguments {
 
 /// Measures in this process alone, or with the other MPI ranks.
 #[derive(Args, Clone, Debug)]
-pub struct MeasuringArguments {
+pub(crate) struct MeasuringArguments {
     /// Measure the threads of this process, or the links between MPI ranks (docs/cluster.md) [default: threads]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<MeasuringEngine>,
@@ -51,7 +59,7 @@ pub struct MeasuringArguments {
 #[derive(Args, Clone, Copy, Debug)]
 struct LostArguments {
     /// Seconds of silence after which a rank counts as lost
-    #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(2..=LONGEST_S))]
     lost_after: u64,
 }
 
@@ -82,7 +90,7 @@ impl RankArguments {
     }
 
     /// The option that makes this process one of several, as the user would type it.
-    pub fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
+    pub(crate) fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
         Ok(match self.engine(cuda)? {
             EngineName::Threads => None,
             EngineName::Processes => Some("--engine processes"),
@@ -92,7 +100,7 @@ impl RankArguments {
 
     /// Runs a function on the processes that run the plan, on GPUs or not. If there are several and it fails on one, it
     /// ends all of them and does not return.
-    pub fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+    pub(crate) fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         let engine = self.engine(cuda)?;
         let of_ranks = "applies only to MPI ranks; it needs --engine mpi";
         let of_cpus = "applies only to CPUs; NCCL chooses its own order of summation";
@@ -105,6 +113,7 @@ impl RankArguments {
             (self.reduce_in_order && cuda, "--reduce-in-order", of_cpus),
             (self.ranks_anywhere && engine == EngineName::Threads, "--ranks-anywhere", of_many),
             (self.rendezvous.is_some() && engine != EngineName::Processes, "--rendezvous", of_processes),
+            (self.listen.is_some() && engine != EngineName::Processes, "--listen", of_processes),
         ];
         if let Some((_, option, problem)) = refused.into_iter().find(|(refused, ..)| *refused) {
             return Err(Error::Option { option, problem });
@@ -121,7 +130,8 @@ impl RankArguments {
         let place = place()?.ok_or_else(|| failed(RendezvousError::NoLauncher))?;
         let none = || failed(RendezvousError::NoDirectory { rank: place.rank, size: place.size });
         let directory = self.rendezvous.or_else(|| place.shared.clone()).ok_or_else(none)?;
-        let rendezvous = Rendezvous { directory, timeout: Duration::from_secs(self.rendezvous_timeout) };
+        let timeout = Duration::from_secs(self.rendezvous_timeout);
+        let rendezvous = Rendezvous { directory, timeout, listen: self.listen };
         let met = meet(&place, &rendezvous, Duration::from_secs(self.lost.lost_after), ends());
         let world = match met {
             // The first process has reported the reason for all.
@@ -139,12 +149,12 @@ impl RankArguments {
 }
 
 impl MeasuringArguments {
-    pub fn is_mpi(&self) -> bool {
+    pub(crate) fn is_mpi(&self) -> bool {
         self.engine == Some(MeasuringEngine::Mpi)
     }
 
     /// Refuses to measure a machine in several processes at once, as a launcher would start them.
-    pub fn expect_alone(&self) -> Result<(), Error> {
+    pub(crate) fn expect_alone(&self) -> Result<(), Error> {
         match place()?.filter(|place| place.size > 1 && self.engine.is_none()) {
             Some(place) => Err(refused(&place, &["--engine", "mpi"])),
             None => Ok(()),
@@ -152,7 +162,7 @@ impl MeasuringArguments {
     }
 
     /// As [`RankArguments::on_team`], for ranks that run no plan.
-    pub fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+    pub(crate) fn on_team(self, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
         if self.is_mpi() { on_ranks(self.lost, false, false, run) } else { run(Team::Alone) }
     }
 }

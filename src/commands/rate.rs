@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 
 /// The learning-rate schedule; --lr is its peak.
 #[derive(Args, Clone, Debug)]
-pub struct Rate {
+pub(crate) struct Rate {
     /// Decay of the learning rate after the warm-up
     #[arg(long, value_name = "SHAPE", value_enum, default_value_t = ShapeName::Constant)]
     lr_schedule: ShapeName,
@@ -44,7 +44,7 @@ enum ShapeName {
 
 impl Rate {
     /// The schedule for a run of `steps` steps.
-    pub fn schedule(&self, steps: u64) -> Result<RateSchedule, Error> {
+    pub(crate) fn schedule(&self, steps: u64) -> Result<RateSchedule, Error> {
         let shape = match self.lr_schedule {
             ShapeName::Constant => Shape::Constant,
             ShapeName::Linear => Shape::Linear,

@@ -12,13 +12,14 @@ use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
 use altiplano::runtime::Session;
 use altiplano::runtime::data::write_safetensors;
+use altiplano::runtime::devices::cuda::CudaOptions;
 use altiplano::simulate::Simulation;
 use altiplano::training::checkpoint::Checkpoints;
 use altiplano::training::evaluation::EvaluationOptions;
 use altiplano::training::team::Team;
 use altiplano::training::{DataOptions, Event, Ran, Scaling, Step, Training, train_on, train_until};
 use altiplano::units::{digits, percent, seconds};
-use altiplano::{Error, expect_writable, held, one_line, write_file};
+use altiplano::{Error, GivenStep, expect_writable, held, one_line, write_file};
 use clap::Args;
 use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
@@ -28,7 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Train a plan on CPU workers of this machine or on GPUs
 #[derive(Args)]
-pub struct Run {
+pub(crate) struct Run {
     #[command(flatten)]
     plan: PlanOrModel,
     /// Optimizer steps, or batches of a model that is run without training (--loss none)
@@ -87,7 +88,7 @@ pub struct Run {
 }
 
 impl Run {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let cuda = self.start.is_cuda();
         let of_many = self.ranks.option_of_many(cuda)?;
         self.ranks.clone().on_team(cuda, |team| self.run_on(team, of_many))
@@ -101,11 +102,34 @@ impl Run {
         if let Some(option) = of_many {
             self.plan.expect_plan(option)?;
         }
-        let mut cuda = self.start.cuda()?;
+        let cuda = self.start.cuda()?;
         let files = [&self.trace, &self.output, &self.metrics].into_iter().filter(|_| leads);
         files.flatten().try_for_each(|file| expect_writable(file))?;
         let (mut plan, given) = self.plan.plan_and_step()?;
         plan.measure_noise = self.measure_noise_scale;
+        self.expect_compatible(&plan)?;
+        let profile = self.plan.profile()?;
+        if !plan.schedule.trains() {
+            self.start.expect_cpu()?;
+            if let Some(option) = of_many {
+                let problem = "supports only training so far; without it this plan runs on threads";
+                return Err(Error::Option { option, problem });
+            }
+        }
+        let training = self.training(&plan, cuda, given.as_ref())?;
+        say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        if let Some(profile) = &plan.profile {
+            let step = if plan.schedule.trains() { "step" } else { "batch" };
+            say(format!("predicted: {}/{step}, by the {profile}", seconds(plan.predicted.step_time_s)))?;
+        }
+        match plan.schedule.trains() {
+            true => self.train(team, &plan, &training, profile.as_ref()),
+            false => self.infer(&plan, &training, profile.as_ref()),
+        }
+    }
+
+    /// Checks that the plan allows what the options measure and check.
+    fn expect_compatible(&self, plan: &Plan) -> Result<(), Error> {
         if plan.measure_noise && plan.staleness() > 0 {
             let problem = "measures gradients at the end of a step, when the plan's late gradients are not known";
             return Err(Error::Option { option: "--measure-noise-scale", problem });
@@ -119,14 +143,15 @@ impl Run {
                 "conflicts with loss scaling, which overflows on purpose to find its scale; add --loss-scale off";
             return Err(Error::Option { option: "--check-nan", problem });
         }
-        let profile = self.plan.profile()?;
-        if !plan.schedule.trains() {
-            self.start.expect_cpu()?;
-            if let Some(option) = of_many {
-                let problem = "supports only training so far; without it this plan runs on threads";
-                return Err(Error::Option { option, problem });
-            }
-        }
+        Ok(())
+    }
+
+    fn training(
+        &self,
+        plan: &Plan,
+        mut cuda: Option<CudaOptions>,
+        given: Option<&GivenStep>,
+    ) -> Result<Training, Error> {
         if let Some(options) = &mut cuda {
             options.running.check_nan = self.check_nan;
         }
@@ -154,7 +179,7 @@ impl Run {
             checkpoints,
             rate_schedule,
             metrics: self.metrics.clone(),
-            ..self.start.clone().training(self.steps, given.as_ref())
+            ..self.start.clone().training(self.steps, given)
         };
         training.evaluation = self.eval_data.clone().map(|file| EvaluationOptions {
             data: DataOptions { file: Some(file), token_type: training.data.token_type, shuffle: None },
@@ -165,25 +190,29 @@ impl Run {
             let problem = "a training step has no results; use --loss none to run the model";
             return Err(Error::Option { option: "--output", problem });
         }
-        say(format!("{}: {}", plan.model, one_line(&plan)))?;
-        if let Some(profile) = &plan.profile {
-            let step = if plan.schedule.trains() { "step" } else { "batch" };
-            say(format!("predicted: {}/{step}, by the {profile}", seconds(plan.predicted.step_time_s)))?;
-        }
+        Ok(training)
+    }
+
+    /// Runs a model without training.
+    fn infer(&self, plan: &Plan, training: &Training, profile: Option<&Profile>) -> Result<(), Error> {
         let bar = Bar::new();
-        if !plan.schedule.trains() {
-            let (ran, results) = infer(&plan, &training, |pass| {
-                let said = bar.suspend(|| say(pass_line(pass)));
-                bar.step("running", pass.number as usize, training.steps as usize);
-                said
-            })?;
-            drop(bar);
-            if let Some(file) = &self.output {
-                write_safetensors(file, &results)?;
-            }
-            return self.end(&plan, profile.as_ref(), &ran);
+        let (ran, results) = infer(plan, training, |pass| {
+            let said = bar.suspend(|| say(pass_line(pass)));
+            bar.step("running", pass.number as usize, training.steps as usize);
+            said
+        })?;
+        drop(bar);
+        if let Some(file) = &self.output {
+            write_safetensors(file, &results)?;
         }
-        team.expect_same(&plan, &training)?;
+        self.end(plan, profile, &ran)
+    }
+
+    fn train(&self, team: Team, plan: &Plan, training: &Training, profile: Option<&Profile>) -> Result<(), Error> {
+        team.expect_same(plan, training)?;
+        let (leads, bar) = (team.leads(), Bar::new());
+        // Only the leader prints.
+        let say = |text: String| if leads { say(text) } else { Ok(()) };
         let stopped = signals(&bar, self.signal);
         let signal = || Some(stopped.load(Ordering::Relaxed) as i32).filter(|&signal| signal != 0);
         let (mut waited_s, mut spent_s) = (0.0, 0.0);
@@ -199,10 +228,10 @@ impl Run {
             event => bar.suspend(|| tell(&event, training.steps)),
         };
         let (ran, session): (Ran, Option<Session>) = match team {
-            Team::Alone => (train_until(&plan, &training, signal, on_event)?, None),
+            Team::Alone => (train_until(plan, training, signal, on_event)?, None),
             team => {
-                let mut session = team.session(&plan, &training)?;
-                (train_on(&mut session, &plan, &training, signal, on_event)?, Some(session))
+                let mut session = team.session(plan, training)?;
+                (train_on(&mut session, plan, training, signal, on_event)?, Some(session))
             }
         };
         drop(bar);
@@ -219,7 +248,7 @@ impl Run {
             })?;
         }
         if leads {
-            self.end(&plan, profile.as_ref(), &ran)?;
+            self.end(plan, profile, &ran)?;
         }
         match session {
             Some(session) => Ok(session.finish()?),
@@ -320,7 +349,7 @@ fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
 }
 
 /// `step 3  loss 6.2146  0.123 s/step  65.0 samples/s`
-pub fn line(step: &Step) -> String {
+pub(crate) fn line(step: &Step) -> String {
     let Step { number, loss, seconds: time_s, samples_per_s, .. } = step;
     let skipped = match step.scaling {
         Some(Scaling { scale, skipped: true, .. }) => format!("  skipped: gradients overflow, loss scale now {scale}"),

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 /// Plan for several numbers of nodes: throughput, training time, cost, and a recommendation
 #[derive(Args)]
-pub struct Scale {
+pub(crate) struct Scale {
     /// A model, as for `altiplano plan`
     pub model: PathBuf,
     #[command(flatten)]
@@ -88,7 +88,7 @@ fn jitter(text: &str) -> Result<f64, &'static str> {
 }
 
 impl Scale {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let question = self.checked()?;
         let request = self.plan.request(&self.model, &self.options)?;
         let question = self.question(question, &request)?;
@@ -109,7 +109,7 @@ impl Scale {
     }
 
     /// The numbers of nodes, if the options go together.
-    pub fn checked(&self) -> Result<Vec<u32>, Error> {
+    pub(crate) fn checked(&self) -> Result<Vec<u32>, Error> {
         let nodes = node_counts(&self.nodes)?;
         [&self.write_config, &self.html].into_iter().flatten().try_for_each(|file| expect_writable(file))?;
         if self.queue_waits.is_some() && self.samples.is_none() && self.tokens.is_none() {
@@ -124,7 +124,7 @@ impl Scale {
 
     /// Plans for all numbers of nodes. If none has a plan, the request and the failure of the largest, which comes
     /// closest.
-    pub fn found(
+    pub(crate) fn found(
         &self,
         request: &Request,
         question: &Question,
@@ -147,7 +147,7 @@ impl Scale {
     }
 
     /// The recommendation. Files are written if the options say so.
-    pub fn answer(&self, found: &Scaling) -> Result<String, Error> {
+    pub(crate) fn answer(&self, found: &Scaling) -> Result<String, Error> {
         if let Some(file) = &self.write_config {
             let problem = "no count of nodes has a plan to be written";
             let text = train_config(found).ok_or(Error::Option { option: "--write-config", problem })?;
@@ -160,7 +160,7 @@ impl Scale {
     }
 
     /// The question about a request.
-    pub fn question(&self, nodes: Vec<u32>, request: &Request) -> Result<Question, Error> {
+    pub(crate) fn question(&self, nodes: Vec<u32>, request: &Request) -> Result<Question, Error> {
         let graph = &request.graph;
         let length = match (self.samples, self.tokens) {
             (Some(in_epoch), _) => {

@@ -10,7 +10,7 @@ use std::path::Path;
 
 /// Print a model's graph, a cluster or a plan as text
 #[derive(Args)]
-pub struct Show {
+pub(crate) struct Show {
     /// A model, a plan, a cluster's TOML file, or a cluster preset (dgx-a100:2)
     file: String,
     /// Print a model's graph in the DOT language instead
@@ -21,7 +21,7 @@ pub struct Show {
 }
 
 impl Show {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         let path = Path::new(&self.file);
         if !path.exists() {
             return match load_cluster(&self.file) {

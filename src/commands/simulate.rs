@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// Simulate a step of a plan: a timeline of every stage, with reasons
 #[derive(Args)]
-pub struct Simulate {
+pub(crate) struct Simulate {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     /// Explain the cost of the kernels that compute this value or op: a name in the model (transformer.h.0.mlp) or an
@@ -35,12 +35,12 @@ pub struct Simulate {
 }
 
 impl Simulate {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         say(self.answer(load_plan(&self.plan)?)?)
     }
 
     /// The answer for a loaded plan. The trace is written if the options say so.
-    pub fn answer(&self, mut plan: Plan) -> Result<String, Error> {
+    pub(crate) fn answer(&self, mut plan: Plan) -> Result<String, Error> {
         let profile = match &self.profile {
             Some(file) => Some(predict_by(&mut plan, file)?),
             None => None,

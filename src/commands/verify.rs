@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 /// Run a plan on its devices and on a single CPU device, and compare loss, gradients and updated weights
 #[derive(Args)]
-pub struct Verify {
+pub(crate) struct Verify {
     #[command(flatten)]
     pub plan: PlanOrModel,
     /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
@@ -27,7 +27,7 @@ pub struct Verify {
 }
 
 impl Verify {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         if self.start.xla(self.plugin.as_deref())?.is_none() {
             self.start.cuda()?;
         }
@@ -41,7 +41,7 @@ impl Verify {
     }
 
     /// Runs a loaded plan. Returns the tables, and an error if the numbers differ.
-    pub fn answer(
+    pub(crate) fn answer(
         &self,
         plan: &Plan,
         given: Option<&GivenStep>,

@@ -66,7 +66,7 @@ const INSTEAD: &[(&str, &str)] = &[
 ];
 
 /// Adds the names of other software to a command.
-pub fn with_names(command: Command) -> Command {
+pub(crate) fn with_names(command: Command) -> Command {
     command.mut_args(named).mut_subcommands(with_names)
 }
 
@@ -81,7 +81,7 @@ fn named(arg: Arg) -> Arg {
 }
 
 /// The suggestion for an unknown option that other software has.
-pub fn instead(error: &clap::Error) -> Option<String> {
+pub(crate) fn instead(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(given)) = error.get(ContextKind::InvalidArg) else { return None };
     let name = given.trim_start_matches('-').split('=').next().unwrap_or("").replace('_', "-");
     let (_, what) = INSTEAD.iter().find(|(theirs, _)| *theirs == name)?;

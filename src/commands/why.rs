@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// Explain why a plan stores a parameter, splits an op or cuts a stage as it does
 #[derive(Args)]
-pub struct Why {
+pub(crate) struct Why {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     #[command(flatten)]
@@ -34,12 +34,12 @@ struct Question {
 }
 
 impl Why {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         say(self.answer(&load_to_ask(&self.plan)?)?)
     }
 
     /// The answer for a loaded plan.
-    pub fn answer(&self, plan: &Plan) -> Result<String, Error> {
+    pub(crate) fn answer(&self, plan: &Plan) -> Result<String, Error> {
         let Question { param, op, stage } = &self.question;
         match (param, op, stage) {
             (Some(name), ..) => why_text(plan, Asked::Parameter, name, self.layer),

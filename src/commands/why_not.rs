@@ -14,7 +14,7 @@ use std::path::PathBuf;
 
 /// Show what a plan with other degrees would cost: `why-not plan.json --tp 8 --pp 1`
 #[derive(Args)]
-pub struct WhyNot {
+pub(crate) struct WhyNot {
     /// A plan file, written by `altiplano plan -o`
     pub plan: PathBuf,
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub struct WhyNot {
 }
 
 impl WhyNot {
-    pub fn run(self) -> Result<(), Error> {
+    pub(crate) fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         self.expect_fixed()?;
         let chosen = load_to_ask(&self.plan)?;
@@ -53,7 +53,7 @@ impl WhyNot {
     }
 
     /// The request that the other plan answers.
-    pub fn request(&self, chosen: &Plan) -> Result<Request, Error> {
+    pub(crate) fn request(&self, chosen: &Plan) -> Result<Request, Error> {
         self.expect_fixed()?;
         let mut request = Request::of_plan(chosen);
         self.fixed.fix_all(&mut request)?;
@@ -61,7 +61,7 @@ impl WhyNot {
     }
 
     /// The comparison with the plan that was asked for, which is written if the options say so.
-    pub fn answer(&self, chosen: &Plan, asked: &Plan) -> Result<String, Error> {
+    pub(crate) fn answer(&self, chosen: &Plan, asked: &Plan) -> Result<String, Error> {
         if let Some(file) = &self.output {
             write_file(file, &asked.to_json())?;
         }
@@ -73,9 +73,9 @@ impl WhyNot {
         let tables = side_by_side(beside.names, beside.simulations.each_ref());
         let part = percent((theirs / ours - 1.0).abs());
         let difference = match theirs > ours {
-            true => format!("what is asked for takes {} a step more ({part})", seconds(theirs - ours)),
+            true => format!("the requested plan takes {} a step more ({part})", seconds(theirs - ours)),
             false => format!(
-                "what is asked for takes {} a step less ({part}): the plan was made with something else fixed, or needs fewer devices or less memory",
+                "the requested plan takes {} a step less ({part}): this plan was made with other choices fixed, or needs fewer devices or less memory",
                 seconds(ours - theirs)
             ),
         };

@@ -522,7 +522,20 @@ class _Functions(TorchFunctionMode):
             return self.convolution(func, *args, **(kwargs or {}))
         if name == "_assert_tensor_metadata":
             return None
+        if name == "adaptive_avg_pool2d" and isinstance(args[0], DTensor) and args[1] in (1, (1, 1), [1, 1]):
+            # PyTorch sets the strides of the result, for which there is no layout.
+            return args[0].mean((-2, -1), keepdim=True)
+        if name in ("view", "reshape", "unflatten") and isinstance(args[0], DTensor):
+            return self.reshaped(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def reshaped(self, func, x, *args, **kwargs):
+        try:
+            return func(x, *args, **kwargs)
+        except RuntimeError:
+            # A split dimension, such as one of packed queries, keys and values, cannot be taken apart in place.
+            split = [at if at.is_shard(0) else Replicate() for at in x.placements]
+            return func(x.redistribute(placements=split), *args, **kwargs)
 
     def convolution(self, func, x, weight, bias=None, *args, **kwargs):
         x, weight = (t if isinstance(t, DTensor) else _distributed(t, self.tensor, self.whole) for t in (x, weight))

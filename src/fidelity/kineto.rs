@@ -213,7 +213,7 @@ const STREAMING: &[(&str, Writes)] = &[
 const LONGEST_S: f64 = 3600.0;
 
 /// Reads a trace.
-pub fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
+pub(crate) fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
     let file: File = serde_json::from_slice(text).map_err(|e| TraceError::Json {
         line: e.line(),
         column: e.column(),

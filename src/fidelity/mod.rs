@@ -16,7 +16,7 @@ mod table;
 
 pub use calibrate::{Calibrated, Fit, calibrate, device_file};
 pub use kernel_table::{KernelErrors, KernelTable, KernelWork, MeasuredKernel, read_kernel_table};
-pub use kineto::{Timed, Trace, TraceError, read_trace};
+pub use kineto::{Timed, Trace, TraceError};
 pub use predict::{Prepared, RowPredictor};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};

@@ -29,7 +29,7 @@ pub struct Statistics {
 /// The key of rows that can be ranked: of one group, on as many devices, with the same batch. Steps that do different
 /// work are not alternatives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Comparable<'a> {
+pub(crate) struct Comparable<'a> {
     pub group: &'a str,
     pub gpus: u32,
     pub global_batch: u64,
@@ -49,7 +49,7 @@ pub struct GroupStatistics {
 }
 
 /// Minimum number of rows for a meaningful rank correlation.
-pub const RANKED: usize = 5;
+pub(crate) const RANKED: usize = 5;
 
 /// Statistics of predictions, over all rows and by group.
 pub fn statistics(predicted: &[PredictedRow]) -> (Statistics, Vec<GroupStatistics>) {
@@ -79,7 +79,7 @@ pub fn statistics(predicted: &[PredictedRow]) -> (Statistics, Vec<GroupStatistic
 }
 
 /// Statistics of the groups with at least two rows. Each row has its key, and its measured and predicted seconds.
-pub fn group_statistics<'a>(rows: impl Iterator<Item = (Comparable<'a>, f64, f64)>) -> Vec<GroupStatistics> {
+pub(crate) fn group_statistics<'a>(rows: impl Iterator<Item = (Comparable<'a>, f64, f64)>) -> Vec<GroupStatistics> {
     let mut of_group: BTreeMap<Comparable<'_>, Vec<(f64, f64)>> = BTreeMap::new();
     for (group, measured_s, predicted_s) in rows {
         of_group.entry(group).or_default().push((measured_s, predicted_s));

@@ -322,9 +322,15 @@ fn row(raw: Raw, line: u64, file: &Path) -> Result<Row, TableError> {
         group: raw.group,
         cluster: raw.cluster,
     };
+    expect_consistent(&row)?;
+    Ok(row)
+}
+
+/// Checks that the degrees of a row divide its devices and its batch.
+fn expect_consistent(row: &Row) -> Result<(), TableError> {
     let devices = u64::from(row.tp) * u64::from(row.pp) * u64::from(row.dp);
     if devices.checked_mul(u64::from(row.cp)) != Some(u64::from(row.gpus)) {
-        let Row { tp, pp, dp, cp, gpus, .. } = row;
+        let Row { tp, pp, dp, cp, gpus, .. } = *row;
         return Err(TableError::Degrees { tp, pp, dp, cp, gpus });
     }
     if let MicroBatch::Of(micro_batch) = row.micro_batch
@@ -340,5 +346,5 @@ fn row(raw: Raw, line: u64, file: &Path) -> Result<Row, TableError> {
             found: row.global_batch.to_string(),
         });
     }
-    Ok(row)
+    Ok(())
 }

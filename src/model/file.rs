@@ -136,7 +136,8 @@ pub fn read_bytes(file: &Path) -> Result<Vec<u8>, Error> {
         let error = std::io::Error::new(std::io::ErrorKind::NotFound, no_config(file));
         return Err(Error::Read { file: file.to_path_buf(), error });
     }
-    let mut bytes = std::fs::read(config_in(file)).map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
+    let mut bytes = altiplano_runtime::files::read(&config_in(file))
+        .map_err(|error| Error::Read { file: file.to_path_buf(), error })?;
     // Some editors put a byte-order mark before text.
     if bytes.starts_with(b"\xef\xbb\xbf") {
         bytes.drain(..3);

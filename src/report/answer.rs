@@ -23,7 +23,7 @@ pub fn answer(plan: &Plan) -> String {
 }
 
 /// The intended user of the plan.
-pub fn audience(plan: &Plan) -> String {
+pub(crate) fn audience(plan: &Plan) -> String {
     match plan.target {
         Target::Altiplano => {
             "for Altiplano's own runtime (--target fsdp, megatron or xla plans what those can run)".to_string()
@@ -33,12 +33,12 @@ pub fn audience(plan: &Plan) -> String {
 }
 
 /// The plan on more devices whose advantage is within the prediction error, if there is one.
-pub fn faster(plan: &Plan) -> Option<&Alternative> {
+pub(crate) fn faster(plan: &Plan) -> Option<&Alternative> {
     plan.alternatives.iter().find(|line| line.name == FASTER)
 }
 
 /// Says that one device is enough, if so, and what more devices would gain.
-pub fn enough(plan: &Plan) -> Option<String> {
+pub(crate) fn enough(plan: &Plan) -> Option<String> {
     let more = faster(plan)?;
     let most = 100.0 * (ENOUGH - 1.0);
     Some(format!(
@@ -49,7 +49,7 @@ pub fn enough(plan: &Plan) -> Option<String> {
 }
 
 /// The degree of sharded storage, in the words of the software that runs the plan.
-pub fn sharded(target: Target, level: u8) -> String {
+pub(crate) fn sharded(target: Target, level: u8) -> String {
     match level {
         0 if target.is_fsdp() => "DDP".to_string(),
         1 | 2 if target.is_fsdp() => "SHARD_GRAD_OP".to_string(),

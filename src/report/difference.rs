@@ -77,7 +77,7 @@ pub fn side(plan: &Plan) -> Value {
 }
 
 /// All rows of [`side_by_side`] as JSON.
-pub fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
+pub(crate) fn side_by_side_json(names: [&str; 2], plans: [&Simulation; 2]) -> Value {
     let lanes = least_waiting(plans);
     let plan = |i: usize| {
         let mut side = side(plans[i].plan());
@@ -122,7 +122,7 @@ fn times(names: [&str; 2], one: &Account, other: &Account) -> String {
     }
     if !rest.is_empty() {
         let (a, b) = rest.iter().fold((0.0, 0.0), |sums, (_, a, b)| (sums.0 + a, sums.1 + b));
-        row("what hardly differs".into(), a, b);
+        row("nearly equal".into(), a, b);
     }
     row("the step".into(), one.sum_s(), other.sum_s());
     table.right()

@@ -25,7 +25,7 @@ impl Look {
     }
 
     /// Emphasises the answer that a reader looks for.
-    pub fn strong(self, text: &str) -> String {
+    pub(crate) fn strong(self, text: &str) -> String {
         if self.colour { format!("\u{1b}[1m{text}\u{1b}[0m") } else { text.to_string() }
     }
 

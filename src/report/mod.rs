@@ -16,9 +16,10 @@ mod timeline;
 mod why;
 pub(crate) mod words;
 
-pub use answer::{answer, audience};
-use answer::{enough, faster, sharded};
-pub use difference::{side, side_by_side, side_by_side_json};
+pub use answer::answer;
+use answer::{audience, enough, faster, sharded};
+pub(crate) use difference::side_by_side_json;
+pub use difference::{side, side_by_side};
 pub use dot::plan_dot;
 pub use figures::figures;
 pub use frontier::{frontier_json, frontier_text};

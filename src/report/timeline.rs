@@ -12,7 +12,7 @@ const FEWEST: usize = 20;
 const LINES: usize = 16;
 
 /// A line per lane and a legend, in lines of at most `room` characters.
-pub fn timeline(simulation: &Simulation, room: Option<usize>) -> String {
+pub(crate) fn timeline(simulation: &Simulation, room: Option<usize>) -> String {
     let plan = simulation.plan();
     let (step_s, lanes) = simulation.calls();
     let named: Vec<String> = (0..lanes.len()).map(|lane| plan.lane_name(lane)).collect();

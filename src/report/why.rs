@@ -178,7 +178,7 @@ fn over_bytes(why: &Why, layout: &Layout) -> u64 {
 /// The constraint that rules out other layouts.
 fn binding(plan: &Plan, why: &Why) -> String {
     if let Some(pin) = &why.pin {
-        return format!("what binds: the layout that is asked for ({pin})");
+        return format!("limit: the pinned layout ({pin})");
     }
     let step_s = plan.predicted.step_time_s;
     let faster = |l: &&Layout| match l.predicted {
@@ -193,20 +193,20 @@ fn binding(plan: &Plan, why: &Why) -> String {
     let better = gains.max_by(|a, b| a.1.total_cmp(&b.1));
     match too_large.min_by(|a, b| a.in_place_s.total_cmp(&b.in_place_s)) {
         Some(layout) => format!(
-            "what binds: memory ({held}); {} would be faster and is {} too much",
+            "limit: memory ({held}); {} would be faster and is {} too much",
             layout.layout,
             bytes(over_bytes(why, layout))
         ),
         None if better.is_some() => better.map_or(String::new(), |(layout, gain_s)| {
             format!(
-                "what binds: nothing; {} would be {} a step ({}) faster{} (a device holds {held})",
+                "limit: none; {} would be {} a step ({}) faster{} (a device holds {held})",
                 layout.layout,
                 seconds(gain_s),
                 percent(gain_s / step_s),
                 if gain_s < UNDECIDED * step_s { ", which is less than predictions are worth" } else { "" }
             )
         }),
-        None if spare < SPARE => format!("what binds: memory is nearly full ({held}), and time"),
-        None => format!("what binds: time alone; a device holds {held}, {} are free", percent(spare)),
+        None if spare < SPARE => format!("limit: memory, nearly full ({held}), and time"),
+        None => format!("limit: time; a device holds {held}, {} are free", percent(spare)),
     }
 }

@@ -27,7 +27,13 @@ enum Role {
 }
 
 /// Describes how a stage stores a parameter, its gradient and its optimizer state.
-pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> String {
+pub(crate) fn parameter(
+    plan: &Plan,
+    stage: &Stage,
+    value: ValueId,
+    storage: &Storage,
+    users: &[Vec<ValueId>],
+) -> String {
     let mesh = &stage.mesh;
     let mut said: Vec<String> = Vec::new();
     let split: BTreeSet<AxisId> = storage.parameter.split_axes().collect();
@@ -63,7 +69,13 @@ pub fn parameter(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, 
 }
 
 /// The ZeRO level of a parameter; `None` if no axis is left to shard it over.
-pub fn level(plan: &Plan, stage: &Stage, value: ValueId, storage: &Storage, users: &[Vec<ValueId>]) -> Option<u8> {
+pub(crate) fn level(
+    plan: &Plan,
+    stage: &Stage,
+    value: ValueId,
+    storage: &Storage,
+    users: &[Vec<ValueId>],
+) -> Option<u8> {
     let mesh = &stage.mesh;
     let axes =
         |sharding: &Sharding| -> BTreeSet<AxisId> { sharding.split_axes().filter(|a| mesh.size(*a) > 1).collect() };
@@ -135,7 +147,7 @@ fn passes_on(op: &Op) -> bool {
 }
 
 /// Sizes of a model that name the dimensions of its activations.
-pub struct Activations<'a> {
+pub(crate) struct Activations<'a> {
     graph: &'a Graph,
     users: Vec<Vec<ValueId>>,
     /// Sizes of the dimension after the batch of integer inputs: sequence lengths.
@@ -143,7 +155,7 @@ pub struct Activations<'a> {
 }
 
 impl<'a> Activations<'a> {
-    pub fn new(plan: &'a Plan) -> Self {
+    pub(crate) fn new(plan: &'a Plan) -> Self {
         let graph = &plan.graph;
         let ids = graph.inputs().filter(|&(v, _)| graph.ty(v).dtype.is_integer() && graph.ty(v).rank() == 2);
         let sequences = ids.map(|(v, _)| graph.shape(v)[1]).collect();
@@ -151,7 +163,7 @@ impl<'a> Activations<'a> {
     }
 
     /// The nodes that use each value.
-    pub fn users(&self) -> &[Vec<ValueId>] {
+    pub(crate) fn users(&self) -> &[Vec<ValueId>] {
         &self.users
     }
 
@@ -176,7 +188,7 @@ impl<'a> Activations<'a> {
     }
 
     /// Describes the layout of a value.
-    pub fn of(&self, value: ValueId, sharding: &Sharding, mesh: &Mesh) -> String {
+    pub(crate) fn of(&self, value: ValueId, sharding: &Sharding, mesh: &Mesh) -> String {
         let mut said = Vec::new();
         for (d, layout) in sharding.dims.iter().enumerate() {
             let axes: Vec<&str> = layout.axes().filter(|&a| mesh.size(a) > 1).map(|a| mesh.name(a)).collect();

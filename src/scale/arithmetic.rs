@@ -7,23 +7,23 @@ const DAY_S: f64 = 86_400.0;
 /// `gradient_bytes` every `gradient_s` seconds.
 ///
 /// 256 workers with the 97.5 MiB of a ResNet-50, three times a second, are 73 GiB/s each way.
-pub fn server_bytes_per_s(workers: u64, gradient_bytes: f64, gradient_s: f64) -> f64 {
+pub(crate) fn server_bytes_per_s(workers: u64, gradient_bytes: f64, gradient_s: f64) -> f64 {
     workers as f64 * gradient_bytes / gradient_s
 }
 
 /// Seconds for a number of operations at a rate.
-pub fn seconds_of_flop(flop: f64, flop_per_s: f64) -> f64 {
+pub(crate) fn seconds_of_flop(flop: f64, flop_per_s: f64) -> f64 {
     flop / flop_per_s
 }
 
 /// Operations per parameter and token: 2 forward, 4 backward, and 2 more if activations are recomputed.
-pub fn flop_per_parameter_and_token(recomputed: bool) -> f64 {
+pub(crate) fn flop_per_parameter_and_token(recomputed: bool) -> f64 {
     if recomputed { 8.0 } else { 6.0 }
 }
 
 /// Days to train a transformer of `parameters` on `tokens`, with `devices` that do `flop_per_s` each. It is `8 T P / (n
 /// X)` if activations are recomputed (Narayanan et al. 2021, equation 4), else `6 T P / (n X)`.
-pub fn training_days(tokens: f64, parameters: f64, devices: u64, flop_per_s: f64, recomputed: bool) -> f64 {
+pub(crate) fn training_days(tokens: f64, parameters: f64, devices: u64, flop_per_s: f64, recomputed: bool) -> f64 {
     let flop = flop_per_parameter_and_token(recomputed) * tokens * parameters;
     seconds_of_flop(flop, devices as f64 * flop_per_s) / DAY_S
 }
@@ -33,7 +33,7 @@ pub fn training_days(tokens: f64, parameters: f64, devices: u64, flop_per_s: f64
 ///
 /// Workers that wait for each other in every step take as long as the slowest of them. If a step takes `m` with a
 /// standard deviation of `s`, `n` of them take `m + s x` this.
-pub fn expected_maximum(n: u64) -> f64 {
+pub(crate) fn expected_maximum(n: u64) -> f64 {
     // Beyond nine deviations the tail is negligible even for 2^53 numbers. Simpson's rule, with F accumulated along the
     // way.
     const STEPS: u32 = 9 * 256;

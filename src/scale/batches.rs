@@ -17,7 +17,7 @@ pub struct BaseRate {
 
 /// The effects of one batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct BatchRow {
+pub(crate) struct BatchRow {
     pub batch: u64,
     /// Steps and samples as multiples of the minimum over all batches, if the noise scale is known.
     pub steps: Option<f64>,
@@ -28,7 +28,7 @@ pub struct BatchRow {
 }
 
 /// One row per batch, in the given order.
-pub fn batch_rows(batches: &[u64], noise_scale: Option<f64>, base: Option<BaseRate>) -> Vec<BatchRow> {
+pub(crate) fn batch_rows(batches: &[u64], noise_scale: Option<f64>, base: Option<BaseRate>) -> Vec<BatchRow> {
     let row = |&batch: &u64| {
         let effort = noise_scale.map(|scale| BatchEffort::of(batch as f64, scale));
         let rates = base.map(|base| learning_rates(base.batch, batch).map(|factor| base.rate * factor));
@@ -50,7 +50,7 @@ pub fn around(batch: u64) -> Vec<u64> {
 }
 
 /// The rows as a table, with notes.
-pub fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<BaseRate>) -> String {
+pub(crate) fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<BaseRate>) -> String {
     let mut columns = vec!["batch"];
     if noise_scale.is_some() {
         columns.extend(["steps / fewest", "samples / fewest"]);
@@ -76,7 +76,7 @@ pub fn batch_text(rows: &[BatchRow], noise_scale: Option<f64>, base: Option<Base
 }
 
 /// Customary practice with an optimizer up to the largest batch, and the warm-up from the batch of a known rate.
-pub fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimizer) -> Vec<String> {
+pub(crate) fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimizer) -> Vec<String> {
     let mut lines = vec![
         format!("{}'s customary rate: {}", optimizer.name(), practice::base_rate(optimizer)),
         format!("take {}", practice::rule(largest, optimizer)),
@@ -100,7 +100,7 @@ pub fn practice_lines(largest: u64, base: Option<BaseRate>, optimizer: &Optimize
 }
 
 /// A warning about a batch that is large relative to an epoch.
-pub fn batch_warning(batch: u64, in_epoch: Option<u64>) -> Option<String> {
+pub(crate) fn batch_warning(batch: u64, in_epoch: Option<u64>) -> Option<String> {
     let root = (in_epoch? as f64).sqrt();
     (batch as f64 > root).then(|| {
         format!(

@@ -88,7 +88,7 @@ impl Axis {
 
 impl Chart<'_> {
     /// The SVG; `None` if it would be empty, or if a number has no place on its axis.
-    pub fn svg(&self) -> Option<String> {
+    pub(crate) fn svg(&self) -> Option<String> {
         let all: Vec<(f64, f64)> =
             self.lines.iter().flat_map(|l| l.points.iter().copied()).chain(self.marks.iter().map(|m| m.at)).collect();
         let placed = |value: f64, logarithmic: bool| value.is_finite() && (value > 0.0 || !logarithmic);

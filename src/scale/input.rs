@@ -48,7 +48,7 @@ impl Input {
         let opened = storage.metadata_ops_per_s.map_or(f64::INFINITY, |ops| ops * samples.per_file * samples.bytes);
         let ways = [
             (opened, "files opened a second"),
-            (nodes * storage.node_bytes_per_s, "what a node reads from the file system"),
+            (nodes * storage.node_bytes_per_s, "reading by one node from the file system"),
             (storage.bytes_per_s, "the file system"),
         ];
         let least = |a: (f64, &'static str), b: (f64, &'static str)| if b.0 <= a.0 { b } else { a };
@@ -66,12 +66,12 @@ impl Input {
         Input { needed_bytes_per_s, given_bytes_per_s, limit, utilisation: used(given_bytes_per_s), staged }
     }
 
-    pub fn is_bound(&self) -> bool {
+    pub(crate) fn is_bound(&self) -> bool {
         self.utilisation < 1.0
     }
 
     /// Returns whether reading from local disks removes the bottleneck.
-    pub fn staging_helps(&self) -> bool {
+    pub(crate) fn staging_helps(&self) -> bool {
         self.is_bound() && self.staged.is_some_and(|s| s.utilisation >= 1.0 && s.fits != Some(false))
     }
 }
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!((staged.node_bytes, staged.copy_s), (Some(42e12 / 16.0), Some(420.0)));
         // With four nodes, each node's bandwidth is the limit, and their disks are too small.
         let few = Input::new(&STORAGE, &volumes, 4, 500.0);
-        assert_eq!((few.limit, few.given_bytes_per_s), ("what a node reads from the file system", 40e9));
+        assert_eq!((few.limit, few.given_bytes_per_s), ("reading by one node from the file system", 40e9));
         assert!(few.is_bound() && !few.staging_helps() && few.staged.is_some_and(|s| s.fits == Some(false)));
         // 2048 tokens of two bytes.
         let text = Samples { bytes: 4096.0, per_file: 1000.0, in_epoch: Some(1 << 30) };

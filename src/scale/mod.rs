@@ -14,7 +14,8 @@ mod practice;
 mod queue;
 mod text;
 
-pub use batches::{BaseRate, BatchRow, around, batch_rows, batch_text, batch_warning, practice_lines};
+pub use batches::{BaseRate, around};
+pub(crate) use batches::{BatchRow, batch_rows, batch_text, batch_warning, practice_lines};
 pub use config::train_config;
 pub use exchange::Exchange;
 pub use input::{Input, Samples, Staged, sample_bytes, sample_tokens};
@@ -160,7 +161,7 @@ pub struct Training {
 
 impl Training {
     /// Hours until the result is available, waits for nodes included.
-    pub fn done_hours(&self) -> f64 {
+    pub(crate) fn done_hours(&self) -> f64 {
         self.hours + self.wait_hours.unwrap_or(0.0)
     }
 }

@@ -8,7 +8,7 @@ pub(super) const LINEAR_UP_TO: u64 = 8192;
 
 /// The scaling of a rate with the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RateRule {
+pub(crate) enum RateRule {
     Linear,
     SquareRoot,
     Constant,
@@ -16,7 +16,7 @@ pub enum RateRule {
 
 impl RateRule {
     /// The factor of a rate if the batch grows by `growth`.
-    pub fn factor(self, growth: f64) -> f64 {
+    pub(crate) fn factor(self, growth: f64) -> f64 {
         match self {
             RateRule::Linear => growth,
             RateRule::SquareRoot => growth.sqrt(),
@@ -24,7 +24,7 @@ impl RateRule {
         }
     }
 
-    pub fn words(self) -> &'static str {
+    pub(crate) fn words(self) -> &'static str {
         match self {
             RateRule::Linear => "linear",
             RateRule::SquareRoot => "by the square root",
@@ -34,7 +34,7 @@ impl RateRule {
 }
 
 /// The recommended optimizer for a batch, given the planned one, and the scaling of its rate.
-pub fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
+pub(crate) fn advised(batch: u64, optimizer: &Optimizer) -> (Optimizer, RateRule) {
     match optimizer {
         Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } if batch > LINEAR_UP_TO => {
             (Optimizer::parse("lars").unwrap_or(*optimizer), RateRule::Linear)

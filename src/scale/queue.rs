@@ -79,7 +79,7 @@ impl QueueWaits {
     }
 
     /// Returns whether the wait for this number was interpolated.
-    pub fn is_between(&self, nodes: u32) -> bool {
+    pub(crate) fn is_between(&self, nodes: u32) -> bool {
         self.0.iter().all(|wait| wait.nodes != nodes)
     }
 }

@@ -30,7 +30,7 @@ pub struct HeldTensor {
 }
 
 impl HeldTensor {
-    pub fn total_bytes(&self) -> u64 {
+    pub(crate) fn total_bytes(&self) -> u64 {
         self.bytes * self.count
     }
 }

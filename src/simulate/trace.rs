@@ -24,7 +24,7 @@ pub struct Recorded {
 }
 
 /// The name of a call in traces: `forward 3`, or `reduce and update` for the work done once per step.
-pub fn trace_name(phase: Phase, microbatch: Option<u32>) -> String {
+pub(crate) fn trace_name(phase: Phase, microbatch: Option<u32>) -> String {
     microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
 }
 

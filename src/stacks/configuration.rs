@@ -138,6 +138,18 @@ pub enum Misfit {
     Zero(&'static str),
 }
 
+impl Misfit {
+    /// The option of `altiplano plan` that avoids it in a plan.
+    pub fn option(&self) -> &'static str {
+        match self {
+            Misfit::Devices { .. } | Misfit::Replicas { .. } | Misfit::Cluster { .. } => "other --dp and --tp",
+            Misfit::Batch { .. } | Misfit::Zero(_) => "--micro-batch-size",
+            Misfit::Layers { .. } | Misfit::Stages { .. } => "another --pp",
+            Misfit::Turns { .. } => "--virtual-stages 1",
+        }
+    }
+}
+
 /// A configuration in which all numbers are known.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settled {
@@ -187,6 +199,14 @@ impl Configuration {
     /// Stages that share devices.
     pub fn virtual_stages(&self) -> u32 {
         self.virtual_stages.unwrap_or(1)
+    }
+
+    /// The order of a pipeline's calls. Without a pipeline, each microbatch goes forward and backward before the next.
+    pub fn order(&self) -> Schedule {
+        match self.schedule {
+            Some(schedule) if self.pp() > 1 || !schedule.trains() => schedule,
+            _ => Schedule::OneFOneB,
+        }
     }
 
     /// Devices that the file states.
@@ -261,7 +281,7 @@ impl Configuration {
             },
             layout: Layout::Even,
             experts: false,
-            sequence: false,
+            sequence: self.tp() > 1 && self.sequence_parallel == Some(true),
         };
         let stated = Stated {
             degrees,

@@ -89,7 +89,7 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
     let prediction = predictor.predict(&configuration).map_err(|error| in_file(error, file))?;
     if prediction.extra_bytes > 0 {
         notes.push(format!(
-            "storage is sharded within groups of replicas, which takes {} more on a device than over all; transfers are predicted over all",
+            "storage is sharded within groups of replicas, which takes {} more on a device than over all; limits are those of sharding over all",
             bytes(prediction.extra_bytes)
         ));
     }
@@ -186,7 +186,8 @@ fn model(c: &mut Configuration, how: &How, notes: &mut Vec<String>) -> Result<Mo
 type Edit = Box<dyn Fn(&mut Configuration) + Sync + Send>;
 
 /// Changes of one knob each, with those that follow from it.
-fn edits(c: &Configuration, devices: u32) -> Vec<Edit> {
+fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
+    let devices = cluster.num_devices();
     let mut edits: Vec<Edit> = Vec::new();
     let dp = c.replicas(devices).unwrap_or(1);
     type Degree = fn(&mut Configuration) -> &mut Option<u32>;
@@ -225,6 +226,14 @@ fn edits(c: &Configuration, devices: u32) -> Vec<Edit> {
     }
     for level in (0..=3).filter(|&level| Some(level) != c.zero) {
         edits.push(Box::new(move |c| c.zero = Some(level)));
+    }
+    // Groups of replicas, such as the nodes, that each hold all that is sharded.
+    if let Some(groups) = c.replicate.filter(|_| c.zero != Some(0)) {
+        let nodes = cluster.groups.iter().map(|group| group.nodes).sum();
+        let counts = [groups * 2, groups / 2, nodes, 1];
+        for count in counts.into_iter().filter(|&n| n > 0 && n != groups && n < dp && dp % n == 0) {
+            edits.push(Box::new(move |c| c.replicate = Some(count)));
+        }
     }
     if c.tp() > 1 && c.sequence_parallel.is_some() {
         edits.push(Box::new(|c| c.sequence_parallel = c.sequence_parallel.map(|on| !on)));
@@ -299,7 +308,7 @@ impl Judgement {
             let (step_s, peak_bytes, fits) = (prediction.step_s(), prediction.peak_bytes(), prediction.fits());
             Some(Change { words, step_s, peak_bytes, fits, configuration: c })
         };
-        let mut changes: Vec<Change> = edits(from, devices).par_iter().filter_map(change).collect();
+        let mut changes: Vec<Change> = edits(from, &predictor.request.cluster).par_iter().filter_map(change).collect();
         changes.sort_by(|a, b| {
             let over = |c: &Change| if c.fits { (false, 0) } else { (true, c.peak_bytes) };
             over(a).cmp(&over(b)).then(a.step_s.total_cmp(&b.step_s)).then(a.words.len().cmp(&b.words.len()))

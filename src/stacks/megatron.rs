@@ -84,6 +84,11 @@ pub const KNOBS: &[Knob] = &[
         write: |c| (c.zero.unwrap_or(0) > 0).then_some(Value::Bool(true)),
     },
     Knob {
+        name: "num-distributed-optimizer-instances",
+        read: |c, v| (number!("", replicate).read)(c, v),
+        write: |c| c.replicate.filter(|&groups| groups > 1 && c.zero.unwrap_or(0) > 0).map(Value::from),
+    },
+    Knob {
         name: "overlap-grad-reduce",
         read: |c, v| {
             c.overlap = Some(truth(v)?);
@@ -139,7 +144,11 @@ pub const KNOBS: &[Knob] = &[
         },
         write: |c| (c.recompute == Some(Recompute::Full)).then(|| Value::from(c.recomputed_layers.unwrap_or(1))),
     },
-    Knob { name: "recompute-modules", read: read_modules, write: |_| None },
+    Knob {
+        name: "recompute-modules",
+        read: read_modules,
+        write: |c| (c.recompute == Some(Recompute::Selective)).then(|| Value::from("core_attn")),
+    },
     reads!("recompute-activations", |c, v| {
         c.recompute = if truth(v)? { Some(Recompute::Selective) } else { c.recompute };
         Ok(())
@@ -272,7 +281,6 @@ pub const KNOBS: &[Knob] = &[
     noted!("mtp-num-layers", "layers that predict further tokens are left out"),
     noted!("cp-comm-type", "the way in which context parallelism sends keys is the planner's"),
     noted!("hierarchical-context-parallel-sizes", "the way in which context parallelism sends keys is the planner's"),
-    noted!("num-distributed-optimizer-instances", "the optimizer's state is sharded over all replicas"),
     noted!("outer-dp-sharding-strategy", "parameters are sharded over all replicas"),
     noted!("microbatch-group-size-per-virtual-pipeline-stage", "microbatches take turns as by default"),
     noted!("cuda-graph-impl", "the overhead of launching kernels is left out anyway"),

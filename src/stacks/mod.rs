@@ -5,6 +5,7 @@
 mod accelerate;
 pub mod configuration;
 mod deepspeed;
+mod groups;
 pub mod judge;
 mod layout;
 mod maxtext;
@@ -89,6 +90,12 @@ pub enum StackProblem {
     Misfit(#[from] Misfit),
     #[error("{problem}; plan with {option}")]
     Unsayable { problem: &'static str, option: &'static str },
+    #[error("the plan cannot be said: {misfit}; plan with {}", .misfit.option())]
+    Unsettled { misfit: Misfit },
+    #[error(
+        "experts are in {ep} parts, and can be split over all {dp} replicas or all {tp} tensor-parallel devices, not over a part of them; plan with --ep {dp}"
+    )]
+    Experts { ep: u32, dp: u32, tp: u32 },
     #[error("{0}")]
     Plan(&'static str),
     #[error("the model is not described well enough: {} is missing; give its file with --model", .0)]
@@ -194,7 +201,7 @@ impl Stack {
             (Syntax::Shell, value) => format!("--{name} {value}"),
             (Syntax::Json, value) => format!("\"{name}\": {value}"),
             (Syntax::Python, value) => format!("{name}={}", write::python(value)),
-            (_, value) => format!("{name}: {}", bare(value)),
+            (_, value) => format!("{name}: {}", write::scalar(value)),
         }
     }
 }

@@ -135,7 +135,13 @@ fn splits_positions(plan: &Plan) -> bool {
             if node.ty.rank() != 3 || !node.ty.dtype.is_float() || node.op.is_contraction() {
                 continue;
             }
-            let positions = sharding.sharding.split('{').nth(2).and_then(|dim| dim.split('}').next()).unwrap_or("");
+            let dim =
+                |d: usize| sharding.sharding.split('{').nth(d + 1).and_then(|dim| dim.split('}').next()).unwrap_or("");
+            let (positions, features) = (dim(1), dim(2));
+            // Inside a block, features are split either way.
+            if features.contains(name) {
+                continue;
+            }
             let of = if positions.contains(name) { &mut split } else { &mut whole };
             *of += node.ty.bytes();
         }

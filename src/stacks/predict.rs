@@ -1,11 +1,14 @@
 //! Predictions of configurations: the plan that a stack runs with a configuration, for a model and a cluster.
 
+use super::configuration::Settled;
+use super::groups::Grouped;
 use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
-use altiplano_cost_models::Rooflines;
+use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_ir::plan::{Plan, Target};
 use altiplano_planner::features::target::execution;
+use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
 use std::sync::Arc;
@@ -82,7 +85,7 @@ impl<'a> Predictor<'a> {
             let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
             request.execution.fused_attention = fused && possible;
         }
-        request.schedule = Some(c.schedule.unwrap_or(Schedule::OneFOneB));
+        request.schedule = Some(c.order());
         request.allow_microbatch_semantics = true;
         request.batch.global = Some(settled.global_batch);
         request.offload = Some(c.offload);
@@ -90,17 +93,21 @@ impl<'a> Predictor<'a> {
         if let Some(optimizer) = c.optimizer.as_deref().filter(|name| *name != request.training.optimizer.name()) {
             request.training.optimizer = Optimizer::parse(optimizer).unwrap_or(request.training.optimizer);
         }
-        let costs = Rooflines::of(&request.cluster);
-        let mut plan = predict_stated(&request, &settled.stated, &costs);
+        let plain = Rooflines::of(&request.cluster);
+        let grouped = grouped(&request, &settled);
+        let costs: &dyn Costs = grouped.as_ref().map_or(&plain, |grouped| grouped);
+        let mut plan = predict_stated(&request, &settled.stated, costs);
         if matches!(plan, Err(PlanFailure::NoCombination)) && !settled.stated.splits_positions {
             // With gradients sharded over replicas, no layout may keep all values whole: the search decides.
             let stated = Stated { splits_positions: true, ..settled.stated.clone() };
-            plan = predict_stated(&request, &stated, &costs);
+            plan = predict_stated(&request, &stated, costs);
         }
         let plan = plan.map_err(|failure| match failure {
-            PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Plan(
-                "experts can be split over all replicas or over all tensor-parallel devices, not over a part of them; plan with another --ep",
-            )),
+            PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Experts {
+                ep: settled.stated.ep,
+                dp: settled.stated.degrees.dp,
+                tp: settled.stated.degrees.tp,
+            }),
             PlanFailure::NoCombination => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
             )),
@@ -109,6 +116,16 @@ impl<'a> Predictor<'a> {
         let extra_bytes = extra_bytes(&plan, settled.replicate);
         Ok(Prediction { plan, extra_bytes })
     }
+}
+
+/// The prices of replicas in groups, if they share storage only inside of these.
+fn grouped(request: &Request, settled: &Settled) -> Option<Grouped> {
+    let Degrees { dp, tp, cp, zero, .. } = settled.stated.degrees;
+    let [group] = request.cluster.groups.as_slice() else { return None };
+    let context = Some(("context", cp)).filter(|_| cp > 1);
+    let degrees: Vec<_> = [("data", dp)].into_iter().chain(context).chain([("tensor", tp)]).collect();
+    let whole = dp % settled.replicate.max(1) == 0;
+    (settled.replicate > 1 && zero > 0 && whole).then(|| Grouped::new(group, settled.replicate, &degrees))
 }
 
 /// Bytes that the fullest device holds beyond those of a plan that shards over all replicas, if only each of several

@@ -4,7 +4,7 @@ use super::predict::{Prediction, Predictor};
 use super::{Configuration, Stack, StackProblem, Unsayable, bare, of_plan};
 use crate::error::Error;
 use crate::units::{bytes, seconds};
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::Request;
 use serde_json::Value;
@@ -55,7 +55,10 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     request.fused_attention = None;
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| match error {
-        Error::Stack { problem, .. } => refused(*problem),
+        Error::Stack { problem, .. } => refused(match *problem {
+            StackProblem::Misfit(misfit) => StackProblem::Unsettled { misfit },
+            other => other,
+        }),
         other => other,
     })?;
     let notes = notes(plan, stack, [&exact, &configuration], &prediction);
@@ -118,8 +121,8 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
     differ("recomputation", recompute(exact), recompute(written));
     let optimizer = |c: &Configuration| c.optimizer.clone().unwrap_or_default();
     differ("optimizer", optimizer(exact), optimizer(written));
-    let schedule = |c: &Configuration| c.schedule.map_or("1f1b", |s| s.name()).to_string();
-    differ("schedule", schedule(exact), schedule(written));
+    let schedule = exact.schedule.unwrap_or(Schedule::OneFOneB);
+    differ("schedule", schedule.name().to_string(), written.order().name().to_string());
     let clip = |c: &Configuration| c.clip_norm.map_or("none".to_string(), |norm| norm.to_string());
     if written.clip_norm.is_some() {
         differ("clipping of the gradient's norm at", clip(exact), clip(written));
@@ -234,13 +237,23 @@ pub fn assignments(page: &Page<'_>, start: &str, literal: fn(&Value) -> String) 
     page.settings.iter().map(|(name, value)| format!("{start}{name} = {}\n", literal(value))).collect()
 }
 
+/// A value as YAML. Texts that YAML reads as a truth, a number or nothing are in quotes.
+pub(super) fn scalar(value: &Value) -> String {
+    const OTHERS: [&str; 11] = ["", "~", "null", "y", "n", "yes", "no", "on", "off", "true", "false"];
+    match value.as_str() {
+        Some(text) if text.parse::<f64>().is_ok() => format!("'{text}'"),
+        Some(text) if OTHERS.iter().any(|other| text.eq_ignore_ascii_case(other)) => format!("'{text}'"),
+        _ => bare(value),
+    }
+}
+
 /// Settings as YAML, with mappings for names with dots.
 pub fn yaml(page: &Page<'_>) -> String {
     let mut text = page.heading("# ") + "\n";
     let mut written: Vec<&str> = Vec::new();
     for (name, value) in &page.settings {
         let Some((outer, _)) = name.split_once('.') else {
-            let _ = writeln!(text, "{name}: {}", bare(value));
+            let _ = writeln!(text, "{name}: {}", scalar(value));
             continue;
         };
         if written.contains(&outer) {
@@ -250,9 +263,23 @@ pub fn yaml(page: &Page<'_>) -> String {
         let _ = writeln!(text, "{outer}:");
         for (name, value) in &page.settings {
             if let Some(inner) = name.strip_prefix(outer).and_then(|rest| rest.strip_prefix('.')) {
-                let _ = writeln!(text, "  {inner}: {}", bare(value));
+                let _ = writeln!(text, "  {inner}: {}", scalar(value));
             }
         }
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_of_yaml_stay_texts() {
+        for text in ["no", "Off", "true", "null", "12", "1e3", ""] {
+            assert_eq!(scalar(&Value::from(text)), format!("'{text}'"));
+        }
+        assert_eq!(scalar(&Value::from("bf16")), "bf16");
+        assert_eq!([scalar(&Value::Bool(false)), scalar(&Value::from(2))], ["false", "2"]);
+    }
 }

@@ -69,7 +69,7 @@ pub fn bound(graph: &Graph, leaf: ValueId) -> Option<Bound> {
 
 /// The transformation of normal numbers into an input's floats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Floats {
+pub(crate) enum Floats {
     Any,
     /// Their absolute values.
     Positive,
@@ -86,7 +86,7 @@ impl Floats {
     /// Chooses an input's floats. A sample's floats may be any numbers, but are positive under a root. Missing inputs
     /// that are the same for all samples are statistics: arbitrary values would make activations grow from layer to
     /// layer.
-    pub fn of(graph: &Graph, input: ValueId) -> Floats {
+    pub(crate) fn of(graph: &Graph, input: ValueId) -> Floats {
         let of_samples = graph.node(input).batch_dims != 0;
         match is_under_root(graph, input) {
             true if of_samples => Floats::Positive,
@@ -96,7 +96,7 @@ impl Floats {
         }
     }
 
-    pub fn made_of(self, normal: f64) -> f64 {
+    pub(crate) fn made_of(self, normal: f64) -> f64 {
         match self {
             Floats::Any => normal,
             Floats::Positive => normal.abs(),
@@ -192,15 +192,7 @@ mod tests {
             assert_eq!(bound(&g, lengths), Some(expected), "{direction:?}");
             // A lookup gives a tighter bound.
             let table = input(&mut g, "table", &[7, 2], 0);
-            let dims = GatherDims {
-                offset_dims: vec![1],
-                collapsed_slice_dims: vec![0],
-                start_index_map: vec![0],
-                index_vector_dim: 1,
-                slice_sizes: vec![1, 2],
-                operand_batching_dims: vec![],
-                indices_batching_dims: vec![],
-            };
+            let dims = GatherDims::rows(&[7, 2], 1);
             let at = g.reshape(lengths, &[4, 1]);
             g.emit(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[table, at]);
             let rows = if direction == Direction::Eq { 5 } else { 7 };

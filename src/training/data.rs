@@ -70,7 +70,7 @@ pub(super) struct InputType {
 impl Batches {
     /// The same synthetic batch every time: valid indices for the model's lookups, normal floats. It depends on the
     /// seed but not on the plan. Since it can be memorised, the loss falls if training works.
-    pub fn synthetic(plan: &Plan, seed: u64) -> Batches {
+    pub(crate) fn synthetic(plan: &Plan, seed: u64) -> Batches {
         let inputs = inputs(plan);
         let sizes = inputs.iter().filter_map(|i| Some(i.ty.shape[i.batch_dim?]));
         let units = sizes.fold(plan.global_batch, greatest_common_divisor).max(1);
@@ -91,7 +91,7 @@ impl Batches {
         }
     }
 
-    /// [`Self::synthetic`], or batches of a file. The model's state (running statistics, tables) comes from `state` if
+    /// `Self::synthetic`, or batches of a file. The model's state (running statistics, tables) comes from `state` if
     /// that has a tensor of the input's name.
     pub fn with_state(
         plan: &Plan,
@@ -120,7 +120,7 @@ impl Batches {
     }
 
     /// Opens a file of batches; see `open`.
-    pub fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
+    pub(crate) fn open(plan: &Plan, file: &Path) -> Result<Batches, Error> {
         let options = DataOptions { file: Some(file.to_path_buf()), ..DataOptions::default() };
         Batches::with_state(plan, &options, 0, &BTreeMap::new())
     }
@@ -131,7 +131,7 @@ impl Batches {
     }
 
     /// Number of files that are open.
-    pub fn num_files(&self) -> u64 {
+    pub(crate) fn num_files(&self) -> u64 {
         self.source.as_ref().map_or(0, |source| source.starts.len().saturating_sub(1) as u64)
     }
 

@@ -13,12 +13,12 @@ use std::time::Instant;
 const AHEAD_BYTES: u64 = 1 << 20;
 
 /// A thread that reads batches ahead, and ends with the loader.
-pub struct Loader {
+pub(crate) struct Loader {
     batches: Receiver<Result<Loaded, Error>>,
 }
 
 /// A batch, and the position in the data after it.
-pub struct Loaded {
+pub(crate) struct Loaded {
     pub batch: Batch,
     pub position: Position,
 }
@@ -53,7 +53,7 @@ pub fn input_speed(plan: &Plan, training: &Training) -> Result<InputSpeed, Error
 
 impl Loader {
     /// Starts to read at most `count` batches.
-    pub fn new(mut batches: Batches, count: u64) -> Result<Loader, Error> {
+    pub(crate) fn new(mut batches: Batches, count: u64) -> Result<Loader, Error> {
         let file = batches.file().map(std::path::Path::to_path_buf).unwrap_or_default();
         let ahead = AHEAD_BYTES / batches.bytes().max(1);
         let (sender, receiver) = sync_channel(ahead.clamp(1, MAX_AHEAD as u64) as usize);
@@ -73,7 +73,7 @@ impl Loader {
     }
 
     /// Returns the next batch and the seconds spent waiting for it; `None` after the last.
-    pub fn next(&mut self) -> Result<Option<(Loaded, f64)>, Error> {
+    pub(crate) fn next(&mut self) -> Result<Option<(Loaded, f64)>, Error> {
         let start = Instant::now();
         match self.batches.recv() {
             Ok(loaded) => Ok(Some((loaded?, start.elapsed().as_secs_f64()))),

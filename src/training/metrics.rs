@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// The file of a run's metrics.
-pub struct Metrics {
+pub(crate) struct Metrics {
     file: PathBuf,
     open: File,
 }
@@ -46,7 +46,11 @@ struct Number {
 impl Metrics {
     /// Creates a file, or continues one after the line of step `done`, so that repeated steps do not appear twice.
     /// Later lines are lost from it, so it is copied first, and `on_copy` gets the copy's name.
-    pub fn open(file: &Path, done: u64, on_copy: impl FnOnce(&Path) -> Result<(), Error>) -> Result<Metrics, Error> {
+    pub(crate) fn open(
+        file: &Path,
+        done: u64,
+        on_copy: impl FnOnce(&Path) -> Result<(), Error>,
+    ) -> Result<Metrics, Error> {
         let write = |error| Error::Write { file: file.to_path_buf(), error };
         let kept = if done == 0 { 0 } else { kept_bytes(file, done).map_err(write)? };
         let open = OpenOptions::new().create(true).append(true).open(file).map_err(write)?;
@@ -61,7 +65,7 @@ impl Metrics {
     }
 
     /// Writes the line of a step and flushes it.
-    pub fn write(&mut self, step: &Step) -> Result<(), Error> {
+    pub(crate) fn write(&mut self, step: &Step) -> Result<(), Error> {
         let Step {
             number,
             loss,
@@ -90,7 +94,7 @@ impl Metrics {
     }
 
     /// Writes the loss on held-out data after a step.
-    pub fn write_evaluation(&mut self, step: u64, eval_loss: f64) -> Result<(), Error> {
+    pub(crate) fn write_evaluation(&mut self, step: u64, eval_loss: f64) -> Result<(), Error> {
         self.append(&EvaluationLine { step, eval_loss })
     }
 

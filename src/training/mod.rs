@@ -35,7 +35,7 @@ use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
 use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
-use altiplano_runtime::{HostTensor, Options, RuntimeError, Session};
+use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, files};
 use checkpoint::{Checkpoints, DataState, Folder, Manifest, newest};
 use evaluation::EvaluationOptions;
 use noise::{NoiseEstimate, NoiseScale};
@@ -333,20 +333,10 @@ pub(crate) fn expect_memory(who: &'static str, programs: &Programs) -> Result<()
     let peaks = cpu_peaks(programs).into_iter().zip(cpu_host_peaks(programs)).map(|(own, host)| own + host);
     let held = programs.programs.iter().zip(peaks).map(|(p, bytes)| p.devices.len() as u64 * bytes);
     let needed_bytes = held.sum();
-    match memory_of_this_machine() {
+    match files::whole_memory() {
         Some(has_bytes) if needed_bytes > has_bytes => Err(Error::TooLargeForMachine { who, needed_bytes, has_bytes }),
         _ => Ok(()),
     }
-}
-
-/// Bytes of memory and swap, if the system reports them.
-fn memory_of_this_machine() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let of = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    Some(1024 * (of("MemTotal")? + of("SwapTotal").unwrap_or(0)))
 }
 
 /// The scalars of a step; `step` counts from 1.
@@ -394,12 +384,12 @@ fn weights_in(file: &Path) -> Result<BTreeMap<String, HostTensor>, Error> {
     }
     let unreadable = |error| RuntimeError::Io { file: file.to_path_buf(), error };
     let mut start = [0; 2];
-    let mut open = std::fs::File::open(file).map_err(unreadable)?;
+    let mut open = files::open(file).map_err(unreadable)?;
     // Archives of `torch.export` are zip files.
     if std::io::Read::read_exact(&mut open, &mut start).is_err() || &start != b"PK" {
         return Ok(read_safetensors(file)?);
     }
-    let stored = torch_export::weights(&std::fs::read(file).map_err(unreadable)?)
+    let stored = torch_export::weights(&files::read(file).map_err(unreadable)?)
         .map_err(|error| Error::TorchExport { file: file.to_path_buf(), error: Box::new(error) })?;
     let tensor = |stored: torch_export::Stored| {
         let data = decode(stored.ty.dtype, &stored.bytes);

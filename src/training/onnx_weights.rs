@@ -3,9 +3,8 @@
 use crate::error::Error;
 use crate::model::read_bytes;
 use altiplano_import::onnx::{self, External, Held, HeldData, OnnxError, TensorError};
-use altiplano_runtime::HostTensor;
+use altiplano_runtime::{HostTensor, files};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -55,7 +54,7 @@ fn inside(model: &Path, place: &External) -> Result<PathBuf, Outside> {
 
 /// Reads up to `most + 1` bytes; the extra byte shows that there are too many.
 fn part(path: &Path, place: &External, most: u64) -> std::io::Result<Vec<u8>> {
-    let mut file = File::open(path)?;
+    let mut file = files::open(path)?;
     file.seek(SeekFrom::Start(place.offset))?;
     let length = place.length.unwrap_or(u64::MAX).min(most.saturating_add(1));
     let mut bytes = Vec::new();

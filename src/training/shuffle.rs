@@ -3,7 +3,7 @@
 /// A bijection of `0..count`: a Feistel network over the smallest power of four that covers it, iterated until it hits
 /// the range (cycle walking, Black & Rogaway 2002).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Permutation {
+pub(crate) struct Permutation {
     count: u64,
     half_bits: u32,
     key: u64,
@@ -13,13 +13,13 @@ const ROUNDS: u64 = 6;
 
 impl Permutation {
     /// The order of epoch `epoch` under a seed.
-    pub fn new(count: u64, seed: u64, epoch: u64) -> Permutation {
+    pub(crate) fn new(count: u64, seed: u64, epoch: u64) -> Permutation {
         let bits = u64::BITS - count.saturating_sub(1).leading_zeros();
         Permutation { count, half_bits: bits.div_ceil(2).max(1), key: mixed(mixed(seed) ^ epoch) }
     }
 
     /// The sample at position `place`, which must be below the count.
-    pub fn at(&self, place: u64) -> u64 {
+    pub(crate) fn at(&self, place: u64) -> u64 {
         debug_assert!(place < self.count, "{place} of {}", self.count);
         let mut at = self.once(place);
         // Positions outside the range lie on cycles that return to it, after fewer than four iterations on average.

@@ -7,9 +7,8 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::types::TensorType;
 use altiplano_runtime::array_file::ArrayFile;
 use altiplano_runtime::element::Class;
-use altiplano_runtime::{HostTensor, RuntimeError};
+use altiplano_runtime::{HostTensor, RuntimeError, files};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -89,7 +88,7 @@ pub(super) fn content(place: &Path) -> Result<DataContent, Error> {
     let samples = (SAMPLES / files.len() as u64).max(1);
     for name in files {
         let mut add = || -> std::io::Result<()> {
-            let mut file = File::open(&name)?;
+            let mut file = files::open(&name)?;
             let length = file.metadata()?.len();
             let mut part = Vec::new();
             let mut read = |from: u64, count: u64, crc: &mut crc32fast::Hasher| -> std::io::Result<()> {
@@ -261,7 +260,7 @@ impl BatchRows<'_> {
 
 impl Column {
     /// Reads the input of a batch, with zeros in rows that are not wanted. Also returns the number of bytes read.
-    pub fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
+    pub(crate) fn gather(&self, input: &InputType, batch: &BatchRows<'_>) -> Result<(HostTensor, u64), RuntimeError> {
         let mut whole = HostTensor::zeros(input.ty.clone());
         let width = size_of_element(&whole);
         let mut bytes_read = 0;

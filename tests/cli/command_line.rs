@@ -2,6 +2,8 @@
 
 use crate::common::{DEMO, Scratch, altiplano, altiplano_with, succeeds};
 use serde_json::Value;
+use std::io::Write;
+use std::process::{Command, Stdio};
 
 /// The README's first example.
 #[test]
@@ -227,18 +229,16 @@ fn what_is_written_to_stays_what_it_was() {
 #[cfg(unix)]
 #[test]
 fn a_pipe_is_read_once() {
-    let scratch = Scratch::new();
-    let pipe = scratch.path("pipe");
-    let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs");
-    assert!(made.success());
     let cluster = succeeds(&["show", "local:2"]);
     let model = std::fs::read_to_string(DEMO).expect("the model");
     for (text, expect) in [(cluster.clone(), cluster.as_str()), (model, &succeeds(&["show", DEMO]))] {
-        let writer = std::thread::spawn({
-            let pipe = pipe.clone();
-            move || std::fs::write(pipe, text)
-        });
-        assert_eq!(succeeds(&["show", &pipe.display().to_string()]), expect);
+        let mut shown = Command::new(env!("CARGO_BIN_EXE_altiplano"));
+        shown.args(["show", "/dev/stdin"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut shown = shown.spawn().expect("the binary starts");
+        let mut pipe = shown.stdin.take().expect("a pipe");
+        let writer = std::thread::spawn(move || pipe.write_all(text.as_bytes()));
+        let output = shown.wait_with_output().expect("the binary ends");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expect);
         writer.join().expect("the writer").expect("the pipe was read");
     }
 }

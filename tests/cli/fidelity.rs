@@ -349,7 +349,7 @@ fn a_step_is_played_explained_and_traced() {
 
     let why = succeeds(&["simulate", &plan, "--explain", "dot_general"]);
     assert!(why.contains("FLOP in tiles") && why.contains("bound by"), "{why}");
-    let sent = succeeds(&["simulate", &plan, "--explain", "all_reduce"]);
+    let sent = succeeds(&["simulate", &plan, "--explain", "all_gather"]);
     assert!(sent.contains("on the wire"), "{sent}");
     let nothing = altiplano(&["simulate", &plan, "--explain", "no such thing"]);
     assert!(nothing.code == Some(2) && nothing.stderr.contains("no such thing"), "{}", nothing.stderr);

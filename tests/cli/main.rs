@@ -16,3 +16,4 @@ mod scale;
 mod schemas;
 mod serve;
 mod traces;
+mod untrusted;

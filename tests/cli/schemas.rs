@@ -71,7 +71,7 @@ fn checkpoints_are_as_their_schema_says() {
     let of_clip = read(clipped.join("step-000001/manifest.json"));
     assert_eq!(broken(&schema, &of_clip), Vec::<String>::new());
     assert_eq!((&of_clip["clip_norm"], &of_clip["optimizer"]["lars"]["trust"]), (&json!(0.5), &json!(0.01)));
-    manifest["files"][0]["crc32"] = json!(7);
+    manifest["files"][0]["xxh3"] = json!(7);
     assert_ne!(broken(&schema, &manifest), Vec::<String>::new());
 }
 

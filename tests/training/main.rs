@@ -5,6 +5,7 @@ mod common;
 
 mod checkpoints;
 mod equivalence;
+mod faults;
 mod loss_scale;
 mod optimizers;
 mod serving;

@@ -5,6 +5,7 @@
 //! devices divide, without stacked layers, or small enough for a laptop.
 
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod accumulation;
 pub mod downscale;

@@ -6,7 +6,7 @@
 //! and stay so, because no gradient reaches it.
 
 use crate::downscale::atoms::{Atom, Sizing};
-use crate::downscale::sizes::Sizes;
+use crate::downscale::sizes::{Dim, Sizes};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::literal::{Literal, Values};
@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A padded graph.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Padded {
+    /// The larger graph.
     pub graph: Graph,
     /// The value here of each value of the model.
     pub map: Vec<ValueId>,
@@ -80,7 +81,7 @@ pub fn common_multiple(a: u64, b: u64) -> u64 {
 fn major_atoms_of_parameters(sizes: &Sizes, graph: &Graph) -> BTreeSet<Atom> {
     let in_sums = sizes.atoms.in_sums();
     let dims = graph.parameters().filter(|(v, _)| graph.shape(*v).len() > 1);
-    let dims = dims.flat_map(|(v, _)| (0..graph.shape(v).len()).map(move |d| (v, d)));
+    let dims = dims.flat_map(|(v, _)| (0..graph.shape(v).len()).map(move |d| Dim(v, d)));
     let major = dims.filter_map(|dim| sizes.leaves(dim).into_iter().find(|&atom| sizes.atoms.is_free(atom)));
     major.filter(|atom| !in_sums.contains(atom)).collect()
 }
@@ -90,7 +91,7 @@ fn major_atoms_of_parameters(sizes: &Sizes, graph: &Graph) -> BTreeSet<Atom> {
 fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
     let all = |sizes: &mut Sizes, v: ValueId| {
         (0..graph.shape(v).len()).for_each(|d| {
-            sizes.fix((v, d));
+            sizes.fix(Dim(v, d));
         });
     };
     graph.outputs.iter().for_each(|&v| all(sizes, v));
@@ -100,7 +101,7 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
             Op::Input(_) => all(sizes, v),
             Op::Constant(literal) if literal.as_splat().is_none() => all(sizes, v),
             // If padding of a minor factor came in between, elements would have other positions.
-            Op::Iota(op) => fix_minor(sizes, (v, op.dim)),
+            Op::Iota(op) => fix_minor(sizes, Dim(v, op.dim)),
             op if op.is_elementwise() => {}
             Op::Parameter(_)
             | Op::Constant(_)
@@ -110,49 +111,49 @@ fn fix_what_cannot_grow(sizes: &mut Sizes, graph: &Graph) {
             | Op::Reduce(_)
             | Op::DotGeneral(_) => {}
             Op::Convolution(op) if op.feature_groups.max(op.batch_groups) <= 1 => {
-                op.lhs.spatial.iter().for_each(|&d| _ = sizes.fix((node.operands[0], d)));
-                op.rhs.spatial.iter().for_each(|&d| _ = sizes.fix((node.operands[1], d)));
-                op.result.spatial.iter().for_each(|&d| _ = sizes.fix((v, d)));
+                op.lhs.spatial.iter().for_each(|&d| _ = sizes.fix(Dim(node.operands[0], d)));
+                op.rhs.spatial.iter().for_each(|&d| _ = sizes.fix(Dim(node.operands[1], d)));
+                op.result.spatial.iter().for_each(|&d| _ = sizes.fix(Dim(v, d)));
             }
             Op::Gather(op) => {
                 let table = node.operands[0];
                 for (d, &size) in graph.shape(table).iter().enumerate() {
                     if op.dims.start_index_map == [d] && op.dims.collapsed_slice_dims.contains(&d) {
-                        fix_minor(sizes, (table, d));
+                        fix_minor(sizes, Dim(table, d));
                     } else if op.dims.start_index_map.contains(&d) || op.dims.slice_sizes[d] != size {
-                        sizes.fix((table, d));
+                        sizes.fix(Dim(table, d));
                     }
                 }
             }
             Op::Composite(op) => match &op.function {
                 Function::GeluErf | Function::GeluTanh | Function::Silu => {}
                 Function::Softmax { .. } | Function::LogSoftmax { .. } | Function::Gates { .. } => {}
-                Function::CrossEntropy { dim } => fix_minor(sizes, (node.operands[0], *dim)),
+                Function::CrossEntropy { dim } => fix_minor(sizes, Dim(node.operands[0], *dim)),
                 _ => {
                     for (k, dims) in mixed_dims(op, &graph.operand_types(v)).into_iter().enumerate() {
-                        dims.into_iter().for_each(|d| _ = sizes.fix((node.operands[k], d)));
+                        dims.into_iter().for_each(|d| _ = sizes.fix(Dim(node.operands[k], d)));
                     }
                 }
             },
             Op::Slice(op) => {
                 let from = node.operands[0];
                 for d in (0..graph.shape(v).len()).filter(|&d| !keeps_blocks(op, d, graph.shape(from)[d])) {
-                    sizes.fix((from, d));
-                    sizes.fix((v, d));
+                    sizes.fix(Dim(from, d));
+                    sizes.fix(Dim(v, d));
                 }
             }
             Op::Concatenate(op) => {
                 let size = |o: &ValueId| graph.shape(*o)[op.dim];
                 if node.operands.iter().any(|o| size(o) != size(&node.operands[0])) {
-                    node.operands.iter().chain([&v]).for_each(|&o| _ = sizes.fix((o, op.dim)));
+                    node.operands.iter().chain([&v]).for_each(|&o| _ = sizes.fix(Dim(o, op.dim)));
                 }
             }
             // Any other op allows padding of the dimensions that it does not look into.
             _ => {
                 for (k, &o) in node.operands.iter().enumerate() {
-                    mixed(graph, v, k).into_iter().for_each(|d| _ = sizes.fix((o, d)));
+                    mixed(graph, v, k).into_iter().for_each(|d| _ = sizes.fix(Dim(o, d)));
                 }
-                new_dims(graph, v).into_iter().for_each(|d| _ = sizes.fix((v, d)));
+                new_dims(graph, v).into_iter().for_each(|d| _ = sizes.fix(Dim(v, d)));
             }
         }
     }
@@ -166,7 +167,7 @@ fn keeps_blocks(op: &Slice, dim: usize, size: u64) -> bool {
 }
 
 /// Fixes all factors of a dimension except the major one.
-fn fix_minor(sizes: &mut Sizes, dim: (ValueId, usize)) {
+fn fix_minor(sizes: &mut Sizes, dim: Dim) {
     sizes.leaves(dim).into_iter().skip(1).for_each(|atom| {
         sizes.atoms.fix(&[atom]);
     });
@@ -201,14 +202,14 @@ fn mixed_dims(op: &Composite, operands: &[&TensorType]) -> Vec<Vec<usize>> {
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     for v in graph.values() {
         for (k, &o) in graph.node(v).operands.iter().enumerate().filter(|(_, o)| varies[o.index()]) {
-            found.extend(mixed(graph, v, k).into_iter().flat_map(|d| sizes.leaves((o, d))));
+            found.extend(mixed(graph, v, k).into_iter().flat_map(|d| sizes.leaves(Dim(o, d))));
         }
         if let Op::Iota(iota) = &graph.node(v).op {
-            found.extend(sizes.leaves((v, iota.dim)));
+            found.extend(sizes.leaves(Dim(v, iota.dim)));
         }
     }
     let of = |leaf: ValueId| {
-        let is_mixed = |d: &usize| sizes.leaves((leaf, *d)).iter().any(|atom| found.contains(atom));
+        let is_mixed = |d: &usize| sizes.leaves(Dim(leaf, *d)).iter().any(|atom| found.contains(atom));
         (0..graph.shape(leaf).len()).filter(is_mixed).collect()
     };
     graph.values().filter(|&v| matches!(graph.node(v).op, Op::Input(_))).map(of).collect()
@@ -234,7 +235,7 @@ fn padded(graph: &Graph, sizes: &Sizes, goal: BTreeMap<Atom, u64>) -> Option<Pad
     let extents = |v: ValueId| {
         let dim = |d: usize| {
             let mut dim: Vec<Extent> = Vec::new();
-            for atom in sizes.leaves((v, d)) {
+            for atom in sizes.leaves(Dim(v, d)) {
                 let size = sizes.atoms.size(atom);
                 let padded = goal.get(&atom).copied().unwrap_or(size);
                 match dim.last_mut() {
@@ -369,25 +370,23 @@ impl Masking {
                 }
                 if self.extents[was[1].index()].is_padded() { Beyond::Some } else { of(self, 0) }
             }
-            Op::Composite(op) => match &op.function {
-                Function::Softmax { dim } => self.softmax(was, node, *dim, ZERO),
-                Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
-                    self.softmax(was, node, *dim, Beyond::Some)
-                }
-                Function::Gates { .. } => {
-                    let last = self.larger.shape(was[0]).len() - 1;
-                    self.softmax(was, node, last, ZERO)
-                }
-                // Query heads without keys and values of their own share those of others.
-                Function::Attention { .. } if of(self, 2) == ZERO && self.grown(was[0]) == self.grown(was[2]) => ZERO,
-                Function::Rotary { .. } | Function::GeluErf | Function::GeluTanh | Function::Silu
-                    if of(self, 0) == ZERO =>
-                {
-                    ZERO
-                }
-                Function::BatchNorm { .. } if of(self, 1) == ZERO && of(self, 2) == ZERO => ZERO,
-                _ => Beyond::Some,
-            },
+            Op::Composite(op) => self.composite(&op.function, was, node),
+            _ => Beyond::Some,
+        }
+    }
+
+    fn composite(&mut self, function: &Function, was: &[ValueId], node: &mut Node) -> Beyond {
+        let is_zero = |k: usize| self.beyond[was[k].index()] == ZERO;
+        match function {
+            Function::Softmax { dim } => self.softmax(was, node, *dim, ZERO),
+            Function::LogSoftmax { dim } | Function::CrossEntropy { dim } => {
+                self.softmax(was, node, *dim, Beyond::Some)
+            }
+            Function::Gates { .. } => self.softmax(was, node, self.larger.shape(was[0]).len() - 1, ZERO),
+            // Query heads without keys and values of their own share those of others.
+            Function::Attention { .. } if is_zero(2) && self.grown(was[0]) == self.grown(was[2]) => ZERO,
+            Function::Rotary { .. } | Function::GeluErf | Function::GeluTanh | Function::Silu if is_zero(0) => ZERO,
+            Function::BatchNorm { .. } if is_zero(1) && is_zero(2) => ZERO,
             _ => Beyond::Some,
         }
     }

@@ -26,17 +26,8 @@ fn matmul(graph: &mut Graph, x: ValueId, w: ValueId, by: usize) -> ValueId {
 }
 
 fn rows(graph: &mut Graph, table: ValueId, ids: ValueId, out_of_bounds: OutOfBounds) -> ValueId {
-    let width = graph.shape(table)[1];
     let rank = graph.shape(ids).len();
-    let dims = GatherDims {
-        offset_dims: vec![rank],
-        collapsed_slice_dims: vec![0],
-        operand_batching_dims: vec![],
-        indices_batching_dims: vec![],
-        start_index_map: vec![0],
-        index_vector_dim: rank,
-        slice_sizes: vec![1, width],
-    };
+    let dims = GatherDims::rows(graph.shape(table), rank);
     graph.emit(Op::Gather(Gather { dims, out_of_bounds }), &[table, ids])
 }
 

@@ -3,8 +3,11 @@
 /// A run of equal periods: elements `first + r * period + i` are equal for all `r < count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Repetition {
+    /// The position of its first element.
     pub first: usize,
+    /// The elements of a period.
     pub period: usize,
+    /// The number of periods.
     pub count: usize,
 }
 

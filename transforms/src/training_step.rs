@@ -16,7 +16,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A function that is one step of training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainingStep {
+    /// The loss that the step returns, a scalar.
     pub loss: ValueId,
+    /// The parameters that the step updates.
     pub parameters: Vec<TrainedParameter>,
     /// Weights that the step returns unchanged.
     pub frozen: Vec<ValueId>,
@@ -31,19 +33,24 @@ pub struct TrainingStep {
 /// A parameter of a training step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainedParameter {
+    /// The parameter before the step, a leaf.
     pub parameter: ValueId,
+    /// Its optimizer state before the step, leaves.
     pub states: Vec<ValueId>,
     /// The parameter's gradient, if it can be told apart from changes to it before the update.
     pub gradient: Option<ValueId>,
     /// The input of the update: the gradient, or a value computed from all gradients.
     pub applied: Option<ValueId>,
+    /// The parameter after the step.
     pub updated: ValueId,
+    /// Its state after the step, in the order of `states`.
     pub updated_states: Vec<ValueId>,
 }
 
 /// An optimizer identified by trying out an update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fitted {
+    /// The optimizer with its settings.
     pub optimizer: Optimizer,
     /// The learning rate of the first step in which it is not zero.
     pub learning_rate: f64,

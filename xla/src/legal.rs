@@ -17,14 +17,14 @@ use altiplano_ir::types::TensorType;
 
 /// A graph that the printer can print.
 #[derive(Clone, Debug)]
-pub struct Legal {
+pub(crate) struct Legal {
     pub graph: Graph,
     /// For each value of the given graph, its value in [`Legal::graph`].
     pub values: Vec<ValueId>,
 }
 
 /// Rewrites a verified graph. Values, outputs and leaves keep their types and their order.
-pub fn legalise(graph: &Graph) -> Legal {
+pub(crate) fn legalise(graph: &Graph) -> Legal {
     let expanded = expand(graph);
     let from = &expanded.graph;
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };

@@ -12,7 +12,7 @@ use altiplano_ir::op::{Binary, Direction, Unary};
 use altiplano_ir::types::TensorType;
 
 /// `[B, S, heads * width]` to `[B, heads, S, width]`.
-pub fn split_heads(g: &mut Graph, x: ValueId, heads: u64) -> array::Built {
+pub(crate) fn split_heads(g: &mut Graph, x: ValueId, heads: u64) -> array::Built {
     let [b, s, features] = g.shape(x)[..] else {
         return Err(array::ShapeError::Attribute("heads are taken from three dimensions"));
     };
@@ -21,7 +21,7 @@ pub fn split_heads(g: &mut Graph, x: ValueId, heads: u64) -> array::Built {
 }
 
 /// The inverse of [`split_heads`].
-pub fn merge_heads(g: &mut Graph, x: ValueId) -> array::Built {
+pub(crate) fn merge_heads(g: &mut Graph, x: ValueId) -> array::Built {
     let [b, heads, s, width] = g.shape(x)[..] else {
         return Err(array::ShapeError::Attribute("heads are four dimensions"));
     };
@@ -31,7 +31,7 @@ pub fn merge_heads(g: &mut Graph, x: ValueId) -> array::Built {
 
 /// The keys that a query sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Span {
+pub(crate) enum Span {
     /// All keys.
     All,
     /// Keys up to `distance` away on both sides.
@@ -46,7 +46,7 @@ pub enum Span {
 
 impl Span {
     /// A causal span, with a window if there is one.
-    pub fn causal(window: Option<u64>) -> Span {
+    pub(crate) fn causal(window: Option<u64>) -> Span {
         window.map_or(Span::Causal, |window| Span::Window { window })
     }
 
@@ -95,7 +95,7 @@ impl Span {
 
 /// The linear layers of queries, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Projections {
+pub(crate) enum Projections {
     /// One layer each.
     Apart([&'static str; 3]),
     /// One layer, whose outputs are all queries, then all keys, then all values.
@@ -106,7 +106,7 @@ pub enum Projections {
 
 /// Norms of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct QkNorm {
+pub(crate) struct QkNorm {
     pub names: [&'static str; 2],
     pub norm: Norm,
     pub over: NormOver,
@@ -116,7 +116,7 @@ pub struct QkNorm {
 
 /// The dimensions that a norm of queries or keys covers, and its weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormOver {
+pub(crate) enum NormOver {
     /// Each head, with weights that all heads share.
     Head,
     /// Each head, with weights `[heads, width]`.
@@ -129,7 +129,7 @@ pub enum NormOver {
 
 /// Linear biases of the scores (Press et al. 2022): a slope for each head, times the key's position.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Alibi {
+pub(crate) struct Alibi {
     pub slopes: Vec<f64>,
     /// The precision in which the biases are computed. If absent, that of the scores.
     pub dtype: Option<DType>,
@@ -138,12 +138,12 @@ pub struct Alibi {
 }
 
 /// The largest number of heads with constants of their own in the graph, such as slopes or norms.
-pub const MAX_OWN: u64 = 1 << 14;
+pub(crate) const MAX_OWN: u64 = 1 << 14;
 
 impl Alibi {
     /// The slopes of BLOOM: powers of two for a power of two of heads. The remaining heads use every other slope of
     /// twice as many.
-    pub fn slopes(heads: u64) -> Vec<f64> {
+    pub(crate) fn slopes(heads: u64) -> Vec<f64> {
         let whole = 1u64 << heads.max(1).ilog2();
         let base = |of: u64| libm::exp2(-libm::exp2(3.0 - libm::log2(of as f64)));
         let first = (1..=whole).map(|i| libm::pow(base(whole), i as f64));
@@ -152,7 +152,7 @@ impl Alibi {
     }
 
     /// The slopes of MPT. If the number of heads is not a power of two, every other slope comes first.
-    pub fn slopes_to(heads: u64, most: f64) -> Vec<f64> {
+    pub(crate) fn slopes_to(heads: u64, most: f64) -> Vec<f64> {
         let whole = heads.max(1).next_power_of_two();
         let slope = |i: u64| libm::exp2(-(i as f64) * most / whole as f64);
         let odd = (1..=whole).filter(|i| whole == heads || i % 2 == 0);
@@ -176,7 +176,7 @@ impl Alibi {
 
 /// Rotary positions of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rotary {
+pub(crate) struct Rotary {
     /// The index of the layer's kind of angles in the model.
     pub kind: usize,
     /// The rotated width of each head, if it is not all.
@@ -185,14 +185,14 @@ pub struct Rotary {
 
 /// Queries that grow with the logarithm of their position, in steps of `floor` positions (Llama 4).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Temperature {
+pub(crate) struct Temperature {
     pub floor: f64,
     pub scale: f64,
 }
 
 /// Self-attention with four matrices. Keys and values may have fewer heads than queries.
 #[derive(Clone, Debug)]
-pub struct SelfAttention {
+pub(crate) struct SelfAttention {
     pub heads: u64,
     pub kv_heads: u64,
     pub head_width: u64,
@@ -218,7 +218,7 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    pub fn new(heads: u64, kv_heads: u64, head_width: u64) -> Self {
+    pub(crate) fn new(heads: u64, kv_heads: u64, head_width: u64) -> Self {
         SelfAttention {
             heads,
             kv_heads,
@@ -240,18 +240,18 @@ impl SelfAttention {
     }
 
     /// Sets whether q, k and v have biases, and whether the output has one.
-    pub fn with_biases(mut self, inputs: bool, output: bool) -> Self {
+    pub(crate) fn with_biases(mut self, inputs: bool, output: bool) -> Self {
         (self.matrices[0].bias, self.matrices[1].bias) = (inputs, output);
         self
     }
 
     /// Builds the attention of `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
         self.build_to(b, x, x, angles)
     }
 
     /// The same with keys and values of `memory`, `[B, T, hidden]`, which every query sees in full.
-    pub fn build_to(&self, b: &mut Builder, x: ValueId, memory: ValueId, angles: &[Angles]) -> Block {
+    pub(crate) fn build_to(&self, b: &mut Builder, x: ValueId, memory: ValueId, angles: &[Angles]) -> Block {
         let (tokens, hidden) = (b.graph.shape(x)[1], b.graph.shape(x)[2]);
         let [mut q, mut k, v] = self.projected(b, x, memory)?;
         if let Some(norm) = self.qk_norm.filter(|norm| !norm.after_rotary) {

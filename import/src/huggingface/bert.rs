@@ -11,7 +11,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Gather, GatherDims, Op, OutOfBounds};
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let (vocabulary, hidden) = (fields.main_size("vocab_size", 30_522)?, fields.main_size("hidden_size", 768)?);
     let positions = fields.size_or("max_position_embeddings", 512)?;
     let kinds = fields.size_or("type_vocab_size", 2)?;
@@ -46,7 +46,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
         for index in 0..layers {
             x = b.within(&format!("encoder.layer.{index}"), |b| {
                 let mixed = b.within("attention", |b| {
-                    let mixed = b.within("self", |b| attention(b, x, heads))?;
+                    let mixed = b.within("self", |b| attention(b, x, heads, true))?;
                     b.within("output", |b| output(b, mixed, x, hidden, eps))
                 })?;
                 let wide = b.linear("intermediate.dense", mixed, inner, true)?;
@@ -74,7 +74,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// The rows of `[B, S, hidden]` at `[B, masked]` positions of the same sample.
-pub fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
+pub(crate) fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
     let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
     let dims = GatherDims {
         offset_dims: vec![2],
@@ -90,16 +90,17 @@ pub fn at_places(b: &mut Builder, x: ValueId, places: ValueId) -> Block {
 }
 
 /// The input with a sample's masked positions, for a model of masked tokens.
-pub fn masked_places(b: &mut Builder, tokens: u64) -> Block {
+pub(crate) fn masked_places(b: &mut Builder, tokens: u64) -> Block {
     let masked = ((tokens as f64 * 0.15).round() as u64).max(1);
     b.notes.push(Note::Masked { positions: masked, sequence: tokens });
     b.input("masked_positions", &[masked], DType::I32)
 }
 
-fn attention(b: &mut Builder, x: ValueId, heads: u64) -> Block {
+/// Attention among all tokens, of matrices named `query`, `key` and `value`.
+pub(super) fn attention(b: &mut Builder, x: ValueId, heads: u64, bias: bool) -> Block {
     let hidden = b.graph.shape(x)[2];
     let mut projected = |name: &str| {
-        let y = b.linear(name, x, hidden, true)?;
+        let y = b.linear(name, x, hidden, bias)?;
         Ok::<_, ConfigError>(split_heads(&mut b.graph, y, heads)?)
     };
     let (q, k, v) = (projected("query")?, projected("key")?, projected("value")?);

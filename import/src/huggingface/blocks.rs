@@ -10,10 +10,10 @@ use altiplano_ir::op::{Input, Op, Parameter, ShapeError};
 use altiplano_ir::types::TensorType;
 
 /// The result of a block.
-pub type Block = Result<ValueId, ConfigError>;
+pub(crate) type Block = Result<ValueId, ConfigError>;
 
 /// A graph, and the module under construction.
-pub struct Builder {
+pub(crate) struct Builder {
     pub graph: Graph,
     /// The precision of the weights and of computations with them.
     pub dtype: DType,
@@ -27,20 +27,20 @@ pub struct Builder {
 }
 
 impl Builder {
-    pub fn new(name: &str, dtype: DType, options: &ConfigOptions) -> Self {
+    pub(crate) fn new(name: &str, dtype: DType, options: &ConfigOptions) -> Self {
         let batch = options.batch.max(1);
         let graph = Graph { batch, ..Graph::new(name) };
         let (options, notes) = (options.clone(), Vec::new());
         Builder { graph, dtype, batch, options, notes, path: String::new(), weights_of: None }
     }
 
-    pub fn finish(self) -> Imported {
+    pub(crate) fn finish(self) -> Imported {
         Imported { graph: self.graph, notes: self.notes }
     }
 
     /// Builds the module `name` within this one. An empty name stands for this module. Ops and errors of the module are
     /// named after it.
-    pub fn within<T>(
+    pub(crate) fn within<T>(
         &mut self,
         name: &str,
         build: impl FnOnce(&mut Builder) -> Result<T, ConfigError>,
@@ -87,7 +87,7 @@ impl Builder {
 
     /// Builds this module with the weights of the module `first`, which may be this one. Weights that `first` does not
     /// have yet are added to it.
-    pub fn with_weights_of<T>(
+    pub(crate) fn with_weights_of<T>(
         &mut self,
         first: &str,
         build: impl FnOnce(&mut Builder) -> Result<T, ConfigError>,
@@ -99,7 +99,7 @@ impl Builder {
     }
 
     /// A trained weight of this module.
-    pub fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
+    pub(crate) fn weight(&mut self, name: &str, shape: &[u64]) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(self.dtype, shape));
         if self.weights_of.is_some() {
             let known = |v: &ValueId| self.graph.node(*v).op.is_leaf() && self.graph.node(*v).name == name;
@@ -111,19 +111,19 @@ impl Builder {
     }
 
     /// A buffer of this module, which is state that no gradient changes.
-    pub fn buffer(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
+    pub(crate) fn buffer(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
         let (name, ty) = (self.name_of(name), TensorType::new(dtype, shape));
         self.leaf(Op::Input(Input { name: name.clone(), ty: ty.clone() }), name, ty, false)
     }
 
     /// An input of the batch. `shape` is that of one sample.
-    pub fn input(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
+    pub(crate) fn input(&mut self, name: &str, shape: &[u64], dtype: DType) -> Block {
         let ty = TensorType::new(dtype, [&[self.batch], shape].concat());
         self.leaf(Op::Input(Input { name: name.to_string(), ty: ty.clone() }), name.to_string(), ty, true)
     }
 
     /// The number of tokens in a sample: the requested number, or the one that the model is made for.
-    pub fn sequence(&mut self, positions: u64) -> u64 {
+    pub(crate) fn sequence(&mut self, positions: u64) -> u64 {
         self.options.sequence.unwrap_or_else(|| {
             let tokens = positions.min(DEFAULT_SEQUENCE);
             self.notes.push(Note::Sequence { tokens });
@@ -132,7 +132,7 @@ impl Builder {
     }
 
     /// The same for a model in which every position has a row in a table of `positions`.
-    pub fn learned_sequence(&mut self, field: &'static str, positions: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn learned_sequence(&mut self, field: &'static str, positions: u64) -> Result<u64, ConfigError> {
         let sequence = self.sequence(positions);
         if sequence > positions {
             return Err(ConfigError::TooLong { sequence, positions, field });
@@ -141,7 +141,7 @@ impl Builder {
     }
 
     /// Notes that the graph has no dropout if the config asks for it.
-    pub fn without_dropout(&mut self, fields: &Fields<'_>, keys: &[&str]) -> Result<(), ConfigError> {
+    pub(crate) fn without_dropout(&mut self, fields: &Fields<'_>, keys: &[&str]) -> Result<(), ConfigError> {
         let mut dropped = None;
         for key in keys {
             let asked = fields.number_or(key, 0.0)? > 0.0;
@@ -152,12 +152,12 @@ impl Builder {
     }
 
     /// `x weight^T + bias` for the linear layer `name`, whose weight is `[out, in]`.
-    pub fn linear(&mut self, name: &str, x: ValueId, out: u64, bias: bool) -> Block {
+    pub(crate) fn linear(&mut self, name: &str, x: ValueId, out: u64, bias: bool) -> Block {
         self.matrix(name, x, out, Matrix { bias, transposed: false })
     }
 
     /// The linear layer `name`, applied to the last dimension of `x`.
-    pub fn matrix(&mut self, name: &str, x: ValueId, out: u64, how: Matrix) -> Block {
+    pub(crate) fn matrix(&mut self, name: &str, x: ValueId, out: u64, how: Matrix) -> Block {
         self.within(name, |b| {
             let last = b.graph.shape(x).len().saturating_sub(1);
             let input = b.graph.shape(x).last().copied().unwrap_or(1);
@@ -171,16 +171,16 @@ impl Builder {
         })
     }
 
-    pub fn layer_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
+    pub(crate) fn layer_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
         self.norm(name, x, &Norm::layer(eps))
     }
 
-    pub fn rms_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
+    pub(crate) fn rms_norm(&mut self, name: &str, x: ValueId, eps: f64) -> Block {
         self.norm(name, x, &Norm::rms(eps))
     }
 
     /// The norm `name` over the last dimension of `x`.
-    pub fn norm(&mut self, name: &str, x: ValueId, norm: &Norm) -> Block {
+    pub(crate) fn norm(&mut self, name: &str, x: ValueId, norm: &Norm) -> Block {
         self.within(name, |b| {
             let width = b.graph.shape(x).last().copied().unwrap_or(1);
             let mut weight = if norm.weight { Some(b.weight("weight", &[width])?) } else { None };
@@ -193,21 +193,28 @@ impl Builder {
     }
 
     /// A table of `rows` rows, without a lookup.
-    pub fn table(&mut self, name: &str, rows: u64, width: u64) -> Block {
+    pub(crate) fn table(&mut self, name: &str, rows: u64, width: u64) -> Block {
         self.within(name, |b| b.weight("weight", &[rows, width]))
     }
 
-    pub fn add(&mut self, a: ValueId, b: ValueId) -> Block {
+    pub(crate) fn add(&mut self, a: ValueId, b: ValueId) -> Block {
         Ok(array::binary(&mut self.graph, altiplano_ir::op::Binary::Add, a, b)?)
     }
 
-    pub fn multiply(&mut self, a: ValueId, b: ValueId) -> Block {
+    pub(crate) fn multiply(&mut self, a: ValueId, b: ValueId) -> Block {
         Ok(array::binary(&mut self.graph, altiplano_ir::op::Binary::Multiply, a, b)?)
     }
 
     /// The logits of each token from the head `name`. A tied head uses the embedding table, and others their own
     /// matrix.
-    pub fn head(&mut self, name: &str, hidden: ValueId, tied: Option<ValueId>, vocabulary: u64, bias: bool) -> Block {
+    pub(crate) fn head(
+        &mut self,
+        name: &str,
+        hidden: ValueId,
+        tied: Option<ValueId>,
+        vocabulary: u64,
+        bias: bool,
+    ) -> Block {
         let Some(table) = tied else { return self.linear(name, hidden, vocabulary, bias) };
         self.within(name, |b| {
             let bias = if bias { Some(b.weight("bias", &[vocabulary])?) } else { None };
@@ -217,7 +224,7 @@ impl Builder {
 
     /// Makes the mean cross-entropy the graph's output, with classes in the last dimension and an input `labels`.
     /// Without a requested loss, the output is the logits.
-    pub fn loss(&mut self, logits: ValueId) -> Result<(), ConfigError> {
+    pub(crate) fn loss(&mut self, logits: ValueId) -> Result<(), ConfigError> {
         if self.options.without_loss {
             self.graph.outputs = vec![logits];
             return Ok(());
@@ -235,7 +242,7 @@ impl Builder {
 
 /// The storage of a linear layer's weight.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Matrix {
+pub(crate) struct Matrix {
     pub bias: bool,
     /// True if the weight is `[in, out]`.
     pub transposed: bool,
@@ -243,7 +250,7 @@ pub struct Matrix {
 
 /// A norm over the last dimension.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Norm {
+pub(crate) struct Norm {
     /// True if the norm subtracts the mean (layer norm), false if not (RMS norm).
     pub centred: bool,
     pub weight: bool,
@@ -254,16 +261,22 @@ pub struct Norm {
 }
 
 impl Norm {
-    pub fn layer(eps: f64) -> Norm {
+    pub(crate) fn layer(eps: f64) -> Norm {
         Norm { centred: true, weight: true, less_one: false, bias: true, eps }
     }
 
-    pub fn rms(eps: f64) -> Norm {
+    pub(crate) fn rms(eps: f64) -> Norm {
         Norm { centred: false, bias: false, ..Norm::layer(eps) }
     }
 
     /// The same norm with another weight and bias, or none.
-    pub fn apply(&self, g: &mut Graph, x: ValueId, weight: Option<ValueId>, bias: Option<ValueId>) -> array::Built {
+    pub(crate) fn apply(
+        &self,
+        g: &mut Graph,
+        x: ValueId,
+        weight: Option<ValueId>,
+        bias: Option<ValueId>,
+    ) -> array::Built {
         match self.centred {
             true => array::layer_norm(g, x, 1, weight, bias, self.eps),
             false => array::rms_norm(g, x, 1, weight, self.eps),
@@ -273,7 +286,7 @@ impl Norm {
 
 /// The functions between the matrices of a layer, by their names in configs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
+pub(crate) enum Activation {
     GeluErf,
     GeluTanh,
     GeluSigmoid,
@@ -298,13 +311,13 @@ const ACTIVATIONS: &[(&str, Activation)] = &[
 ];
 
 impl Activation {
-    pub fn read(fields: &Fields<'_>, key: &str, default: &str) -> Result<Activation, ConfigError> {
+    pub(crate) fn read(fields: &Fields<'_>, key: &str, default: &str) -> Result<Activation, ConfigError> {
         let word = fields.word_or(key, default)?;
         let found = ACTIVATIONS.iter().find(|(name, _)| *name == word).map(|(_, activation)| *activation);
         found.ok_or_else(|| fields.unsupported(key, &ACTIVATIONS.iter().map(|(name, _)| *name).collect::<Vec<_>>()))
     }
 
-    pub fn apply(self, g: &mut Graph, x: ValueId) -> array::Built {
+    pub(crate) fn apply(self, g: &mut Graph, x: ValueId) -> array::Built {
         match self {
             Activation::GeluErf => array::gelu_erf(g, x),
             Activation::GeluTanh => array::gelu_tanh(g, x),

@@ -150,7 +150,7 @@ fn parts<'a>(fields: &Fields<'a>) -> Result<[Fields<'a>; 2], ConfigError> {
     Ok([part("text_config")?, part("vision_config")?])
 }
 
-pub fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let [text, vision] = parts(fields)?;
     let projection = fields.size_or("projection_dim", 512)?;
     let (eps, activation) = (1e-5, "quick_gelu");
@@ -213,7 +213,7 @@ pub fn clip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     })
 }
 
-pub fn siglip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn siglip(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let [text, vision] = parts(fields)?;
     let defaults = || Defaults { hidden: 768, inner: 3072, heads: 12, activation: "gelu_pytorch_tanh", eps: 1e-6 };
     let encoder = Encoder::read(&text, b, Span::All, defaults())?;

@@ -10,16 +10,16 @@ use std::fmt;
 use std::rc::Rc;
 
 /// The largest size that a config or an option may state, so that a product of two fits 64 bits.
-pub const MAX_SIZE: u64 = 1 << 31;
+pub(crate) const MAX_SIZE: u64 = 1 << 31;
 
 /// The longest sequence.
-pub const MAX_SEQUENCE: u64 = 1 << 24;
+pub(crate) const MAX_SEQUENCE: u64 = 1 << 24;
 
 /// The largest number of layers. A file with more is wrong rather than large.
-pub const MAX_LAYERS: u64 = 4096;
+const MAX_LAYERS: u64 = 4096;
 
 /// An object of the config. A null field counts as missing.
-pub struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     map: &'a Map<String, Value>,
     /// The path of the object, with a dot at the end. Empty for the config itself.
     path: String,
@@ -103,17 +103,17 @@ const ASIDE: &[&str] = &[
 const ASIDE_PREFIXES: &[&str] = &["pooler_", "summary_"];
 
 impl<'a> Fields<'a> {
-    pub fn new(map: &'a Map<String, Value>, aliases: &'static [(&'static str, &'static str)]) -> Self {
+    pub(crate) fn new(map: &'a Map<String, Value>, aliases: &'static [(&'static str, &'static str)]) -> Self {
         Fields { map, path: String::new(), aliases, asked: Rc::default(), assumed: Rc::default() }
     }
 
     /// The fields of the part of the config at `path`.
-    pub fn of_part(map: &'a Map<String, Value>, path: &str) -> Self {
+    pub(crate) fn of_part(map: &'a Map<String, Value>, path: &str) -> Self {
         Fields { path: format!("{path}."), ..Fields::new(map, &[]) }
     }
 
     /// The same fields with these aliases.
-    pub fn with_aliases(self, aliases: &'static [(&'static str, &'static str)]) -> Self {
+    pub(crate) fn with_aliases(self, aliases: &'static [(&'static str, &'static str)]) -> Self {
         Fields { aliases, ..self }
     }
 
@@ -131,28 +131,28 @@ impl<'a> Fields<'a> {
     }
 
     /// Returns true if the field is present and null, which some defaults distinguish from a missing one.
-    pub fn is_null(&self, key: &str) -> bool {
+    pub(crate) fn is_null(&self, key: &str) -> bool {
         self.map.get(key).is_some_and(Value::is_null)
     }
 
     /// Returns true if the field is a word where a number may be, such as `auto`.
-    pub fn is_word(&self, key: &str) -> bool {
+    pub(crate) fn is_word(&self, key: &str) -> bool {
         self.get(key).is_some_and(Value::is_string)
     }
 
     /// The sizes that the config does not state, in reading order.
-    pub fn assumed(&self) -> Vec<(String, u64)> {
+    pub(crate) fn assumed(&self) -> Vec<(String, u64)> {
         self.assumed.borrow().clone()
     }
 
     /// Marks fields as read that follow from others, or that concern variants of a family that are not built.
-    pub fn ignore(&self, keys: &[&str]) {
+    pub(crate) fn ignore(&self, keys: &[&str]) {
         self.asked.borrow_mut().extend(keys.iter().map(|key| self.field(key)));
     }
 
     /// The fields that nothing read and that may affect the model. Fields that are off, empty or known to be irrelevant
     /// are excluded.
-    pub fn unread(&self) -> Vec<String> {
+    pub(crate) fn unread(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let says = |value: &Value| match value {
             Value::Null => false,
@@ -167,7 +167,7 @@ impl<'a> Fields<'a> {
         self.map.iter().filter(unread).map(|(key, _)| self.field(key)).collect()
     }
 
-    pub fn has(&self, key: &str) -> bool {
+    pub(crate) fn has(&self, key: &str) -> bool {
         self.get(key).is_some()
     }
 
@@ -180,13 +180,13 @@ impl<'a> Fields<'a> {
     }
 
     /// The error for a field with an unexpected value.
-    pub fn expected(&self, key: &str, expected: impl Into<String>) -> ConfigError {
+    pub(crate) fn expected(&self, key: &str, expected: impl Into<String>) -> ConfigError {
         let found = self.get(key).map_or("nothing".to_string(), short);
         ConfigError::Expected { field: self.field(key), expected: expected.into(), found }
     }
 
     /// The error for a word that is not supported.
-    pub fn unsupported(&self, key: &str, supported: &[&'static str]) -> ConfigError {
+    pub(crate) fn unsupported(&self, key: &str, supported: &[&'static str]) -> ConfigError {
         let found = self.get(key).map_or("nothing".to_string(), short);
         ConfigError::Unsupported { field: self.field(key), found, supported: supported.to_vec() }
     }
@@ -199,31 +199,31 @@ impl<'a> Fields<'a> {
     }
 
     /// A positive size.
-    pub fn size(&self, key: &str) -> Result<u64, ConfigError> {
+    pub(crate) fn size(&self, key: &str) -> Result<u64, ConfigError> {
         let size = self.whole(key, 1, MAX_SIZE)?;
         self.required(key, size)
     }
 
-    pub fn size_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn size_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         Ok(self.whole(key, 1, MAX_SIZE)?.unwrap_or(default))
     }
 
     /// An optional size.
-    pub fn optional_size(&self, key: &str) -> Result<Option<u64>, ConfigError> {
+    pub(crate) fn optional_size(&self, key: &str) -> Result<Option<u64>, ConfigError> {
         self.whole(key, 1, MAX_SIZE)
     }
 
     /// A number that may be zero.
-    pub fn count_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn count_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         Ok(self.whole(key, 0, MAX_SIZE)?.unwrap_or(default))
     }
 
     /// A main size of the model. If the config does not state it, the default is used and recorded.
-    pub fn main_size(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn main_size(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         self.main(key, default, MAX_SIZE)
     }
 
-    pub fn main_layers(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn main_layers(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         self.main(key, default, MAX_LAYERS)
     }
 
@@ -234,12 +234,12 @@ impl<'a> Fields<'a> {
         }))
     }
 
-    pub fn layers_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
+    pub(crate) fn layers_or(&self, key: &str, default: u64) -> Result<u64, ConfigError> {
         Ok(self.whole(key, 1, MAX_LAYERS)?.unwrap_or(default))
     }
 
     /// Returns an error unless `value`, which `key` states, is a multiple of the number that `by` states.
-    pub fn divides(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
+    pub(crate) fn divides(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
         match value.is_multiple_of(of) {
             true => Ok(()),
             false => Err(ConfigError::Indivisible { field: self.field(key), value, by, of }),
@@ -247,7 +247,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Returns an error if `value`, which `key` states, is more than the number that `by` states.
-    pub fn at_most(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
+    pub(crate) fn at_most(&self, key: &str, value: u64, by: &'static str, of: u64) -> Result<(), ConfigError> {
         match value <= of {
             true => Ok(()),
             false => Err(ConfigError::MoreThan { field: self.field(key), value, by, of }),
@@ -255,54 +255,54 @@ impl<'a> Fields<'a> {
     }
 
     /// A number above zero.
-    pub fn positive(&self, key: &str) -> Result<f64, ConfigError> {
+    pub(crate) fn positive(&self, key: &str) -> Result<f64, ConfigError> {
         self.required(key, self.get(key))?;
         self.positive_or(key, 1.0)
     }
 
-    pub fn positive_or(&self, key: &str, default: f64) -> Result<f64, ConfigError> {
+    pub(crate) fn positive_or(&self, key: &str, default: f64) -> Result<f64, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         let number = value.as_f64().filter(|n| *n > 0.0 && n.is_finite());
         number.ok_or_else(|| self.expected(key, "a number above 0"))
     }
 
     /// Any finite number.
-    pub fn number_or(&self, key: &str, default: f64) -> Result<f64, ConfigError> {
+    pub(crate) fn number_or(&self, key: &str, default: f64) -> Result<f64, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_f64().filter(|n| n.is_finite()).ok_or_else(|| self.expected(key, "a number"))
     }
 
-    pub fn flag_or(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
+    pub(crate) fn flag_or(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         value.as_bool().ok_or_else(|| self.expected(key, "true or false"))
     }
 
-    pub fn word(&self, key: &str) -> Result<String, ConfigError> {
+    pub(crate) fn word(&self, key: &str) -> Result<String, ConfigError> {
         self.required(key, self.get(key))?;
         self.word_or(key, "")
     }
 
-    pub fn word_or(&self, key: &str, default: &str) -> Result<String, ConfigError> {
+    pub(crate) fn word_or(&self, key: &str, default: &str) -> Result<String, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default.to_string()) };
         value.as_str().map(str::to_string).ok_or_else(|| self.expected(key, "a word"))
     }
 
     /// A list of words.
-    pub fn words(&self, key: &str) -> Result<Option<Vec<&'a str>>, ConfigError> {
+    pub(crate) fn words(&self, key: &str) -> Result<Option<Vec<&'a str>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let words = value.as_array().and_then(|all| all.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
         words.map(Some).ok_or_else(|| self.expected(key, "a list of words"))
     }
 
     /// A list of numbers.
-    pub fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>, ConfigError> {
+    pub(crate) fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let numbers = value.as_array().and_then(|all| all.iter().map(Value::as_f64).collect::<Option<Vec<_>>>());
         numbers.map(Some).ok_or_else(|| self.expected(key, "a list of numbers"))
     }
 
     /// A word for each of the layers, or `default` if the config does not list any.
-    pub fn of_layers(
+    pub(crate) fn of_layers(
         &self,
         key: &str,
         layers: u64,
@@ -319,7 +319,7 @@ impl<'a> Fields<'a> {
         ConfigError::Expected { field: self.field(key), expected, found: found.to_string() }
     }
 
-    pub fn object(&self, key: &str) -> Result<Option<Fields<'a>>, ConfigError> {
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Fields<'a>>, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.expected(key, "an object"))?;
         let path = format!("{}{key}.", self.path);
@@ -327,13 +327,13 @@ impl<'a> Fields<'a> {
     }
 
     /// The number of entries of an object.
-    pub fn entries(&self, key: &str) -> Result<Option<u64>, ConfigError> {
+    pub(crate) fn entries(&self, key: &str) -> Result<Option<u64>, ConfigError> {
         Ok(self.object(key)?.map(|object| object.map.len() as u64))
     }
 }
 
 /// A config's fields, and the first one that occurs twice. A duplicate is an error, because it is ambiguous.
-pub struct Keys {
+pub(crate) struct Keys {
     pub map: Map<String, Value>,
     pub twice: Option<String>,
 }

@@ -8,7 +8,7 @@ use super::attention::{Projections, Rotary, SelfAttention, Span};
 use super::blocks::{Activation, Block, Builder, Norm};
 use super::config::Fields;
 use super::error::ConfigError;
-pub use super::feed::{Feed, GateUp, Gated, Plain};
+pub(crate) use super::feed::{Feed, GateUp, Gated, Plain};
 use super::latent::Latent;
 use super::rope::{Angles, Rope};
 use super::selective::Selective;
@@ -19,7 +19,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Binary;
 
 /// A decoder with a head for the next token.
-pub struct Decoder {
+pub(crate) struct Decoder {
     pub names: Names,
     pub vocabulary: u64,
     pub hidden: u64,
@@ -36,7 +36,7 @@ pub struct Decoder {
 
 /// The names of modules.
 #[derive(Clone, Copy, Debug)]
-pub struct Names {
+pub(crate) struct Names {
     /// The model without its head.
     pub model: &'static str,
     pub embedding: &'static str,
@@ -46,15 +46,15 @@ pub struct Names {
 }
 
 impl Names {
-    pub const LLAMA: Names =
+    pub(crate) const LLAMA: Names =
         Names { model: "model", embedding: "embed_tokens", layers: "layers", final_norm: "norm", head: "lm_head" };
-    pub const GPT: Names =
+    pub(crate) const GPT: Names =
         Names { model: "transformer", embedding: "wte", layers: "h", final_norm: "ln_f", head: "lm_head" };
 }
 
 /// The path from token ids to the input of the first layer.
 #[derive(Clone, Debug, Default)]
-pub struct Embedding {
+pub(crate) struct Embedding {
     pub scale: Option<f64>,
     /// The width of the table if it differs from the model's. `project_in` and `project_out` convert between both.
     pub width: Option<u64>,
@@ -64,7 +64,7 @@ pub struct Embedding {
 
 /// A table of learnt positions.
 #[derive(Clone, Copy, Debug)]
-pub struct Positions {
+pub(crate) struct Positions {
     pub name: &'static str,
     /// The field with the number of positions.
     pub field: &'static str,
@@ -85,7 +85,7 @@ pub struct Head {
 }
 
 #[derive(Clone, Debug)]
-pub struct Layer {
+pub(crate) struct Layer {
     /// The token mixer, with the name of its module.
     pub mixer: (&'static str, Mixer),
     /// The parts that each token goes through, with the names of their modules. Their results are added.
@@ -99,7 +99,7 @@ pub struct Layer {
 }
 
 #[derive(Clone, Debug)]
-pub enum Mixer {
+pub(crate) enum Mixer {
     Attention(Box<SelfAttention>),
     Latent(Latent),
     StateSpace(StateSpace),
@@ -109,14 +109,14 @@ pub enum Mixer {
 }
 
 impl Mixer {
-    pub fn attention(attention: SelfAttention) -> Mixer {
+    pub(crate) fn attention(attention: SelfAttention) -> Mixer {
         Mixer::Attention(Box::new(attention))
     }
 }
 
 /// The order of the two parts of a layer, with the names of their norms.
 #[derive(Clone, Copy, Debug)]
-pub enum Order {
+pub(crate) enum Order {
     Sequential {
         mixer: Around,
         feed: Around,
@@ -130,7 +130,7 @@ pub enum Order {
 
 /// Names of the norms around one part.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Around {
+pub(crate) struct Around {
     /// The norm of the part's input.
     pub before: Option<&'static str>,
     /// The norm of the part's result.
@@ -140,29 +140,29 @@ pub struct Around {
 }
 
 impl Around {
-    pub const fn before(name: &'static str) -> Around {
+    pub(crate) const fn before(name: &'static str) -> Around {
         Around { before: Some(name), after: None, of_sum: None }
     }
 
-    pub const fn after(name: &'static str) -> Around {
+    pub(crate) const fn after(name: &'static str) -> Around {
         Around { before: None, after: Some(name), of_sum: None }
     }
 
-    pub const fn both(before: &'static str, after: &'static str) -> Around {
+    pub(crate) const fn both(before: &'static str, after: &'static str) -> Around {
         Around { before: Some(before), after: Some(after), of_sum: None }
     }
 }
 
 impl Order {
     /// A norm before each part.
-    pub const fn before(mixer: &'static str, feed: &'static str) -> Order {
+    pub(crate) const fn before(mixer: &'static str, feed: &'static str) -> Order {
         Order::Sequential { mixer: Around::before(mixer), feed: Around::before(feed) }
     }
 }
 
 /// The defaults of Transformers for configs of the Llama kind.
 #[derive(Clone, Copy, Debug)]
-pub struct Defaults {
+pub(crate) struct Defaults {
     pub vocabulary: u64,
     pub hidden: u64,
     pub inner: u64,
@@ -183,7 +183,7 @@ pub struct Defaults {
 
 impl Defaults {
     /// The defaults of Llama, which many families start from.
-    pub const LLAMA: Defaults = Defaults {
+    pub(crate) const LLAMA: Defaults = Defaults {
         vocabulary: 32_000,
         hidden: 4096,
         inner: 11_008,
@@ -203,13 +203,18 @@ impl Defaults {
 impl Decoder {
     /// A decoder of the Llama kind (Touvron et al. 2023): RMS norms before each part, grouped attention with rotary
     /// positions, and gated perceptrons.
-    pub fn llama(fields: &Fields<'_>, b: &mut Builder, d: &Defaults) -> Result<Decoder, ConfigError> {
+    pub(crate) fn llama(fields: &Fields<'_>, b: &mut Builder, d: &Defaults) -> Result<Decoder, ConfigError> {
         let norm = Norm::rms(fields.positive_or("rms_norm_eps", d.eps)?);
         Decoder::with_norm(fields, b, d, norm)
     }
 
     /// The same with another norm.
-    pub fn with_norm(fields: &Fields<'_>, b: &mut Builder, d: &Defaults, norm: Norm) -> Result<Decoder, ConfigError> {
+    pub(crate) fn with_norm(
+        fields: &Fields<'_>,
+        b: &mut Builder,
+        d: &Defaults,
+        norm: Norm,
+    ) -> Result<Decoder, ConfigError> {
         let hidden = fields.main_size("hidden_size", d.hidden)?;
         let mut attention = SelfAttention::read(fields, hidden, d)?;
         let rope = attention.read_rope(fields, d)?;
@@ -240,12 +245,12 @@ impl Decoder {
     }
 
     /// Changes each layer. `change` gets its number.
-    pub fn each(&mut self, mut change: impl FnMut(u64, &mut Layer)) {
+    pub(crate) fn each(&mut self, mut change: impl FnMut(u64, &mut Layer)) {
         (0..).zip(&mut self.layers).for_each(|(i, layer)| change(i, layer));
     }
 
     /// Changes each layer's attention.
-    pub fn each_attention(&mut self, mut change: impl FnMut(u64, &mut SelfAttention)) {
+    pub(crate) fn each_attention(&mut self, mut change: impl FnMut(u64, &mut SelfAttention)) {
         self.each(|i, layer| {
             if let Mixer::Attention(attention) = &mut layer.mixer.1 {
                 change(i, attention);
@@ -254,7 +259,7 @@ impl Decoder {
     }
 
     /// Changes each layer's gated perceptron.
-    pub fn each_gated(&mut self, mut change: impl FnMut(&mut Gated)) {
+    pub(crate) fn each_gated(&mut self, mut change: impl FnMut(&mut Gated)) {
         self.each(|_, layer| {
             for (_, feed) in &mut layer.feeds {
                 if let Feed::Gated(gated) = feed {
@@ -265,17 +270,17 @@ impl Decoder {
     }
 
     /// Joins q, k and v, and gate and up, as Phi-3 does.
-    pub fn join_matrices(&mut self) {
+    pub(crate) fn join_matrices(&mut self) {
         self.each_attention(|_, attention| attention.projections = Projections::Blocks("qkv_proj"));
         self.join_gates();
     }
 
-    pub fn join_gates(&mut self) {
+    pub(crate) fn join_gates(&mut self) {
         self.each_gated(|gated| gated.first = GateUp::Joined("gate_up_proj"));
     }
 
     /// Gives a window of `window` tokens to layers of the kind `sliding_attention`.
-    pub fn slide(&mut self, kinds: &[&str], window: Option<u64>) {
+    pub(crate) fn slide(&mut self, kinds: &[&str], window: Option<u64>) {
         self.each_attention(|i, attention| {
             let slides = kinds.get(i as usize) == Some(&"sliding_attention");
             attention.span = Span::causal(window.filter(|_| slides));
@@ -284,7 +289,12 @@ impl Decoder {
 
     /// Sets separate angles for layers that see all tokens and for layers with a window. The latter are stretched only
     /// if an object of their own says so. `thetas` are the defaults.
-    pub fn ropes_by_span(&mut self, fields: &Fields<'_>, slides: &[bool], thetas: [f64; 2]) -> Result<(), ConfigError> {
+    pub(crate) fn ropes_by_span(
+        &mut self,
+        fields: &Fields<'_>,
+        slides: &[bool],
+        thetas: [f64; 2],
+    ) -> Result<(), ConfigError> {
         let width = 2 * self.ropes.first().map_or(0, |rope| rope.frequencies.len() as u64);
         let new = fields.object("rope_parameters")?;
         let own = |kind: &str| new.as_ref().map_or(Ok(None), |new| new.object(kind));
@@ -302,7 +312,7 @@ impl Decoder {
     }
 
     /// Builds the graph with its loss.
-    pub fn build(&self, b: &mut Builder) -> Result<(), ConfigError> {
+    pub(crate) fn build(&self, b: &mut Builder) -> Result<(), ConfigError> {
         let tokens = match self.embedding.positions {
             Some(positions) => b.learned_sequence(positions.field, self.positions)?,
             None => b.sequence(self.positions),
@@ -365,7 +375,7 @@ fn times(b: &mut Builder, x: ValueId, factor: f64) -> Block {
 
 impl Layer {
     /// Builds the layer for `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId, angles: &[Angles]) -> Block {
         match self.order {
             Order::Sequential { mixer, feed } => {
                 let x = match self.mixer.1 {
@@ -429,7 +439,7 @@ impl Layer {
 
 impl SelfAttention {
     /// Reads the sizes, which most families name alike. The matrices are those of Llama.
-    pub fn read(fields: &Fields<'_>, hidden: u64, d: &Defaults) -> Result<Self, ConfigError> {
+    pub(crate) fn read(fields: &Fields<'_>, hidden: u64, d: &Defaults) -> Result<Self, ConfigError> {
         let heads = fields.main_size("num_attention_heads", d.heads)?;
         let kv_default = d.kv_heads.filter(|_| !fields.is_null("num_key_value_heads")).unwrap_or(heads);
         let kv_heads = fields.size_or("num_key_value_heads", kv_default)?;
@@ -446,7 +456,7 @@ impl SelfAttention {
     }
 
     /// Reads the rotary positions and applies them to queries and keys.
-    pub fn read_rope(&mut self, fields: &Fields<'_>, d: &Defaults) -> Result<Rope, ConfigError> {
+    fn read_rope(&mut self, fields: &Fields<'_>, d: &Defaults) -> Result<Rope, ConfigError> {
         let (rope, part) = Rope::read_part(fields, "head_dim", self.head_width, d.theta, d.partial)?;
         self.rotary = Some(Rotary { kind: 0, part });
         Ok(rope)

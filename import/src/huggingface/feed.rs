@@ -7,7 +7,7 @@ use altiplano_ir::array;
 use altiplano_ir::graph::ValueId;
 
 #[derive(Clone, Debug)]
-pub enum Feed {
+pub(crate) enum Feed {
     Gated(Gated),
     Plain(Plain),
     Mixture(Mixture),
@@ -15,7 +15,7 @@ pub enum Feed {
 
 /// `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Copy, Debug)]
-pub struct Gated {
+pub(crate) struct Gated {
     pub first: GateUp,
     pub down: &'static str,
     pub width: u64,
@@ -25,14 +25,14 @@ pub struct Gated {
 
 /// The matrices of gate and up: one each, or one with both outputs.
 #[derive(Clone, Copy, Debug)]
-pub enum GateUp {
+pub(crate) enum GateUp {
     Apart(&'static str, &'static str),
     Joined(&'static str),
 }
 
 /// `down(activation(up(x)))`.
 #[derive(Clone, Copy, Debug)]
-pub struct Plain {
+pub(crate) struct Plain {
     pub up: &'static str,
     pub down: &'static str,
     pub width: u64,
@@ -42,7 +42,7 @@ pub struct Plain {
 
 impl Feed {
     /// Builds the part for `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         match self {
             Feed::Gated(gated) => gated.build(b, x),
             Feed::Plain(plain) => plain.build(b, x),
@@ -53,11 +53,11 @@ impl Feed {
 
 impl Gated {
     /// A gated perceptron like Llama's.
-    pub fn new(width: u64, activation: Activation) -> Gated {
+    pub(crate) fn new(width: u64, activation: Activation) -> Gated {
         Gated { first: GateUp::Apart("gate_proj", "up_proj"), down: "down_proj", width, activation, bias: false }
     }
 
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let last = b.graph.shape(x).len().saturating_sub(1);
         let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
         let (gate, up) = match self.first {
@@ -78,11 +78,11 @@ impl Gated {
 
 impl Plain {
     /// One without biases, named as Llama's matrices are.
-    pub fn new(width: u64, activation: Activation) -> Plain {
+    pub(crate) fn new(width: u64, activation: Activation) -> Plain {
         Plain { up: "up_proj", down: "down_proj", width, activation, matrix: Matrix::default() }
     }
 
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let hidden = b.graph.shape(x).last().copied().unwrap_or(1);
         let wide = b.matrix(self.up, x, self.width, self.matrix)?;
         let wide = self.activation.apply(&mut b.graph, wide)?;

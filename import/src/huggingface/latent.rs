@@ -11,7 +11,7 @@ use altiplano_ir::graph::ValueId;
 
 /// The sizes of latent attention. The queries and keys of a head have a part with positions and one without.
 #[derive(Clone, Debug)]
-pub struct Latent {
+pub(crate) struct Latent {
     heads: u64,
     /// The width of the latent queries, if there are any.
     q_rank: Option<u64>,
@@ -25,7 +25,7 @@ pub struct Latent {
 }
 
 impl Latent {
-    pub fn read(fields: &Fields<'_>, eps: f64) -> Result<Latent, ConfigError> {
+    pub(crate) fn read(fields: &Fields<'_>, eps: f64) -> Result<Latent, ConfigError> {
         let (plain, turned) = (fields.size_or("qk_nope_head_dim", 128)?, fields.size_or("qk_rope_head_dim", 64)?);
         let no_rank = fields.is_null("q_lora_rank");
         Ok(Latent {
@@ -41,7 +41,7 @@ impl Latent {
         })
     }
 
-    pub fn build(&self, b: &mut Builder, x: ValueId, angles: &Angles) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId, angles: &Angles) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("attention takes three dimensions").into());
         };

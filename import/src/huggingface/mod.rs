@@ -43,7 +43,7 @@ use std::borrow::Cow;
 pub struct ConfigOptions {
     /// The number of samples in the batch. 0 and 1 are one sample.
     pub batch: u64,
-    /// The number of tokens in a sample. By default, the model's number of positions, but at most [`DEFAULT_SEQUENCE`].
+    /// The number of tokens in a sample. By default, the model's number of positions, but at most `DEFAULT_SEQUENCE`.
     pub sequence: Option<u64>,
     /// The number of tokens that each expert processes in a sequence, relative to an even spread: see `moe`.
     pub capacity_factor: Option<f64>,
@@ -55,7 +55,7 @@ pub struct ConfigOptions {
 }
 
 /// The default limit of the sequence length. Longer sequences must be requested.
-pub const DEFAULT_SEQUENCE: u64 = 4096;
+pub(crate) const DEFAULT_SEQUENCE: u64 = 4096;
 
 /// The graph of a config, with its loss as output, and notes for the reader.
 #[derive(Clone, Debug, PartialEq)]

@@ -12,7 +12,7 @@ use super::rope::Rope;
 use altiplano_ir::array::{self, RotaryHalves};
 use altiplano_ir::dtype::DType;
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let (vocabulary, hidden) = (fields.main_size("vocab_size", 50_368)?, fields.main_size("hidden_size", 768)?);
     let layers = fields.main_layers("num_hidden_layers", 22)?;
     let heads = fields.main_size("num_attention_heads", 12)?;
@@ -26,14 +26,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let period = fields.size_or("global_attn_every_n_layers", 3)?;
     let default = |i: u64| if i.is_multiple_of(period) { "full_attention" } else { "sliding_attention" };
     let kinds = fields.of_layers("layer_types", layers, default)?;
-    let new = fields.object("rope_parameters")?;
-    let ropes =
-        [("full_attention", "global_rope_theta", 160_000.0), ("sliding_attention", "local_rope_theta", 10_000.0)];
-    let ropes = ropes.into_iter().map(|(kind, key, theta)| {
-        let own = new.as_ref().map_or(Ok(None), |new| new.object(kind))?;
-        Ok(Rope::of(fields, own.as_ref(), "hidden_size", width, fields.positive_or(key, theta)?, 1.0)?.0)
-    });
-    let ropes: Vec<Rope> = ropes.collect::<Result<_, ConfigError>>()?;
+    let ropes = ropes(fields, width)?;
     let head_bias = fields.flag_or("classifier_bias", false)?;
     let head_activation = Activation::read(fields, "classifier_activation", "gelu")?;
     b.without_dropout(fields, &["attention_dropout", "embedding_dropout", "mlp_dropout"])?;
@@ -96,4 +89,16 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let bias = fields.flag_or("decoder_bias", true)?;
     let logits = b.head("decoder", x, tied.then_some(table), vocabulary, bias)?;
     b.loss(logits)
+}
+
+/// The positions of layers that see everything, and of those that see a window.
+fn ropes(fields: &Fields<'_>, width: u64) -> Result<Vec<Rope>, ConfigError> {
+    let new = fields.object("rope_parameters")?;
+    let ropes =
+        [("full_attention", "global_rope_theta", 160_000.0), ("sliding_attention", "local_rope_theta", 10_000.0)];
+    let ropes = ropes.into_iter().map(|(kind, key, theta)| {
+        let own = new.as_ref().map_or(Ok(None), |new| new.object(kind))?;
+        Ok(Rope::of(fields, own.as_ref(), "hidden_size", width, fields.positive_or(key, theta)?, 1.0)?.0)
+    });
+    ropes.collect()
 }

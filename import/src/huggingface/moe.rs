@@ -20,7 +20,7 @@ const CAPACITY_FACTOR: f64 = 1.25;
 
 /// A layer of experts: the router, the experts, and an optional shared perceptron.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Mixture {
+pub(crate) struct Mixture {
     pub router: Router,
     pub experts: Experts,
     pub shared: Option<Shared>,
@@ -28,7 +28,7 @@ pub struct Mixture {
 
 /// The selection and weighting of experts.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Router {
+pub(crate) struct Router {
     pub name: &'static str,
     pub bias: bool,
     pub scores: Scores,
@@ -44,14 +44,14 @@ pub struct Router {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scores {
+pub(crate) enum Scores {
     Softmax,
     Sigmoid,
 }
 
 impl Router {
     /// A softmax over all experts. The chosen gates sum to one if `normalise` is true.
-    pub fn softmax(name: &'static str, normalise: bool) -> Router {
+    pub(crate) fn softmax(name: &'static str, normalise: bool) -> Router {
         Router {
             name,
             bias: false,
@@ -66,7 +66,7 @@ impl Router {
 
 /// A perceptron that every token goes through in addition to its experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shared {
+pub(crate) struct Shared {
     pub name: &'static str,
     pub width: u64,
     /// A linear layer whose sigmoid scales the perceptron.
@@ -75,7 +75,7 @@ pub struct Shared {
 
 /// The sizes of the experts of a layer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Experts {
+pub(crate) struct Experts {
     pub count: u64,
     /// The number of experts that each token goes to.
     pub chosen: u64,
@@ -90,7 +90,7 @@ pub struct Experts {
 
 /// The function between the two matrices of an expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Gating {
+pub(crate) enum Gating {
     /// `activation(gate) up`, where the gate is the first half.
     Halves(Activation),
     /// `gate sigmoid(alpha gate) (up + 1)`, both clamped at a limit. Gate and up alternate.
@@ -101,7 +101,7 @@ pub enum Gating {
 
 impl Mixture {
     /// Builds the layer for `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let (gates, chosen) = self.gates(b, x)?;
         let routed = self.experts.build(b, x, gates, chosen)?;
         let Some(shared) = &self.shared else { return Ok(routed) };
@@ -138,7 +138,7 @@ impl Mixture {
             compared = array::binary(g, Binary::Add, scores, balance)?;
         }
         if router.groups.0 > 1 {
-            compared = in_best_groups(g, compared, router.groups)?;
+            compared = in_best_groups(g, compared, router.groups.0, router.groups.1)?;
         }
         let chosen = array::among_greatest(g, compared, 2, experts.chosen)?;
         let mut gates = where_chosen(g, chosen, scores)?;
@@ -168,7 +168,7 @@ impl Router {
 }
 
 /// The scores of experts in the best groups, and minus infinity for others.
-fn in_best_groups(g: &mut Graph, scores: ValueId, (groups, kept): (u64, u64)) -> array::Built {
+fn in_best_groups(g: &mut Graph, scores: ValueId, groups: u64, kept: u64) -> array::Built {
     let shape = g.shape(scores).to_vec();
     let [batch, tokens, count] = shape[..] else {
         return Err(array::ShapeError::Attribute("routing takes three dimensions"));
@@ -187,7 +187,7 @@ fn in_best_groups(g: &mut Graph, scores: ValueId, (groups, kept): (u64, u64)) ->
 
 impl Experts {
     /// Experts with one matrix for gate and up and one for down, as in most families.
-    pub fn new(count: u64, chosen: u64, width: u64, activation: Activation) -> Experts {
+    pub(crate) fn new(count: u64, chosen: u64, width: u64, activation: Activation) -> Experts {
         let gating = Gating::Halves(activation);
         Experts { count, chosen, width, gating, transposed: false, bias: false, weigh_inputs: false }
     }
@@ -195,7 +195,7 @@ impl Experts {
     /// The experts' results for `x`, `[B, S, hidden]`: the sum over those chosen for each token, weighted by their
     /// gates. `gates` is `[B, S, experts]` and zero for experts that are not chosen. `chosen` is true for those that
     /// are.
-    pub fn build(&self, b: &mut Builder, x: ValueId, gates: ValueId, chosen: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId, gates: ValueId, chosen: ValueId) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("experts take three dimensions").into());
         };

@@ -18,7 +18,7 @@ const KINDS: &[&str] = &["default", "linear", "dynamic", "llama3", "longrope", "
 
 /// The angles per position, and a factor of the cosines and sines.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rope {
+pub(crate) struct Rope {
     /// The radians per position for each pair of a head.
     pub frequencies: Vec<f64>,
     /// The factor of the cosines and sines.
@@ -31,7 +31,7 @@ pub struct Rope {
 
 impl Rope {
     /// Frequencies that are powers of `theta`, for heads of `width`.
-    pub fn plain(fields: &Fields<'_>, key: &str, width: u64, theta: f64) -> Result<Rope, ConfigError> {
+    pub(crate) fn plain(fields: &Fields<'_>, key: &str, width: u64, theta: f64) -> Result<Rope, ConfigError> {
         fields.divides(key, width, "a pair", 2)?;
         fields.at_most(key, width, "what rotary positions are made for", 2 * MAX_FREQUENCIES)?;
         let frequencies = (0..width / 2).map(|i| 1.0 / libm::pow(theta, (2 * i) as f64 / width as f64)).collect();
@@ -40,7 +40,7 @@ impl Rope {
 
     /// Reads `rope_theta` and `rope_scaling`, or `rope_parameters` of newer configs, for heads of `width`. `theta` and
     /// `partial` are defaults.
-    pub fn read_part(
+    pub(crate) fn read_part(
         fields: &Fields<'_>,
         key: &str,
         width: u64,
@@ -59,7 +59,7 @@ impl Rope {
 
     /// The same with `scaling` as the object that describes the stretching. Also returns the rotated width of a head,
     /// if it is not all.
-    pub fn of(
+    pub(crate) fn of(
         fields: &Fields<'_>,
         scaling: Option<&Fields<'_>>,
         key: &str,
@@ -93,7 +93,7 @@ impl Rope {
     }
 
     /// The cosines and sines: `[positions, width]` for pairs of halves, `[positions, width / 2]` for interleaved ones.
-    pub fn angles(&self, b: &mut Builder, positions: u64, halves: RotaryHalves) -> Result<Angles, ConfigError> {
+    pub(crate) fn angles(&self, b: &mut Builder, positions: u64, halves: RotaryHalves) -> Result<Angles, ConfigError> {
         b.within("rotary_emb", |b| {
             let (dtype, g) = (b.dtype, &mut b.graph);
             let frequencies = match &self.longer {
@@ -122,7 +122,7 @@ impl Rope {
 
 /// The cosines and sines that rotate queries and keys.
 #[derive(Clone, Copy, Debug)]
-pub struct Angles {
+pub(crate) struct Angles {
     cosine: ValueId,
     sine: ValueId,
     halves: RotaryHalves,
@@ -130,7 +130,7 @@ pub struct Angles {
 
 impl Angles {
     /// Rotates `x` of `[.., positions, width]`.
-    pub fn turn(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn turn(&self, b: &mut Builder, x: ValueId) -> Block {
         Ok(array::rotary(&mut b.graph, x, self.cosine, self.sine, self.halves)?)
     }
 }
@@ -216,6 +216,6 @@ fn original_positions(fields: &Fields<'_>, scaling: &Fields<'_>) -> Result<u64, 
 }
 
 /// The sharpening of attention for a context that is `factor` times as long.
-pub fn sharpness(factor: f64, scale: f64) -> f64 {
+pub(crate) fn sharpness(factor: f64, scale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * scale * libm::log(factor) + 1.0 }
 }

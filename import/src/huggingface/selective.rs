@@ -10,7 +10,7 @@ use altiplano_ir::op::{Binary, Unary};
 
 /// The sizes of a selective state space.
 #[derive(Clone, Debug)]
-pub struct Selective {
+pub(crate) struct Selective {
     /// The number of features.
     pub inner: u64,
     /// The numbers of state of each feature.
@@ -28,7 +28,7 @@ pub struct Selective {
 
 impl Selective {
     /// Builds the state space for `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let [_, _, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("state spaces take three dimensions").into());
         };

@@ -13,7 +13,7 @@ use altiplano_ir::op::{Binary, Direction, DotGeneral, Op, Reducer, Unary};
 
 /// The sizes of a state space.
 #[derive(Clone, Debug)]
-pub struct StateSpace {
+pub(crate) struct StateSpace {
     pub heads: u64,
     pub head_width: u64,
     /// The numbers of state per number of a head.
@@ -38,7 +38,7 @@ impl StateSpace {
     }
 
     /// Builds the state space for `x`, which is `[B, S, hidden]`.
-    pub fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+    pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
         let [batch, tokens, hidden] = b.graph.shape(x)[..] else {
             return Err(array::ShapeError::Attribute("state spaces take three dimensions").into());
         };
@@ -165,7 +165,7 @@ impl StateSpace {
 }
 
 /// A convolution over the last `kernel` tokens of each feature of `[B, S, features]`.
-pub fn causal_convolution(b: &mut Builder, x: ValueId, kernel: u64, bias: bool) -> Block {
+pub(crate) fn causal_convolution(b: &mut Builder, x: ValueId, kernel: u64, bias: bool) -> Block {
     let features = b.graph.shape(x)[2];
     let weight = b.weight("weight", &[features, 1, kernel])?;
     let bias = if bias { Some(b.weight("bias", &[features])?) } else { None };

@@ -27,7 +27,7 @@ struct Sizes {
     max_distance: u64,
 }
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     fields.ignore(&["dense_act_fn", "is_gated_act"]);
     let vocabulary = fields.main_size("vocab_size", 32_128)?;
     let encoder_layers = fields.main_layers("num_layers", 6)?;

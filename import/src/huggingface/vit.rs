@@ -1,13 +1,13 @@
 //! Vision Transformers (Dosovitskiy et al. 2020) that classify images.
 
-use super::attention::{merge_heads, split_heads};
+use super::bert::attention;
 use super::blocks::{Activation, Block, Builder};
 use super::config::Fields;
 use super::error::ConfigError;
-use altiplano_ir::array::{self, Attention, Conv};
+use altiplano_ir::array::{self, Conv};
 use altiplano_ir::graph::ValueId;
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     if b.options.sequence.is_some() {
         return Err(ConfigError::NoSequence);
     }
@@ -83,15 +83,4 @@ fn embeddings(b: &mut Builder, pixels: ValueId, hidden: u64, patch: u64) -> Bloc
     let class = array::broadcast_to(g, class, &[batch, 1, hidden])?;
     let x = array::concat(g, &[class, tokens], 1)?;
     b.add(x, positions)
-}
-
-fn attention(b: &mut Builder, x: ValueId, heads: u64, bias: bool) -> Block {
-    let hidden = b.graph.shape(x)[2];
-    let mut projected = |name: &str| {
-        let y = b.linear(name, x, hidden, bias)?;
-        Ok::<_, ConfigError>(split_heads(&mut b.graph, y, heads)?)
-    };
-    let (q, k, v) = (projected("query")?, projected("key")?, projected("value")?);
-    let mixed = array::attention(&mut b.graph, q, k, v, &Attention::default())?;
-    Ok(merge_heads(&mut b.graph, mixed)?)
 }

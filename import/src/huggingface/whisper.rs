@@ -62,7 +62,7 @@ impl Blocks {
     }
 }
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let (vocabulary, hidden) = (fields.main_size("vocab_size", 51_865)?, fields.main_size("d_model", 384)?);
     let bins = fields.size_or("num_mel_bins", 80)?;
     let activation = Activation::read(fields, "activation_function", "gelu")?;

@@ -27,7 +27,7 @@ struct Shared {
     norm: Norm,
 }
 
-pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let hidden = fields.main_size("hidden_size", 2560)?;
     let inner = fields.size_or("mamba_expand", 2)? * hidden;
     let heads = fields.size_or("n_mamba_heads", 8)?;
@@ -51,24 +51,7 @@ pub fn build(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     fields.at_most("mamba_d_state", mixer.groups * mixer.state, "the widest layer", MAX_SIZE)?;
 
     let norm = Norm::rms(fields.positive_or("rms_norm_eps", 1e-5)?);
-    let heads = fields.main_size("num_attention_heads", 32)?;
-    fields.divides("hidden_size", 2 * hidden, "num_attention_heads", heads)?;
-    let shared = Shared {
-        hidden,
-        heads,
-        kv_heads: fields.optional_size("num_key_value_heads")?.unwrap_or(heads),
-        head_width: 2 * hidden / heads,
-        width: fields.optional_size("intermediate_size")?.unwrap_or(4 * hidden),
-        activation: Activation::read(fields, "hidden_act", "gelu")?,
-        bias,
-        rank: fields.size_or("adapter_rank", 128)?,
-        attention_adapters: fields.flag_or("use_shared_attention_adapter", false)?,
-        norm,
-    };
-    fields.divides("num_attention_heads", heads, "num_key_value_heads", shared.kv_heads)?;
-    if shared.attention_adapters && shared.kv_heads != heads {
-        return Err(fields.expected("num_key_value_heads", "the number of heads, for adapters of attention"));
-    }
+    let shared = Shared::read(fields, hidden, bias, norm)?;
     if fields.flag_or("use_long_context", false)? {
         return Err(fields.unsupported("use_long_context", &["false"]));
     }
@@ -134,6 +117,28 @@ fn mixed(b: &mut Builder, mixer: &StateSpace, norm: &Norm, x: ValueId, more: Opt
 }
 
 impl Shared {
+    fn read(fields: &Fields<'_>, hidden: u64, bias: bool, norm: Norm) -> Result<Shared, ConfigError> {
+        let heads = fields.main_size("num_attention_heads", 32)?;
+        fields.divides("hidden_size", 2 * hidden, "num_attention_heads", heads)?;
+        let shared = Shared {
+            hidden,
+            heads,
+            kv_heads: fields.optional_size("num_key_value_heads")?.unwrap_or(heads),
+            head_width: 2 * hidden / heads,
+            width: fields.optional_size("intermediate_size")?.unwrap_or(4 * hidden),
+            activation: Activation::read(fields, "hidden_act", "gelu")?,
+            bias,
+            rank: fields.size_or("adapter_rank", 128)?,
+            attention_adapters: fields.flag_or("use_shared_attention_adapter", false)?,
+            norm,
+        };
+        fields.divides("num_attention_heads", heads, "num_key_value_heads", shared.kv_heads)?;
+        if shared.attention_adapters && shared.kv_heads != heads {
+            return Err(fields.expected("num_key_value_heads", "the number of heads, for adapters of attention"));
+        }
+        Ok(shared)
+    }
+
     /// Builds the block for `x` and the embeddings, with the adapters of the layer that is `number` among those with
     /// such a block.
     fn build(&self, b: &mut Builder, [x, embedded]: [ValueId; 2], number: usize, angles: Option<&Angles>) -> Block {

@@ -7,34 +7,34 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Direction, Unary};
 
-pub fn relu(c: &mut Call) -> One {
+pub(crate) fn relu(c: &mut Call) -> One {
     let x = c.x(0)?;
     Ok(array::relu(c.g(), x)?)
 }
 
-pub fn elu(c: &mut Call) -> One {
+pub(crate) fn elu(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 1.0)?);
     Ok(array::elu(c.g(), x, alpha, 1.0, 1.0)?)
 }
 
-pub fn celu(c: &mut Call) -> One {
+pub(crate) fn celu(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 1.0)?);
     Ok(array::elu(c.g(), x, alpha, 1.0, 1.0 / alpha)?)
 }
 
 /// Klambauer et al. 2017.
-pub fn selu(c: &mut Call) -> One {
+pub(crate) fn selu(c: &mut Call) -> One {
     let (alpha, gamma) = (c.float("alpha", 1.673_263_192_176_819)?, c.float("gamma", 1.050_701_022_148_132_3)?);
     let x = c.x(0)?;
     Ok(array::elu(c.g(), x, alpha, gamma, 1.0)?)
 }
 
-pub fn leaky_relu(c: &mut Call) -> One {
+pub(crate) fn leaky_relu(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 0.01)?);
     Ok(array::leaky_relu(c.g(), x, alpha)?)
 }
 
-pub fn prelu(c: &mut Call) -> One {
+pub(crate) fn prelu(c: &mut Call) -> One {
     let (x, slope) = (c.x(0)?, c.x(1)?);
     let g = c.g();
     let low = array::binary(g, Binary::Multiply, x, slope)?;
@@ -43,7 +43,7 @@ pub fn prelu(c: &mut Call) -> One {
     Ok(array::select(g, positive, x, low)?)
 }
 
-pub fn thresholded_relu(c: &mut Call) -> One {
+pub(crate) fn thresholded_relu(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 1.0)?);
     let g = c.g();
     let limit = array::full_like(g, x, alpha)?;
@@ -52,28 +52,28 @@ pub fn thresholded_relu(c: &mut Call) -> One {
     Ok(array::select(g, beyond, x, zero)?)
 }
 
-pub fn hard_sigmoid(c: &mut Call) -> One {
+pub(crate) fn hard_sigmoid(c: &mut Call) -> One {
     let (alpha, beta) = (c.float("alpha", 0.2)?, c.float("beta", 0.5)?);
     let x = c.x(0)?;
     Ok(array::hard_sigmoid(c.g(), x, alpha, beta)?)
 }
 
-pub fn hard_swish(c: &mut Call) -> One {
+pub(crate) fn hard_swish(c: &mut Call) -> One {
     let x = c.x(0)?;
     Ok(array::hard_swish(c.g(), x)?)
 }
 
-pub fn mish(c: &mut Call) -> One {
+pub(crate) fn mish(c: &mut Call) -> One {
     let x = c.x(0)?;
     Ok(array::mish(c.g(), x)?)
 }
 
-pub fn softplus(c: &mut Call) -> One {
+pub(crate) fn softplus(c: &mut Call) -> One {
     let x = c.x(0)?;
     Ok(array::softplus(c.g(), x, 1.0, f64::INFINITY)?)
 }
 
-pub fn softsign(c: &mut Call) -> One {
+pub(crate) fn softsign(c: &mut Call) -> One {
     let x = c.x(0)?;
     let g = c.g();
     let size = array::unary(g, Unary::Abs, x)?;
@@ -81,13 +81,13 @@ pub fn softsign(c: &mut Call) -> One {
     Ok(array::binary(g, Binary::Divide, x, divisor)?)
 }
 
-pub fn swish(c: &mut Call) -> One {
+pub(crate) fn swish(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 1.0)?);
     Ok(sigmoid_weighted(c.g(), x, alpha)?)
 }
 
 /// SwiGLU: a sigmoid-weighted gate times a value.
-pub fn swiglu(c: &mut Call) -> One {
+pub(crate) fn swiglu(c: &mut Call) -> One {
     let (gate, value, alpha) = (c.x(0)?, c.x(1)?, c.float("alpha", 1.0)?);
     let gate = sigmoid_weighted(c.g(), gate, alpha)?;
     Ok(array::binary(c.g(), Binary::Multiply, gate, value)?)
@@ -103,12 +103,12 @@ fn sigmoid_weighted(g: &mut Graph, x: ValueId, alpha: f64) -> Built {
     array::binary(g, Binary::Multiply, x, weight)
 }
 
-pub fn quick_gelu(c: &mut Call) -> One {
+pub(crate) fn quick_gelu(c: &mut Call) -> One {
     let (x, alpha) = (c.x(0)?, c.float("alpha", 1.702)?);
     Ok(sigmoid_weighted(c.g(), x, alpha)?)
 }
 
-pub fn gelu(c: &mut Call) -> One {
+pub(crate) fn gelu(c: &mut Call) -> One {
     let x = c.x(0)?;
     match c.text("approximate", "none")? {
         "none" => Ok(array::gelu_erf(c.g(), x)?),
@@ -126,18 +126,18 @@ fn biased(c: &mut Call) -> One {
     }
 }
 
-pub fn bias_gelu(c: &mut Call) -> One {
+pub(crate) fn bias_gelu(c: &mut Call) -> One {
     let x = biased(c)?;
     Ok(array::gelu_erf(c.g(), x)?)
 }
 
-pub fn fast_gelu(c: &mut Call) -> One {
+pub(crate) fn fast_gelu(c: &mut Call) -> One {
     let x = biased(c)?;
     Ok(array::gelu_tanh(c.g(), x)?)
 }
 
 /// Moves elements towards zero by `bias`, and sets those within `lambd` of zero to zero.
-pub fn shrink(c: &mut Call) -> One {
+pub(crate) fn shrink(c: &mut Call) -> One {
     let (bias, lambd) = (c.float("bias", 0.0)?, c.float("lambd", 0.5)?);
     let x = c.x(0)?;
     let dtype = c.dtype(x);
@@ -156,7 +156,7 @@ pub fn shrink(c: &mut Call) -> One {
 }
 
 /// Clips to limits, which were attributes before they became operands.
-pub fn clip(c: &mut Call) -> One {
+pub(crate) fn clip(c: &mut Call) -> One {
     let x = c.x(0)?;
     let mut result = x;
     for (index, name, op) in [(1, "min", Binary::Maximum), (2, "max", Binary::Minimum)] {
@@ -172,7 +172,7 @@ pub fn clip(c: &mut Call) -> One {
 }
 
 /// The identity, as in evaluation. The second result says that no element was dropped.
-pub fn dropout(c: &mut Call) -> Many {
+pub(crate) fn dropout(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let training = c.opt(2).is_some() && c.number_of(2)? != 0.0;
     let ratio = c.number_either("ratio", 1)?.unwrap_or(0.5);
@@ -187,15 +187,15 @@ pub fn dropout(c: &mut Call) -> Many {
     Ok(results)
 }
 
-pub fn softmax(c: &mut Call) -> One {
+pub(crate) fn softmax(c: &mut Call) -> One {
     along(c, array::softmax)
 }
 
-pub fn log_softmax(c: &mut Call) -> One {
+pub(crate) fn log_softmax(c: &mut Call) -> One {
     along(c, array::log_softmax)
 }
 
-pub fn hardmax(c: &mut Call) -> One {
+pub(crate) fn hardmax(c: &mut Call) -> One {
     along(c, |g, x, dim| {
         let (shape, dtype) = (g.shape(x).to_vec(), g.ty(x).dtype);
         let best = array::arg_max(g, x, dim, true, false)?;

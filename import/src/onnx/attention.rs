@@ -97,7 +97,7 @@ fn stages(c: &mut Call, parts: &Parts) -> Result<(ValueId, ValueId, ValueId), Re
 }
 
 /// Operands Q, K, V, mask, past keys, past values. Results Y, keys, values, and scores of a selected stage.
-pub fn attention(c: &mut Call) -> Many {
+pub(crate) fn attention(c: &mut Call) -> Many {
     let mut operands = [c.x(0)?, c.x(1)?, c.x(2)?];
     if c.opt(6).is_some() {
         return Err(Reject::Unsupported("over padded keys"));
@@ -179,13 +179,13 @@ fn turned(c: &mut Call, x: ValueId, angles: [ValueId; 2], interleaved: bool, wid
 }
 
 /// Operands X, cosines, sines, positions.
-pub fn rotary_embedding(c: &mut Call) -> One {
+pub(crate) fn rotary_embedding(c: &mut Call) -> One {
     let (tables, positions) = ([c.x(1)?, c.x(2)?], c.opt(3));
     embedded(c, tables, positions)
 }
 
 /// Operands X, positions, cosines, sines.
-pub fn contributed_rotary(c: &mut Call) -> One {
+pub(crate) fn contributed_rotary(c: &mut Call) -> One {
     let (positions, tables) = (c.x(1)?, [c.x(2)?, c.x(3)?]);
     let mut positions = positions;
     if c.g().ty(positions).elements() == 1 {
@@ -225,7 +225,7 @@ fn embedded(c: &mut Call, tables: [ValueId; 2], positions: Option<ValueId>) -> O
 }
 
 /// Operands Q, K, V, bias of all three, mask of padded keys, bias of the scores, past keys, past values.
-pub fn multi_head(c: &mut Call) -> Many {
+pub(crate) fn multi_head(c: &mut Call) -> Many {
     let number = count(c, "num_heads")?.ok_or(attribute("num_heads"))?;
     if c.opt(4).is_some() {
         return Err(Reject::Unsupported("with a mask of padded keys"));
@@ -279,7 +279,7 @@ fn contributed(
 
 /// Operands Q, K, V, past keys, past values, lengths, the total length, cosines, sines. Without a past, all sequences
 /// are complete.
-pub fn group_query(c: &mut Call) -> Many {
+pub(crate) fn group_query(c: &mut Call) -> Many {
     let number = count(c, "num_heads")?.ok_or(attribute("num_heads"))?;
     let kv = count(c, "kv_num_heads")?.ok_or(attribute("kv_num_heads"))?;
     let past = c.opt(3).is_some_and(|p| c.shape(p).get(2).is_some_and(|&length| length > 0));

@@ -33,7 +33,7 @@ impl<'m> Call<'_, 'm> {
         self.opt(index).ok_or(Reject::Invalid(ProblemKind::Operand { index }))
     }
 
-    pub fn opt(&self, index: usize) -> Option<ValueId> {
+    pub(crate) fn opt(&self, index: usize) -> Option<ValueId> {
         self.operands.get(index).copied().flatten()
     }
 
@@ -55,7 +55,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// Returns true if result `index` is used.
-    pub fn wants(&self, index: usize) -> bool {
+    pub(crate) fn wants(&self, index: usize) -> bool {
         self.node.output.get(index).is_some_and(|name| !name.is_empty())
     }
 
@@ -65,12 +65,12 @@ impl<'m> Call<'_, 'm> {
         self.scope.resolved(found)
     }
 
-    pub fn int_opt(&self, name: &'static str) -> Result<Option<i64>, Reject> {
+    pub(crate) fn int_opt(&self, name: &'static str) -> Result<Option<i64>, Reject> {
         let value = |a: &proto::Attribute| a.i.filter(|_| a.kind == kind::INT || a.kind == 0);
         self.attribute(name).map(|a| value(a).ok_or(attribute(name))).transpose()
     }
 
-    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, Reject> {
+    pub(crate) fn int(&self, name: &'static str, default: i64) -> Result<i64, Reject> {
         Ok(self.int_opt(name)?.unwrap_or(default))
     }
 
@@ -78,7 +78,7 @@ impl<'m> Call<'_, 'm> {
         Ok(self.int(name, i64::from(default))? != 0)
     }
 
-    pub fn float_opt(&self, name: &'static str) -> Result<Option<f64>, Reject> {
+    pub(crate) fn float_opt(&self, name: &'static str) -> Result<Option<f64>, Reject> {
         let value = |a: &proto::Attribute| a.f.filter(|_| a.kind == kind::FLOAT || a.kind == 0);
         let short = self.attribute(name).map(|a| value(a).ok_or(attribute(name))).transpose()?;
         // Attributes have f32 precision. Recover the decimal number, such as 1e-5.
@@ -89,12 +89,12 @@ impl<'m> Call<'_, 'm> {
         Ok(self.float_opt(name)?.unwrap_or(default))
     }
 
-    pub fn ints_opt(&self, name: &'static str) -> Result<Option<&'m [i64]>, Reject> {
+    pub(crate) fn ints_opt(&self, name: &'static str) -> Result<Option<&'m [i64]>, Reject> {
         let value = |a: &'m proto::Attribute| (a.kind == kind::INTS || a.kind == 0).then_some(a.ints.as_slice());
         self.attribute(name).map(|a| value(a).ok_or(attribute(name))).transpose()
     }
 
-    pub fn floats_opt(&self, name: &'static str) -> Result<Option<Vec<f64>>, Reject> {
+    pub(crate) fn floats_opt(&self, name: &'static str) -> Result<Option<Vec<f64>>, Reject> {
         let value = |a: &proto::Attribute| {
             (a.kind == kind::FLOATS || a.kind == 0).then(|| a.floats.iter().map(|&f| f64::from(f)).collect())
         };
@@ -113,7 +113,7 @@ impl<'m> Call<'_, 'm> {
         a.strings.iter().map(text).collect::<Result<Vec<_>, _>>().map(Some)
     }
 
-    pub fn subgraph(&self, name: &'static str) -> Result<&'m proto::Graph, Reject> {
+    pub(crate) fn subgraph(&self, name: &'static str) -> Result<&'m proto::Graph, Reject> {
         self.attribute(name).and_then(|a| a.g.as_deref()).ok_or(attribute(name))
     }
 
@@ -141,7 +141,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// The integers of an operand, which must follow from constants.
-    pub fn ints_of(&mut self, index: usize) -> Result<Vec<i64>, Reject> {
+    pub(crate) fn ints_of(&mut self, index: usize) -> Result<Vec<i64>, Reject> {
         let tensor = self.elements(index)?;
         if tensor.ty.dtype.is_float() || tensor.ty.rank() > 1 {
             return Err(Reject::Invalid(ProblemKind::Value { index }));
@@ -150,7 +150,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// The numbers of an optional operand.
-    pub fn numbers_of(&mut self, index: usize) -> Result<Option<Vec<f64>>, Reject> {
+    pub(crate) fn numbers_of(&mut self, index: usize) -> Result<Option<Vec<f64>>, Reject> {
         if self.opt(index).is_none() {
             return Ok(None);
         }
@@ -158,7 +158,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// The only number of an operand, which must follow from constants.
-    pub fn number_of(&mut self, index: usize) -> Result<f64, Reject> {
+    pub(crate) fn number_of(&mut self, index: usize) -> Result<f64, Reject> {
         match self.elements(index)?.data.as_slice() {
             [only] => Ok(*only),
             _ => Err(Reject::Invalid(ProblemKind::Value { index })),
@@ -166,7 +166,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// Integers from an attribute that became an operand in later opsets.
-    pub fn ints_either(&mut self, name: &'static str, index: usize) -> Result<Option<Vec<i64>>, Reject> {
+    pub(crate) fn ints_either(&mut self, name: &'static str, index: usize) -> Result<Option<Vec<i64>>, Reject> {
         if let Some(ints) = self.ints_opt(name)? {
             return Ok(Some(ints.to_vec()));
         }
@@ -177,7 +177,7 @@ impl<'m> Call<'_, 'm> {
     }
 
     /// A number from an attribute that became an operand in later opsets.
-    pub fn number_either(&mut self, name: &'static str, index: usize) -> Result<Option<f64>, Reject> {
+    pub(crate) fn number_either(&mut self, name: &'static str, index: usize) -> Result<Option<f64>, Reject> {
         if let Some(number) = self.float_opt(name)? {
             return Ok(Some(number));
         }

@@ -6,13 +6,13 @@ use altiplano_ir::array::{self, Conv};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Binary, DotGeneral, Op};
 
-pub fn matmul(c: &mut Call) -> One {
+pub(crate) fn matmul(c: &mut Call) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     Ok(array::matmul(c.g(), a, b)?)
 }
 
 /// `alpha A B + beta C`.
-pub fn gemm(c: &mut Call) -> One {
+pub(crate) fn gemm(c: &mut Call) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     let (alpha, beta) = (c.float("alpha", 1.0)?, c.float("beta", 1.0)?);
     let (left, right) = (c.flag("transA", false)?, c.flag("transB", false)?);
@@ -32,7 +32,7 @@ pub fn gemm(c: &mut Call) -> One {
     Ok(array::binary(g, Binary::Add, y, bias)?)
 }
 
-pub fn fused_matmul(c: &mut Call) -> One {
+pub(crate) fn fused_matmul(c: &mut Call) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     if c.flag("transBatchA", false)? || c.flag("transBatchB", false)? {
         return Err(Reject::Unsupported("with batch dimensions moved"));
@@ -64,7 +64,7 @@ fn labels(term: &str, rank: usize) -> Option<Vec<u32>> {
     Some([before, (0..open).map(|i| ELLIPSIS + 256 - open + i).collect(), after].concat())
 }
 
-pub fn einsum(c: &mut Call) -> One {
+pub(crate) fn einsum(c: &mut Call) -> One {
     let bad = || attribute("equation");
     let equation = c.text("equation", "")?;
     let (left, right) = equation.split_once("->").map_or((equation, None), |(l, r)| (l, Some(r)));
@@ -164,7 +164,7 @@ fn contract_labels(
 }
 
 /// A list with an entry for each spatial dimension.
-pub fn spatial(c: &Call, name: &'static str, n: usize, default: u64) -> Result<Vec<u64>, Reject> {
+pub(crate) fn spatial(c: &Call, name: &'static str, n: usize, default: u64) -> Result<Vec<u64>, Reject> {
     match c.ints_opt(name)? {
         None => Ok(vec![default; n]),
         Some(list) if list.len() == n => sizes(list, name),
@@ -173,7 +173,7 @@ pub fn spatial(c: &Call, name: &'static str, n: usize, default: u64) -> Result<V
 }
 
 /// The padding before and after each spatial dimension. It is explicit, or provides a window at each stride.
-pub fn padding(
+pub(crate) fn padding(
     c: &Call,
     image: &[u64],
     kernel: &[u64],
@@ -220,13 +220,13 @@ fn groups(c: &Call) -> Result<u64, Reject> {
     u64::try_from(c.int("group", 1)?).map_err(|_| attribute("group"))
 }
 
-pub fn conv(c: &mut Call) -> One {
+pub(crate) fn conv(c: &mut Call) -> One {
     let (x, w, bias) = (c.x(0)?, c.x(1)?, c.opt(2));
     convolved(c, x, w, bias)
 }
 
 /// A convolution of these operands with the attributes of the node.
-pub fn convolved(c: &mut Call, x: ValueId, w: ValueId, bias: Option<ValueId>) -> One {
+pub(crate) fn convolved(c: &mut Call, x: ValueId, w: ValueId, bias: Option<ValueId>) -> One {
     let (image, kernel) = image_and_kernel(c, x, w)?;
     let n = image.len();
     let (stride, dilation) = (spatial(c, "strides", n, 1)?, spatial(c, "dilations", n, 1)?);
@@ -236,7 +236,7 @@ pub fn convolved(c: &mut Call, x: ValueId, w: ValueId, bias: Option<ValueId>) ->
     Ok(array::convolution(c.g(), x, w, bias, &conv)?)
 }
 
-pub fn conv_transpose(c: &mut Call) -> One {
+pub(crate) fn conv_transpose(c: &mut Call) -> One {
     let (x, w) = (c.x(0)?, c.x(1)?);
     let (image, kernel) = image_and_kernel(c, x, w)?;
     let n = image.len();

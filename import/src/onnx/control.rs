@@ -7,7 +7,7 @@ use altiplano_ir::array;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 
-pub fn branch(c: &mut Call) -> Many {
+pub(crate) fn branch(c: &mut Call) -> Many {
     let known = match c.known(0).as_deref().map(|t| t.data.as_slice()) {
         Some([only]) => Some(*only != 0.0),
         _ => None,
@@ -40,7 +40,7 @@ fn scalar(c: &mut Call, value: ValueId) -> Option<f64> {
     known.data.first().copied().filter(|_| known.data.len() == 1)
 }
 
-pub fn repeat(c: &mut Call) -> Many {
+pub(crate) fn repeat(c: &mut Call) -> Many {
     let body = c.subgraph("body")?;
     let count = c.operands.len().saturating_sub(2);
     let mut carried: Vec<ValueId> = (2..c.operands.len()).map(|i| c.x(i)).collect::<Result<_, _>>()?;
@@ -77,7 +77,7 @@ pub fn repeat(c: &mut Call) -> Many {
 }
 
 /// Iterates over the elements of one dimension of each scanned operand.
-pub fn scan(c: &mut Call) -> Many {
+pub(crate) fn scan(c: &mut Call) -> Many {
     if c.opset < 9 {
         return Err(Reject::Unsupported("of opset 8"));
     }

@@ -82,12 +82,12 @@ pub(super) struct Scope<'s, 'm> {
 
 impl<'s, 'm> Scope<'s, 'm> {
     /// A scope for a body inside this one.
-    pub fn body(&'s self) -> Scope<'s, 'm> {
+    pub(crate) fn body(&'s self) -> Scope<'s, 'm> {
         let Scope { opsets, attributes, path, .. } = *self;
         Scope { values: HashMap::new(), absent: Vec::new(), outer: Some(self), opsets, attributes, path }
     }
 
-    pub fn define(&mut self, name: &'m str, value: Option<ValueId>) -> Result<(), OnnxError> {
+    pub(crate) fn define(&mut self, name: &'m str, value: Option<ValueId>) -> Result<(), OnnxError> {
         match self.values.insert(name, value) {
             Some(_) => Err(OnnxError::Redefined { name: name.to_string() }),
             None => Ok(()),
@@ -95,7 +95,7 @@ impl<'s, 'm> Scope<'s, 'm> {
     }
 
     /// The value of a name. `Some(None)` if it could not be made.
-    pub fn get(&self, name: &str) -> Option<Option<ValueId>> {
+    pub(crate) fn get(&self, name: &str) -> Option<Option<ValueId>> {
         let mut scope = Some(self);
         while let Some(here) = scope {
             if let Some(&value) = here.values.get(name) {
@@ -112,7 +112,7 @@ impl<'s, 'm> Scope<'s, 'm> {
     }
 
     /// An attribute of a node here. A reference to an attribute of the function's call is resolved.
-    pub fn resolved(&self, attribute: &'m proto::Attribute) -> Option<&'m proto::Attribute> {
+    pub(crate) fn resolved(&self, attribute: &'m proto::Attribute) -> Option<&'m proto::Attribute> {
         match attribute.ref_attr_name.as_str() {
             "" => Some(attribute),
             name => self.attributes?.get(name).copied(),
@@ -210,7 +210,7 @@ fn arguments(graph: &Graph) -> Vec<Argument> {
 impl<'m> Builder<'m> {
     /// Reports all unknown ops of a graph, whatever other errors there are. Bodies of branches are checked later, when
     /// it is known which branch is used.
-    pub fn find_unsupported(&mut self, graph: &'m proto::Graph) {
+    pub(crate) fn find_unsupported(&mut self, graph: &'m proto::Graph) {
         let mut bodies: Vec<&'m [proto::Node]> = vec![&graph.node];
         let mut seen = BTreeSet::new();
         while let Some(nodes) = bodies.pop() {
@@ -240,12 +240,12 @@ impl<'m> Builder<'m> {
         self.functions.get(&(standard(&node.domain), node.op_type.as_str(), node.overload.as_str())).copied()
     }
 
-    pub fn leaf(&mut self, op: Op) -> Result<ValueId, ShapeError> {
+    pub(crate) fn leaf(&mut self, op: Op) -> Result<ValueId, ShapeError> {
         self.graph.push(op, &[])
     }
 
     /// Converts nodes in order. Errors of a node are reported, and nodes that depend on it are skipped.
-    pub fn run(&mut self, nodes: &'m [proto::Node], scope: &mut Scope<'_, 'm>) -> Result<(), OnnxError> {
+    pub(crate) fn run(&mut self, nodes: &'m [proto::Node], scope: &mut Scope<'_, 'm>) -> Result<(), OnnxError> {
         for node in nodes {
             self.nodes += 1;
             if self.nodes > MAX_NODES || self.graph.len() as u64 > MAX_NODES {
@@ -352,7 +352,7 @@ impl<'m> Builder<'m> {
     }
 
     /// Converts a body with these inputs, and returns its outputs.
-    pub fn run_body(
+    pub(crate) fn run_body(
         &mut self,
         node: &'m proto::Node,
         body: &'m proto::Graph,
@@ -383,7 +383,7 @@ impl<'m> Builder<'m> {
     }
 
     /// Counts the elements of a table before it is made.
-    pub fn table(&mut self, node: &proto::Node, elements: u64) -> Result<(), OnnxError> {
+    pub(crate) fn table(&mut self, node: &proto::Node, elements: u64) -> Result<(), OnnxError> {
         self.tables = self.tables.saturating_add(elements);
         if self.tables > MAX_TABLES { Err(OnnxError::TooLarge { node: node_name(node) }) } else { Ok(()) }
     }

@@ -8,23 +8,23 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Direction, Op, Unary};
 
-pub fn unary(c: &mut Call, op: Unary) -> One {
+pub(crate) fn unary(c: &mut Call, op: Unary) -> One {
     let x = c.x(0)?;
     Ok(array::unary(c.g(), op, x)?)
 }
 
-pub fn binary(c: &mut Call, op: Binary) -> One {
+pub(crate) fn binary(c: &mut Call, op: Binary) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     Ok(array::binary(c.g(), op, a, b)?)
 }
 
-pub fn compare(c: &mut Call, direction: Direction) -> One {
+pub(crate) fn compare(c: &mut Call, direction: Direction) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     Ok(array::compare(c.g(), direction, a, b)?)
 }
 
 /// Combines the operands one after the other.
-pub fn fold(c: &mut Call, op: Binary) -> One {
+pub(crate) fn fold(c: &mut Call, op: Binary) -> One {
     let operands = c.all()?;
     let mut result = c.x(0)?;
     for &operand in &operands[1..] {
@@ -33,19 +33,19 @@ pub fn fold(c: &mut Call, op: Binary) -> One {
     Ok(result)
 }
 
-pub fn mean(c: &mut Call) -> One {
+pub(crate) fn mean(c: &mut Call) -> One {
     let total = fold(c, Binary::Add)?;
     let count = c.operands.len() as f64;
     Ok(array::with_number(c.g(), Binary::Divide, total, count)?)
 }
 
-pub fn select(c: &mut Call) -> One {
+pub(crate) fn select(c: &mut Call) -> One {
     let (p, a, b) = (c.x(0)?, c.x(1)?, c.x(2)?);
     Ok(array::select(c.g(), p, a, b)?)
 }
 
 /// A power with the type of the base. Squares, cubes and roots become products and roots.
-pub fn power(c: &mut Call) -> One {
+pub(crate) fn power(c: &mut Call) -> One {
     let (x, y) = (c.x(0)?, c.x(1)?);
     let dtype = c.dtype(x);
     let exponent = c.known(1).filter(|t| t.ty.elements() == 1 && t.ty.rank() <= c.rank(x)).map(|t| t.data[0]);
@@ -73,7 +73,7 @@ pub fn power(c: &mut Call) -> One {
 }
 
 /// The remainder. With `fmod`, its sign is that of the dividend as in C, otherwise that of the divisor as in Python.
-pub fn modulo(c: &mut Call) -> One {
+pub(crate) fn modulo(c: &mut Call) -> One {
     let fmod = c.flag("fmod", false)?;
     let (a, b) = (c.x(0)?, c.x(1)?);
     let signed = !c.dtype(a).is_unsigned_integer();
@@ -93,7 +93,7 @@ pub fn modulo(c: &mut Call) -> One {
     Ok(array::select(g, wrong, moved, rest)?)
 }
 
-pub fn bit_shift(c: &mut Call) -> One {
+pub(crate) fn bit_shift(c: &mut Call) -> One {
     match c.text("direction", "")? {
         "LEFT" => binary(c, Binary::ShiftLeft),
         "RIGHT" => {
@@ -105,13 +105,13 @@ pub fn bit_shift(c: &mut Call) -> One {
     }
 }
 
-pub fn cast(c: &mut Call) -> One {
+pub(crate) fn cast(c: &mut Call) -> One {
     let to = c.int_opt("to")?.and_then(|to| i32::try_from(to).ok()).ok_or(attribute("to"))?;
     let dtype = dtype_of(to)?;
     cast_to(c, dtype)
 }
 
-pub fn cast_like(c: &mut Call) -> One {
+pub(crate) fn cast_like(c: &mut Call) -> One {
     let like = c.x(1)?;
     let dtype = c.dtype(like);
     cast_to(c, dtype)
@@ -134,12 +134,12 @@ fn cast_to(c: &mut Call, dtype: DType) -> One {
     }
 }
 
-pub fn is_nan(c: &mut Call) -> One {
+pub(crate) fn is_nan(c: &mut Call) -> One {
     let x = c.x(0)?;
     Ok(array::compare(c.g(), Direction::Ne, x, x)?)
 }
 
-pub fn is_inf(c: &mut Call) -> One {
+pub(crate) fn is_inf(c: &mut Call) -> One {
     let (positive, negative) = (c.flag("detect_positive", true)?, c.flag("detect_negative", true)?);
     let x = c.x(0)?;
     let g = c.g();
@@ -156,7 +156,7 @@ pub fn is_inf(c: &mut Call) -> One {
     Ok(array::compare(g, Direction::Eq, value, limit)?)
 }
 
-pub fn reciprocal(c: &mut Call) -> One {
+pub(crate) fn reciprocal(c: &mut Call) -> One {
     let x = c.x(0)?;
     let g = c.g();
     let one = array::full_like(g, x, 1.0)?;
@@ -164,13 +164,13 @@ pub fn reciprocal(c: &mut Call) -> One {
 }
 
 /// A function of `array`.
-pub fn function(c: &mut Call, f: impl FnOnce(&mut Graph, ValueId) -> Built) -> One {
+pub(crate) fn function(c: &mut Call, f: impl FnOnce(&mut Graph, ValueId) -> Built) -> One {
     let x = c.x(0)?;
     Ok(f(c.g(), x)?)
 }
 
 /// The element type of an attribute, which is a number of the standard's enumeration.
-pub fn dtype_attribute(c: &Call, name: &'static str) -> Result<Option<DType>, Reject> {
+pub(crate) fn dtype_attribute(c: &Call, name: &'static str) -> Result<Option<DType>, Reject> {
     let Some(number) = c.int_opt(name)? else { return Ok(None) };
     let number = i32::try_from(number).map_err(|_| attribute(name))?;
     Ok(if number == 0 { None } else { Some(dtype_of(number)?) })

@@ -23,7 +23,7 @@ fn wraps(c: &mut Call, table: ValueId, index: usize) -> bool {
     }
 }
 
-pub fn gather(c: &mut Call) -> One {
+pub(crate) fn gather(c: &mut Call) -> One {
     let (x, indices) = (c.x(0)?, c.x(1)?);
     let dim = c.axis("axis", 0, x)?;
     if let Some(known) = c.known(1)
@@ -35,7 +35,7 @@ pub fn gather(c: &mut Call) -> One {
     Ok(array::take(c.g(), x, dim, indices, wrap)?)
 }
 
-pub fn gather_elements(c: &mut Call) -> One {
+pub(crate) fn gather_elements(c: &mut Call) -> One {
     let (x, indices) = (c.x(0)?, c.x(1)?);
     let dim = c.axis("axis", 0, x)?;
     let wrap = wraps(c, x, 1);
@@ -131,7 +131,7 @@ fn components(c: &mut Call, indices: ValueId, sizes: &[u64]) -> Result<Vec<Compo
     Ok(found)
 }
 
-pub fn gather_nd(c: &mut Call) -> One {
+pub(crate) fn gather_nd(c: &mut Call) -> One {
     let (x, indices) = (c.x(0)?, c.x(1)?);
     let shape = c.shape(x);
     let batch = usize::try_from(c.int("batch_dims", 0)?).ok().filter(|&b| b <= shape.len());
@@ -212,7 +212,7 @@ fn scatter(c: &mut Call, x: ValueId, indices: ValueId, updates: ValueId, dims: G
     Ok(c.g().push(Op::Scatter(Scatter { dims, combine }), &[x, indices, updates])?)
 }
 
-pub fn scatter_nd(c: &mut Call) -> One {
+pub(crate) fn scatter_nd(c: &mut Call) -> One {
     let (x, indices, updates) = (c.x(0)?, c.x(1)?, c.x(2)?);
     let shape = c.shape(x);
     let depth = depth_of(c, &shape, indices, 0)?;
@@ -221,7 +221,7 @@ pub fn scatter_nd(c: &mut Call) -> One {
     scatter(c, x, indices, updates, dims)
 }
 
-pub fn scatter_elements(c: &mut Call) -> One {
+pub(crate) fn scatter_elements(c: &mut Call) -> One {
     let (x, indices, updates) = (c.x(0)?, c.x(1)?, c.x(2)?);
     let dim = c.axis("axis", 0, x)?;
     let (shape, wanted) = (c.shape(x), c.shape(indices));
@@ -256,7 +256,7 @@ pub fn scatter_elements(c: &mut Call) -> One {
     scatter(c, x, vectors, updates, dims)
 }
 
-pub fn one_hot(c: &mut Call) -> One {
+pub(crate) fn one_hot(c: &mut Call) -> One {
     let (indices, values) = (c.x(0)?, c.x(2)?);
     let depth = c.number_of(1)?;
     if !(0.0..281e12).contains(&depth) || c.shape(values) != [2] {
@@ -278,7 +278,7 @@ pub fn one_hot(c: &mut Call) -> One {
     Ok(array::convert(g, result, dtype)?)
 }
 
-pub fn top_k(c: &mut Call) -> Many {
+pub(crate) fn top_k(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let k = match c.int_opt("k")? {
         Some(k) => k,
@@ -293,7 +293,7 @@ pub fn top_k(c: &mut Call) -> Many {
 }
 
 /// Reverses the first elements of each sequence, up to its length. The rest stays.
-pub fn reverse_sequence(c: &mut Call) -> One {
+pub(crate) fn reverse_sequence(c: &mut Call) -> One {
     let (x, lengths) = (c.x(0)?, c.x(1)?);
     let (time, batch) = (c.axis("time_axis", 0, x)?, c.axis("batch_axis", 1, x)?);
     let shape = c.shape(x);
@@ -311,7 +311,7 @@ pub fn reverse_sequence(c: &mut Call) -> One {
 }
 
 /// The positions of nonzero elements. Their number is a size, so the elements must be known.
-pub fn non_zero(c: &mut Call) -> One {
+pub(crate) fn non_zero(c: &mut Call) -> One {
     let tensor = c.elements(0)?;
     let mut places: Vec<Vec<f64>> = vec![Vec::new(); tensor.ty.rank()];
     let mut at = 0;
@@ -327,7 +327,7 @@ pub fn non_zero(c: &mut Call) -> One {
 }
 
 /// The slices for which a condition is true. The condition must be known.
-pub fn compress(c: &mut Call) -> One {
+pub(crate) fn compress(c: &mut Call) -> One {
     let x = c.x(0)?;
     let kept = c.elements(1)?;
     let (x, dim) = match c.int_opt("axis")? {

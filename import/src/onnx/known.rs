@@ -11,14 +11,14 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 /// The largest number of elements of a tensor that is evaluated. Shapes and conditions are smaller.
-pub const MOST_ELEMENTS: u64 = 1 << 16;
+pub(crate) const MOST_ELEMENTS: u64 = 1 << 16;
 
 /// The limit of work for one node and for a whole model, in element operations.
 const MOST_WORK: u64 = 1 << 22;
 const MOST_TOTAL_WORK: u64 = 1 << 30;
 
 #[derive(Default)]
-pub struct Known {
+pub(crate) struct Known {
     /// For each node so far, true if it is small and follows from constants.
     follows: Vec<bool>,
     values: HashMap<ValueId, Rc<Tensor>>,
@@ -27,7 +27,7 @@ pub struct Known {
 
 impl Known {
     /// Returns true if the elements of a value follow from constants.
-    pub fn follows(&mut self, graph: &Graph, value: ValueId) -> bool {
+    pub(crate) fn follows(&mut self, graph: &Graph, value: ValueId) -> bool {
         for v in self.follows.len()..=value.index() {
             let node = &graph.nodes[v];
             let small = node.ty.elements() <= MOST_ELEMENTS;
@@ -38,7 +38,7 @@ impl Known {
     }
 
     /// The elements of a value, if they follow from constants.
-    pub fn elements(&mut self, graph: &Graph, value: ValueId) -> Option<Rc<Tensor>> {
+    pub(crate) fn elements(&mut self, graph: &Graph, value: ValueId) -> Option<Rc<Tensor>> {
         if !self.follows(graph, value) {
             return None;
         }

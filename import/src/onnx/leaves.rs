@@ -56,7 +56,7 @@ pub(super) struct Uses<'m> {
 }
 
 impl<'m> Uses<'m> {
-    pub fn of(graph: &'m proto::Graph) -> Self {
+    pub(crate) fn of(graph: &'m proto::Graph) -> Self {
         let mut uses = Uses::default();
         let mut aliases: BTreeMap<&str, &str> = BTreeMap::new();
         uses.read(graph, &mut aliases);
@@ -67,7 +67,7 @@ impl<'m> Uses<'m> {
     }
 
     /// Adds the exporter's list, and the tensors that were identified as tables.
-    pub fn with(mut self, listed: &'m Listed, tables: &'m BTreeSet<String>) -> Self {
+    pub(crate) fn with(mut self, listed: &'m Listed, tables: &'m BTreeSet<String>) -> Self {
         self.parameters = listed.parameters.iter().map(String::as_str).collect();
         self.untrained = listed.buffers.iter().chain(tables).map(String::as_str).collect();
         self
@@ -98,7 +98,7 @@ impl<'m> Uses<'m> {
     }
 
     /// Returns true if any node or output uses the value.
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.roles.contains_key(name)
     }
 
@@ -188,7 +188,7 @@ pub(super) fn counted(graph: &mut Graph, tensor: Tensor) -> ValueId {
 impl<'m> Builder<'m> {
     /// Defines a tensor of the file. Names of leaves are unique in a graph, so tensors of the same name in several
     /// bodies are numbered.
-    pub fn initializer(
+    pub(crate) fn initializer(
         &mut self,
         tensor: &'m proto::Tensor,
         uses: &Uses,

@@ -14,7 +14,7 @@ pub(super) struct Listed {
 }
 
 impl Listed {
-    pub fn of(model: &Model) -> Self {
+    pub(crate) fn of(model: &Model) -> Self {
         let own = model.graph.as_ref().map(|g| g.metadata_props.as_slice()).unwrap_or_default();
         let properties: &[Property] = if own.is_empty() { &model.metadata_props } else { own };
         let signature = |p: &&Property| p.key == "pkg.torch.export.ExportedProgram.graph_signature";
@@ -32,7 +32,7 @@ impl Listed {
         listed
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.parameters.is_empty()
     }
 }
@@ -43,29 +43,29 @@ pub(super) struct Missing {
 }
 
 impl Missing {
-    pub fn of(graph: &Graph, listed: &Listed) -> Self {
+    pub(crate) fn of(graph: &Graph, listed: &Listed) -> Self {
         let held: BTreeSet<&str> = graph.initializer.iter().map(|t| t.name.as_str()).collect();
         Missing { names: listed.parameters.iter().filter(|name| !held.contains(name.as_str())).cloned().collect() }
     }
 
     /// The missing parameters of a module itself.
-    pub fn own<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
+    pub(crate) fn own<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
         self.below(module).filter(move |name| split_name(name).0 == module)
     }
 
     /// The missing parameters of a module and the modules inside it. The empty name stands for the whole model.
-    pub fn below<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
+    pub(crate) fn below<'s>(&'s self, module: &'s str) -> impl Iterator<Item = &'s str> {
         let prefix = if module.is_empty() { String::new() } else { format!("{module}.") };
         let from = self.names.range(prefix.clone()..);
         from.take_while(move |name| name.starts_with(&prefix)).map(String::as_str)
     }
 
-    pub fn has(&self, name: &str) -> bool {
+    pub(crate) fn has(&self, name: &str) -> bool {
         self.names.contains(name)
     }
 
     /// Removes a parameter that is accounted for.
-    pub fn take(&mut self, name: &str) {
+    pub(crate) fn take(&mut self, name: &str) {
         self.names.remove(name);
     }
 }

@@ -6,7 +6,7 @@ use altiplano_ir::array;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Binary, Direction, Unary};
 
-pub fn softmax_cross_entropy(c: &mut Call) -> Many {
+pub(crate) fn softmax_cross_entropy(c: &mut Call) -> Many {
     let (scores, labels) = (c.x(0)?, c.x(1)?);
     let reduction = c.text("reduction", "mean")?;
     let plain = c.opt(2).is_none() && c.int_opt("ignore_index")?.is_none() && reduction == "mean";
@@ -18,7 +18,7 @@ pub fn softmax_cross_entropy(c: &mut Call) -> Many {
     Ok(vec![loss, log])
 }
 
-pub fn negative_log_likelihood(c: &mut Call) -> One {
+pub(crate) fn negative_log_likelihood(c: &mut Call) -> One {
     let (log, labels) = (c.x(0)?, c.x(1)?);
     of_log(c, log, labels)
 }

@@ -47,6 +47,7 @@ mod resize;
 mod sizes;
 mod table;
 mod tensor;
+mod wire;
 
 #[cfg(test)]
 mod tests;
@@ -54,6 +55,6 @@ mod tests;
 pub use convert::{Argument, Imported, Options, import};
 pub use files::Files;
 pub use leaves::{Held, HeldData, decode, held};
-pub use report::{LAST_OPSET, MAX_DEPTH, MAX_NODES, MAX_TABLES, Note, OnnxError, Problem, ProblemKind, Unsupported};
+pub use report::{MAX_DEPTH, MAX_NODES, Note, OnnxError, Problem, ProblemKind, Unsupported};
 pub use sizes::Size;
 pub use tensor::{External, TensorError};

@@ -16,12 +16,12 @@ use altiplano_ir::types::TensorType;
 const MOST_CONSTANT_ELEMENTS: usize = 1 << 20;
 
 /// A list of integers as a constant.
-pub fn integers(c: &mut Call, list: Vec<f64>) -> ValueId {
+pub(crate) fn integers(c: &mut Call, list: Vec<f64>) -> ValueId {
     let ty = TensorType::new(DType::I64, [list.len() as u64]);
     c.g().constant(Literal::dense(ty, list))
 }
 
-pub fn constant(c: &mut Call) -> One {
+pub(crate) fn constant(c: &mut Call) -> One {
     let list = |dtype, data: Vec<f64>| Tensor::new(TensorType::new(dtype, [data.len() as u64]), data);
     let tensor = if let Some(tensor) = c.attribute("value") {
         elements_of(tensor.t.as_ref().ok_or(attribute("value"))?)?
@@ -43,7 +43,7 @@ pub fn constant(c: &mut Call) -> One {
     Ok(c.g().constant(Literal::dense(tensor.ty, tensor.data)))
 }
 
-pub fn constant_of_shape(c: &mut Call) -> One {
+pub(crate) fn constant_of_shape(c: &mut Call) -> One {
     let shape = c.ints_of(0)?;
     let shape = shape.iter().map(|&s| u64::try_from(s).map_err(|_| bad_value(0))).collect::<Result<Vec<_>, _>>()?;
     let (value, dtype) = match c.tensor("value")? {
@@ -56,7 +56,7 @@ pub fn constant_of_shape(c: &mut Call) -> One {
     Ok(array::full(c.g(), &shape, value, dtype)?)
 }
 
-pub fn shape(c: &mut Call) -> One {
+pub(crate) fn shape(c: &mut Call) -> One {
     let x = c.x(0)?;
     let shape = c.shape(x);
     let rank = shape.len() as i64;
@@ -66,13 +66,13 @@ pub fn shape(c: &mut Call) -> One {
     Ok(integers(c, wanted.iter().map(|&s| s as f64).collect()))
 }
 
-pub fn size(c: &mut Call) -> One {
+pub(crate) fn size(c: &mut Call) -> One {
     let x = c.x(0)?;
     let elements = c.g().ty(x).elements() as f64;
     Ok(array::scalar(c.g(), elements, DType::I64)?)
 }
 
-pub fn range(c: &mut Call) -> One {
+pub(crate) fn range(c: &mut Call) -> One {
     let (start, limit, delta) = (c.number_of(0)?, c.number_of(1)?, c.number_of(2)?);
     if delta == 0.0 {
         return Err(bad_value(2));
@@ -83,7 +83,7 @@ pub fn range(c: &mut Call) -> One {
     Ok(array::arange(c.g(), count as u64, start, delta, dtype)?)
 }
 
-pub fn eye_like(c: &mut Call) -> One {
+pub(crate) fn eye_like(c: &mut Call) -> One {
     let x = c.x(0)?;
     let k = c.int("k", 0)?;
     let dtype = dtype_attribute(c, "dtype")?.unwrap_or(c.dtype(x));
@@ -99,7 +99,7 @@ pub fn eye_like(c: &mut Call) -> One {
 }
 
 /// `sum_k coefficients[k] cos(2 pi k i / n)`.
-pub fn window(c: &mut Call, coefficients: &[f64]) -> One {
+pub(crate) fn window(c: &mut Call, coefficients: &[f64]) -> One {
     let size = c.number_of(0)?;
     let periodic = c.flag("periodic", true)?;
     let dtype = dtype_attribute(c, "output_datatype")?.unwrap_or(DType::F32);
@@ -115,7 +115,7 @@ pub fn window(c: &mut Call, coefficients: &[f64]) -> One {
     Ok(c.g().constant(Literal::dense(TensorType::new(dtype, [data.len() as u64]), data)))
 }
 
-pub fn reshape(c: &mut Call) -> One {
+pub(crate) fn reshape(c: &mut Call) -> One {
     let x = c.x(0)?;
     let mut wanted = c.ints_either("shape", 1)?.ok_or(Reject::Invalid(ProblemKind::Operand { index: 1 }))?;
     if !c.flag("allowzero", false)? {
@@ -128,7 +128,7 @@ pub fn reshape(c: &mut Call) -> One {
     Ok(array::reshape_to(c.g(), x, &wanted)?)
 }
 
-pub fn flatten(c: &mut Call) -> One {
+pub(crate) fn flatten(c: &mut Call) -> One {
     let x = c.x(0)?;
     let shape = c.shape(x);
     let axis = c.int("axis", 1)?;
@@ -138,7 +138,7 @@ pub fn flatten(c: &mut Call) -> One {
     Ok(array::reshape(c.g(), x, &flat)?)
 }
 
-pub fn squeeze(c: &mut Call) -> One {
+pub(crate) fn squeeze(c: &mut Call) -> One {
     let x = c.x(0)?;
     let shape = c.shape(x);
     let dims = match c.ints_either("axes", 1)? {
@@ -151,7 +151,7 @@ pub fn squeeze(c: &mut Call) -> One {
     Ok(array::squeeze(c.g(), x, &dims)?)
 }
 
-pub fn unsqueeze(c: &mut Call) -> One {
+pub(crate) fn unsqueeze(c: &mut Call) -> One {
     let x = c.x(0)?;
     let axes = c.ints_either("axes", 1)?.ok_or(attribute("axes"))?;
     let mut shape = c.shape(x);
@@ -161,7 +161,7 @@ pub fn unsqueeze(c: &mut Call) -> One {
     Ok(array::reshape(c.g(), x, &shape)?)
 }
 
-pub fn transpose(c: &mut Call) -> One {
+pub(crate) fn transpose(c: &mut Call) -> One {
     let x = c.x(0)?;
     let rank = c.rank(x);
     let permutation = match c.ints_opt("perm")? {
@@ -171,14 +171,14 @@ pub fn transpose(c: &mut Call) -> One {
     Ok(array::permute(c.g(), x, &permutation)?)
 }
 
-pub fn expand(c: &mut Call) -> One {
+pub(crate) fn expand(c: &mut Call) -> One {
     let x = c.x(0)?;
     let wanted = sizes(&c.ints_of(1)?, "shape")?;
     let shape = array::broadcast_shapes(&c.shape(x), &wanted)?;
     Ok(array::broadcast_to(c.g(), x, &shape)?)
 }
 
-pub fn tile(c: &mut Call) -> One {
+pub(crate) fn tile(c: &mut Call) -> One {
     let x = c.x(0)?;
     let repeats = sizes(&c.ints_of(1)?, "repeats")?;
     let shape = c.shape(x);
@@ -203,7 +203,7 @@ pub fn tile(c: &mut Call) -> One {
 }
 
 /// Concatenates parts. Empty parts add nothing, but one is kept if all are empty, so that its type is checked.
-pub fn concat(c: &mut Call) -> One {
+pub(crate) fn concat(c: &mut Call) -> One {
     let parts = c.all()?;
     let first = c.x(0)?;
     let dim = c.axis("axis", 0, first)?;
@@ -212,7 +212,7 @@ pub fn concat(c: &mut Call) -> One {
     Ok(array::concat(c.g(), parts, dim)?)
 }
 
-pub fn split(c: &mut Call) -> Many {
+pub(crate) fn split(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let dim = c.axis("axis", 0, x)?;
     let size = c.shape(x)[dim];
@@ -230,7 +230,7 @@ pub fn split(c: &mut Call) -> Many {
     Ok(array::split(c.g(), x, dim, &parts)?)
 }
 
-pub fn slice(c: &mut Call) -> One {
+pub(crate) fn slice(c: &mut Call) -> One {
     let x = c.x(0)?;
     let required = |found: Option<Vec<i64>>, index| found.ok_or(Reject::Invalid(ProblemKind::Operand { index }));
     let starts = c.ints_either("starts", 1)?;
@@ -266,7 +266,7 @@ pub fn slice(c: &mut Call) -> One {
     Ok(result)
 }
 
-pub fn pad(c: &mut Call) -> One {
+pub(crate) fn pad(c: &mut Call) -> One {
     let x = c.x(0)?;
     let shape = c.shape(x);
     let rank = shape.len();
@@ -359,7 +359,7 @@ fn pad_from_inside(c: &mut Call, x: ValueId, d: usize, low: i64, high: i64, mode
     Ok(array::concat(c.g(), &parts, d)?)
 }
 
-pub fn center_crop_pad(c: &mut Call) -> One {
+pub(crate) fn center_crop_pad(c: &mut Call) -> One {
     let x = c.x(0)?;
     let wanted = c.ints_of(1)?;
     let shape = c.shape(x);
@@ -378,7 +378,7 @@ pub fn center_crop_pad(c: &mut Call) -> One {
 }
 
 /// The triangle on one side of a diagonal, diagonal included.
-pub fn trilu(c: &mut Call) -> One {
+pub(crate) fn trilu(c: &mut Call) -> One {
     let x = c.x(0)?;
     let upper = c.flag("upper", true)?;
     let k = if c.opt(1).is_some() { c.number_of(1)? as i64 } else { 0 };
@@ -401,7 +401,7 @@ fn blocks(c: &mut Call) -> Result<(ValueId, [u64; 4], u64), Reject> {
     Ok((x, shape, block))
 }
 
-pub fn depth_to_space(c: &mut Call) -> One {
+pub(crate) fn depth_to_space(c: &mut Call) -> One {
     let (x, [n, channels, h, w], b) = blocks(c)?;
     if !channels.is_multiple_of(b * b) {
         return Err(attribute("blocksize"));
@@ -418,7 +418,7 @@ pub fn depth_to_space(c: &mut Call) -> One {
     Ok(array::reshape(g, moved, &[n, depth, h * b, w * b])?)
 }
 
-pub fn space_to_depth(c: &mut Call) -> One {
+pub(crate) fn space_to_depth(c: &mut Call) -> One {
     let (x, [n, channels, h, w], b) = blocks(c)?;
     if !h.is_multiple_of(b) || !w.is_multiple_of(b) {
         return Err(attribute("blocksize"));

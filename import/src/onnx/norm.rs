@@ -15,7 +15,7 @@ fn statistics(c: &mut Call, x: ValueId, dims: &[usize], epsilon: f64) -> Result<
     Ok([mean, array::unary(g, Unary::Rsqrt, safe)?])
 }
 
-pub fn layer(c: &mut Call) -> Many {
+pub(crate) fn layer(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let (dim, epsilon) = (c.axis("axis", -1, x)?, c.float("epsilon", 1e-5)?);
     let (weight, bias) = (c.opt(1), c.opt(2));
@@ -27,7 +27,7 @@ pub fn layer(c: &mut Call) -> Many {
     Ok(results)
 }
 
-pub fn rms(c: &mut Call) -> One {
+pub(crate) fn rms(c: &mut Call) -> One {
     let x = c.x(0)?;
     let (dim, epsilon) = (c.axis("axis", -1, x)?, c.float("epsilon", 1e-5)?);
     let (weight, dims) = (c.opt(1), c.rank(x) - dim);
@@ -46,7 +46,7 @@ fn sum_of(c: &mut Call, indices: &[usize]) -> One {
 }
 
 /// Operands x, skip, gamma, beta, bias.
-pub fn skip_layer(c: &mut Call) -> Many {
+pub(crate) fn skip_layer(c: &mut Call) -> Many {
     let epsilon = c.float("epsilon", 1e-12)?;
     let total = sum_of(c, &[0, 1, 4])?;
     let (weight, bias) = (c.opt(2), c.opt(3));
@@ -55,7 +55,7 @@ pub fn skip_layer(c: &mut Call) -> Many {
 }
 
 /// Operands x, skip, gamma, bias.
-pub fn skip_rms(c: &mut Call) -> Many {
+pub(crate) fn skip_rms(c: &mut Call) -> Many {
     let epsilon = c.float("epsilon", 1e-12)?;
     let total = sum_of(c, &[0, 1, 3])?;
     let weight = c.opt(2);
@@ -74,7 +74,7 @@ fn skipped(c: &mut Call, y: ValueId, total: ValueId, epsilon: f64) -> Many {
 }
 
 /// Batch norm with given statistics. In training, it uses those of the batch and updates the running ones.
-pub fn batch(c: &mut Call) -> Many {
+pub(crate) fn batch(c: &mut Call) -> Many {
     let (x, weight, bias, mean, variance) = (c.x(0)?, c.x(1)?, c.x(2)?, c.x(3)?, c.x(4)?);
     let epsilon = c.float("epsilon", 1e-5)?;
     let training = if c.opset < 14 { c.wants(1) } else { c.flag("training_mode", false)? };
@@ -99,14 +99,14 @@ pub fn batch(c: &mut Call) -> Many {
     Ok(results)
 }
 
-pub fn instance(c: &mut Call) -> One {
+pub(crate) fn instance(c: &mut Call) -> One {
     let (x, weight, bias) = (c.x(0)?, c.x(1)?, c.x(2)?);
     let epsilon = c.float("epsilon", 1e-5)?;
     Ok(array::instance_norm(c.g(), x, Some(weight), Some(bias), epsilon)?)
 }
 
 /// Group norm. Before opset 21, there is one weight for each group.
-pub fn group(c: &mut Call) -> One {
+pub(crate) fn group(c: &mut Call) -> One {
     let (x, weight, bias) = (c.x(0)?, c.x(1)?, c.x(2)?);
     let epsilon = c.float("epsilon", 1e-5)?;
     let groups = u64::try_from(c.int("num_groups", 0)?).ok().filter(|&g| g > 0).ok_or(attribute("num_groups"))?;
@@ -123,7 +123,7 @@ pub fn group(c: &mut Call) -> One {
 }
 
 /// Divides by the norm along an axis.
-pub fn lp(c: &mut Call) -> One {
+pub(crate) fn lp(c: &mut Call) -> One {
     let x = c.x(0)?;
     let dim = c.axis("axis", -1, x)?;
     let p = c.int("p", 2)?;
@@ -142,7 +142,7 @@ pub fn lp(c: &mut Call) -> One {
 }
 
 /// Local response normalisation (Krizhevsky et al. 2012): divides by a power of the squares of neighbouring features.
-pub fn local_response(c: &mut Call) -> One {
+pub(crate) fn local_response(c: &mut Call) -> One {
     let x = c.x(0)?;
     let (alpha, beta, bias) = (c.float("alpha", 1e-4)?, c.float("beta", 0.75)?, c.float("bias", 1.0)?);
     let size = c.int_opt("size")?.filter(|s| (1..1 << 20).contains(s)).ok_or(attribute("size"))?;
@@ -170,7 +170,7 @@ pub fn local_response(c: &mut Call) -> One {
     Ok(array::binary(g, Binary::Divide, x, power)?)
 }
 
-pub fn mean_variance(c: &mut Call) -> One {
+pub(crate) fn mean_variance(c: &mut Call) -> One {
     let x = c.x(0)?;
     let axes = c.ints_opt("axes")?.unwrap_or(&[0, 2, 3]);
     let dims = array::axes(axes, c.rank(x))?;

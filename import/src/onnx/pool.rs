@@ -21,7 +21,7 @@ fn pool(c: &Call, x: ValueId) -> Result<Pool, Reject> {
     Ok(Pool { size, stride, pad_low, pad_high, dilation, ceil })
 }
 
-pub fn max(c: &mut Call) -> Many {
+pub(crate) fn max(c: &mut Call) -> Many {
     let x = c.x(0)?;
     if c.wants(1) {
         return Err(Reject::Unsupported("that says where its maxima are"));
@@ -30,7 +30,7 @@ pub fn max(c: &mut Call) -> Many {
     Ok(vec![array::max_pool(c.g(), x, &pool)?])
 }
 
-pub fn average(c: &mut Call) -> One {
+pub(crate) fn average(c: &mut Call) -> One {
     let x = c.x(0)?;
     let pool = pool(c, x)?;
     let count_padding = c.flag("count_include_pad", false)?;
@@ -38,7 +38,7 @@ pub fn average(c: &mut Call) -> One {
 }
 
 /// `(sum |x|^p)^(1/p)` of each window.
-pub fn lp(c: &mut Call) -> One {
+pub(crate) fn lp(c: &mut Call) -> One {
     let x = c.x(0)?;
     let pool = pool(c, x)?;
     if pool.ceil {
@@ -66,19 +66,19 @@ fn image_dims(c: &Call, x: ValueId) -> Vec<usize> {
     (2..c.rank(x)).collect()
 }
 
-pub fn global_average(c: &mut Call) -> One {
+pub(crate) fn global_average(c: &mut Call) -> One {
     let x = c.x(0)?;
     let dims = image_dims(c, x);
     Ok(array::mean(c.g(), x, &dims, true)?)
 }
 
-pub fn global_max(c: &mut Call) -> One {
+pub(crate) fn global_max(c: &mut Call) -> One {
     let x = c.x(0)?;
     let dims = image_dims(c, x);
     Ok(array::max(c.g(), x, &dims, true)?)
 }
 
-pub fn global_lp(c: &mut Call) -> One {
+pub(crate) fn global_lp(c: &mut Call) -> One {
     let x = c.x(0)?;
     let dims = image_dims(c, x);
     let powers = power(c, x)?;

@@ -10,6 +10,8 @@ use super::proto::{Graph, Model, Node, Tensor};
 use super::repeated::{fill_indices, hold_one_sample};
 use super::report::{Note, OnnxError};
 use super::tensor::type_of;
+use super::wire::charge;
+use crate::budget::Budget;
 use prost::Message;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,6 +26,7 @@ pub(super) struct Prepared {
 }
 
 pub(super) fn prepare(bytes: &[u8], files: Files) -> Result<Prepared, OnnxError> {
+    charge(bytes, &mut Budget::of(bytes.len()))?;
     let mut model = Model::decode(bytes)?;
     let listed = Listed::of(&model);
     let graph = model.graph.as_mut().ok_or(OnnxError::NoGraph)?;

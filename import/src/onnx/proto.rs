@@ -107,13 +107,13 @@ pub struct Attribute {
 
 /// Values of `Attribute::kind`.
 pub mod kind {
-    pub const FLOAT: i32 = 1;
-    pub const INT: i32 = 2;
+    pub(crate) const FLOAT: i32 = 1;
+    pub(crate) const INT: i32 = 2;
     pub const STRING: i32 = 3;
     pub const TENSOR: i32 = 4;
     pub const GRAPH: i32 = 5;
-    pub const FLOATS: i32 = 6;
-    pub const INTS: i32 = 7;
+    pub(crate) const FLOATS: i32 = 6;
+    pub(crate) const INTS: i32 = 7;
     pub const STRINGS: i32 = 8;
 }
 

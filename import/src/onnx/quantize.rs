@@ -84,20 +84,20 @@ fn dequantized(c: &mut Call, x: ValueId, scale: ValueId, zero: Option<ValueId>) 
     Ok(array::binary(g, Binary::Multiply, y, scale)?)
 }
 
-pub fn quantize(c: &mut Call) -> One {
+pub(crate) fn quantize(c: &mut Call) -> One {
     let (x, scale, zero) = (c.x(0)?, c.x(1)?, c.opt(2));
     let said = dtype_attribute(c, "output_dtype")?;
     let dtype = said.or(zero.map(|zero| c.dtype(zero))).unwrap_or(DType::U8);
     quantized(c, x, scale, zero, dtype)
 }
 
-pub fn dequantize(c: &mut Call) -> One {
+pub(crate) fn dequantize(c: &mut Call) -> One {
     let (x, scale, zero) = (c.x(0)?, c.x(1)?, c.opt(2));
     dequantized(c, x, scale, zero)
 }
 
 /// Quantises to unsigned bytes over the range of all elements, which includes zero.
-pub fn dynamic(c: &mut Call) -> Many {
+pub(crate) fn dynamic(c: &mut Call) -> Many {
     let x = c.x(0)?;
     let all: Vec<usize> = (0..c.rank(x)).collect();
     let dtype = c.dtype(x);
@@ -142,27 +142,27 @@ fn centred(c: &mut Call, index: usize, zero: usize, dim: usize) -> One {
     Ok(array::binary(g, Binary::Subtract, wide, zero)?)
 }
 
-pub fn mat_mul_integer(c: &mut Call) -> One {
+pub(crate) fn mat_mul_integer(c: &mut Call) -> One {
     let (a, b) = (c.x(0)?, c.x(1)?);
     let (rows, columns) = (c.rank(a).saturating_sub(2), c.rank(b).saturating_sub(1));
     let (a, b) = (centred(c, 0, 2, rows)?, centred(c, 1, 3, columns)?);
     Ok(array::matmul(c.g(), a, b)?)
 }
 
-pub fn conv_integer(c: &mut Call) -> One {
+pub(crate) fn conv_integer(c: &mut Call) -> One {
     let (x, w) = (centred(c, 0, 2, 1)?, centred(c, 1, 3, 0)?);
     convolved(c, x, w, None)
 }
 
 /// The operands, scales and zero points of both sides, then those of the result. The product is computed in floats.
-pub fn linear_mat_mul(c: &mut Call) -> One {
+pub(crate) fn linear_mat_mul(c: &mut Call) -> One {
     let a = scaled(c, 0, None)?;
     let b = scaled(c, 3, None)?;
     let y = array::matmul(c.g(), a, b)?;
     rescaled(c, y)
 }
 
-pub fn linear_conv(c: &mut Call) -> One {
+pub(crate) fn linear_conv(c: &mut Call) -> One {
     let x = scaled(c, 0, None)?;
     let w = scaled(c, 3, Some(0))?;
     let mut bias = c.opt(8);

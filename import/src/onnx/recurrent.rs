@@ -6,12 +6,12 @@ use super::report::Reject;
 use altiplano_ir::array::{self, Cell, Gate, MOST_STEPS, Recurrent};
 use altiplano_ir::graph::ValueId;
 
-pub fn rnn(c: &mut Call) -> Many {
+pub(crate) fn rnn(c: &mut Call) -> Many {
     run(c, &[Gate::Tanh], |_, _, given| Ok(Cell::Rnn { activation: given[0] }))
 }
 
 /// The gates are update, reset, hidden.
-pub fn gru(c: &mut Call) -> Many {
+pub(crate) fn gru(c: &mut Call) -> Many {
     let reset_after = c.flag("linear_before_reset", false)?;
     run(c, &[Gate::Sigmoid, Gate::Tanh], |_, _, given| {
         Ok(Cell::Gru { update: 0, reset: 1, reset_after, gates: given[0], activation: given[1] })
@@ -19,7 +19,7 @@ pub fn gru(c: &mut Call) -> Many {
 }
 
 /// The gates are input, output, forget, cell.
-pub fn lstm(c: &mut Call) -> Many {
+pub(crate) fn lstm(c: &mut Call) -> Many {
     if c.flag("input_forget", false)? {
         return Err(Reject::Unsupported("with coupled gates"));
     }

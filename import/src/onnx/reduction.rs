@@ -10,7 +10,7 @@ use altiplano_ir::op::{Binary, Reducer, Unary};
 type Reduction = fn(&mut Graph, ValueId, &[usize], bool) -> Built;
 
 /// Reduces over `axes`, which are an attribute or an operand. Without any, reduces over all dimensions.
-pub fn reduce(c: &mut Call, f: Reduction) -> One {
+pub(crate) fn reduce(c: &mut Call, f: Reduction) -> One {
     let x = c.x(0)?;
     let keep = c.flag("keepdims", true)?;
     let nothing = c.flag("noop_with_empty_axes", false)?;
@@ -20,33 +20,33 @@ pub fn reduce(c: &mut Call, f: Reduction) -> One {
     Ok(f(c.g(), x, &dims, keep)?)
 }
 
-pub fn mean(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn mean(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     array::mean(g, x, dims, keep)
 }
 
 /// The maximum. For booleans, it is true if any element is true.
-pub fn max(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn max(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let reducer = if g.ty(x).dtype == DType::Bool { Reducer::Or } else { Reducer::Max };
     array::reduce(g, x, reducer, dims, keep)
 }
 
-pub fn min(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn min(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let reducer = if g.ty(x).dtype == DType::Bool { Reducer::And } else { Reducer::Min };
     array::reduce(g, x, reducer, dims, keep)
 }
 
-pub fn l1(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn l1(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let size = array::unary(g, Unary::Abs, x)?;
     array::sum(g, size, dims, keep)
 }
 
-pub fn sum_square(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn sum_square(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let square = array::binary(g, Binary::Multiply, x, x)?;
     array::sum(g, square, dims, keep)
 }
 
 /// The Euclidean norm. For integers, the root is taken in f64 and truncated.
-pub fn l2(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn l2(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let dtype = g.ty(x).dtype;
     let wide = if dtype.is_float() { x } else { array::convert(g, x, DType::F64)? };
     let sum = sum_square(g, wide, dims, keep)?;
@@ -54,13 +54,13 @@ pub fn l2(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     array::convert(g, root, dtype)
 }
 
-pub fn log_sum(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
+pub(crate) fn log_sum(g: &mut Graph, x: ValueId, dims: &[usize], keep: bool) -> Built {
     let sum = array::sum(g, x, dims, keep)?;
     array::unary(g, Unary::Log, sum)
 }
 
 /// The position of the greatest (or smallest) element.
-pub fn arg(c: &mut Call, least: bool) -> One {
+pub(crate) fn arg(c: &mut Call, least: bool) -> One {
     let x = c.x(0)?;
     let dim = c.axis("axis", 0, x)?;
     let (keep, last) = (c.flag("keepdims", true)?, c.flag("select_last_index", false)?);
@@ -75,7 +75,7 @@ pub fn arg(c: &mut Call, least: bool) -> One {
     Ok(array::convert(g, found, DType::I64)?)
 }
 
-pub fn cumulative(c: &mut Call, reducer: Reducer) -> One {
+pub(crate) fn cumulative(c: &mut Call, reducer: Reducer) -> One {
     let x = c.x(0)?;
     let axis = c.number_of(1)? as i64;
     let dim = array::axis(axis, c.rank(x))?;

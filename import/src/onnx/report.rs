@@ -12,13 +12,15 @@ pub const MAX_NODES: u64 = 1_000_000;
 
 /// The largest number of elements in all tables that the import makes: constants in nodes, windows, and matrices of
 /// resizes.
-pub const MAX_TABLES: u64 = 1 << 25;
+pub(crate) const MAX_TABLES: u64 = 1 << 25;
 
 /// The reason why a file gives no graph. The caller prefixes the file name.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum OnnxError {
     #[error("not a complete ONNX file: {0}")]
     Decode(#[from] prost::DecodeError),
+    #[error(transparent)]
+    OutOfProportion(#[from] crate::OutOfProportion),
     #[error("the file has no graph")]
     NoGraph,
     #[error("the file does not say which version of the standard's ops it uses")]
@@ -75,7 +77,7 @@ pub enum Note {
 }
 
 /// The newest version of the standard's ops that was reviewed.
-pub const LAST_OPSET: i64 = 28;
+pub(crate) const LAST_OPSET: i64 = 28;
 
 /// The first names, in quotes.
 fn quoted(names: &[String]) -> String {
@@ -159,7 +161,7 @@ pub(super) struct Report {
 }
 
 impl Report {
-    pub fn unsupported(&mut self, name: String, node: String) {
+    pub(crate) fn unsupported(&mut self, name: String, node: String) {
         const PLACES: usize = 3;
         let at = self.unsupported.iter().position(|u| u.name == name).unwrap_or_else(|| {
             self.unsupported.push(Unsupported { name, count: 0, nodes: Vec::new() });
@@ -172,12 +174,12 @@ impl Report {
         }
     }
 
-    pub fn problem(&mut self, node: String, op: String, kind: ProblemKind) {
+    pub(crate) fn problem(&mut self, node: String, op: String, kind: ProblemKind) {
         self.problems.push(Problem { node, op, kind });
     }
 
     /// The error with the whole report, if there is any.
-    pub fn into_error(self) -> Option<OnnxError> {
+    pub(crate) fn into_error(self) -> Option<OnnxError> {
         let Report { unsupported, problems } = self;
         let quiet = unsupported.is_empty() && problems.is_empty();
         (!quiet).then_some(OnnxError::Nodes { unsupported, problems })

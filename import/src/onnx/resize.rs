@@ -18,7 +18,7 @@ struct Change {
     scale: f64,
 }
 
-pub fn upsample(c: &mut Call) -> One {
+pub(crate) fn upsample(c: &mut Call) -> One {
     let x = c.x(0)?;
     let scales = match c.floats_opt("scales")? {
         Some(scales) => scales,
@@ -36,7 +36,7 @@ pub fn upsample(c: &mut Call) -> One {
     )
 }
 
-pub fn resize(c: &mut Call) -> One {
+pub(crate) fn resize(c: &mut Call) -> One {
     let x = c.x(0)?;
     let rank = c.rank(x);
     let dims: Vec<usize> = match c.ints_opt("axes")? {

@@ -29,12 +29,12 @@ const SEQUENCE: u64 = 128;
 const IMAGE: u64 = 224;
 
 impl<'o> Sizes<'o> {
-    pub fn new(said: &'o [(String, u64)]) -> Self {
+    pub(crate) fn new(said: &'o [(String, u64)]) -> Self {
         Sizes { said, found: Vec::new() }
     }
 
     /// The type of an input.
-    pub fn type_of(&mut self, input: &proto::ValueInfo) -> Result<TensorType, OnnxError> {
+    pub(crate) fn type_of(&mut self, input: &proto::ValueInfo) -> Result<TensorType, OnnxError> {
         let name = || input.name.clone();
         let tensor = input.ty.as_ref().and_then(|ty| ty.tensor.as_ref());
         let tensor = tensor.ok_or_else(|| OnnxError::InputKind { name: name() })?;
@@ -90,7 +90,7 @@ impl<'o> Sizes<'o> {
     }
 
     /// Checks that all stated sizes exist.
-    pub fn finish(self) -> Result<Vec<Size>, OnnxError> {
+    pub(crate) fn finish(self) -> Result<Vec<Size>, OnnxError> {
         let known = || self.found.iter().map(|size| size.name.clone()).collect();
         match self.said.iter().find(|(name, _)| !self.found.iter().any(|size| size.name == *name)) {
             Some((name, _)) => Err(OnnxError::UnknownSize { name: name.clone(), known: known() }),

@@ -37,7 +37,7 @@ pub struct External {
 }
 
 /// The element type with this number in `TensorProto.DataType`.
-pub fn dtype_of(number: i32) -> Result<DType, TensorError> {
+pub(crate) fn dtype_of(number: i32) -> Result<DType, TensorError> {
     Ok(match number {
         1 => DType::F32,
         2 => DType::U8,
@@ -66,7 +66,7 @@ pub fn dtype_of(number: i32) -> Result<DType, TensorError> {
 }
 
 /// The type of a tensor. Its data may be missing.
-pub fn type_of(tensor: &proto::Tensor) -> Result<TensorType, TensorError> {
+pub(crate) fn type_of(tensor: &proto::Tensor) -> Result<TensorType, TensorError> {
     let size = |&d: &i64| u64::try_from(d).map_err(|_| TensorError::Size(d));
     let shape = tensor.dims.iter().map(size).collect::<Result<Vec<u64>, _>>()?;
     let ty = TensorType::new(dtype_of(tensor.data_type)?, shape);
@@ -74,7 +74,7 @@ pub fn type_of(tensor: &proto::Tensor) -> Result<TensorType, TensorError> {
 }
 
 /// Returns true if the elements are in the file itself. Stripped files have neither data nor its position.
-pub fn has_data(tensor: &proto::Tensor) -> bool {
+pub(crate) fn has_data(tensor: &proto::Tensor) -> bool {
     let elements = [
         tensor.raw_data.len(),
         tensor.float_data.len(),
@@ -87,7 +87,7 @@ pub fn has_data(tensor: &proto::Tensor) -> bool {
 }
 
 /// The tensor with its elements.
-pub fn elements_of(tensor: &proto::Tensor) -> Result<Tensor, TensorError> {
+pub(crate) fn elements_of(tensor: &proto::Tensor) -> Result<Tensor, TensorError> {
     let ty = type_of(tensor)?;
     if tensor.data_location != 0 {
         return Err(TensorError::External);
@@ -120,14 +120,14 @@ fn packed(dtype: DType) -> u64 {
 }
 
 /// Checks that the number of bytes matches a tensor of this type.
-pub fn check_raw(ty: &TensorType, bytes: &[u8]) -> Result<(), TensorError> {
+pub(crate) fn check_raw(ty: &TensorType, bytes: &[u8]) -> Result<(), TensorError> {
     let expected = ty.elements().div_ceil(packed(ty.dtype)).saturating_mul(ty.dtype.bytes());
     let found = bytes.len() as u64;
     if found == expected { Ok(()) } else { Err(TensorError::Length { expected, found }) }
 }
 
 /// Decodes elements from little-endian bytes. Those narrower than a byte are packed, the first one in the lowest bits.
-pub fn from_raw(ty: TensorType, bytes: &[u8]) -> Result<Tensor, TensorError> {
+pub(crate) fn from_raw(ty: TensorType, bytes: &[u8]) -> Result<Tensor, TensorError> {
     let dtype = ty.dtype;
     check_raw(&ty, bytes)?;
     let packed = packed(dtype);
@@ -143,7 +143,7 @@ pub fn from_raw(ty: TensorType, bytes: &[u8]) -> Result<Tensor, TensorError> {
 }
 
 /// The position of a tensor's data, if it is in another file. Paths out of the model's folder are refused.
-pub fn external_of(tensor: &proto::Tensor) -> Result<Option<External>, TensorError> {
+pub(crate) fn external_of(tensor: &proto::Tensor) -> Result<Option<External>, TensorError> {
     if tensor.data_location == 0 {
         return Ok(None);
     }

@@ -19,13 +19,13 @@ pub(super) enum LocationNode<'a> {
 
 impl<'a> Parser<'a> {
     /// `{a = 1, "b.c" = @d, unit}`.
-    pub fn attribute_dictionary(&mut self) -> Result<Attributes<'a>, ParseError> {
+    pub(crate) fn attribute_dictionary(&mut self) -> Result<Attributes<'a>, ParseError> {
         self.expect(b'{', "'{'")?;
         self.attribute_list(b'}', true)
     }
 
     /// Parses `key = value` pairs through the closing byte.
-    pub fn attribute_list(&mut self, close: u8, typed: bool) -> Result<Attributes<'a>, ParseError> {
+    pub(crate) fn attribute_list(&mut self, close: u8, typed: bool) -> Result<Attributes<'a>, ParseError> {
         let mut attributes = Vec::new();
         self.enter()?;
         while !self.eat(close)? {
@@ -45,7 +45,7 @@ impl<'a> Parser<'a> {
 
     /// Parses one attribute. `typed` says whether numbers and strings may be followed by `: type`; in an op's
     /// own syntax a colon after a number begins the type of the op.
-    pub fn attribute(&mut self, typed: bool) -> Result<Attribute<'a>, ParseError> {
+    pub(crate) fn attribute(&mut self, typed: bool) -> Result<Attribute<'a>, ParseError> {
         self.enter()?;
         let attribute = self.attribute_inside(typed)?;
         self.leave();
@@ -203,7 +203,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]` into the fields of the raw form.
-    pub fn convolution_labels(&mut self) -> Result<Attribute<'a>, ParseError> {
+    pub(crate) fn convolution_labels(&mut self) -> Result<Attribute<'a>, ParseError> {
         let mut fields = Vec::new();
         self.labels(
             &mut fields,
@@ -402,7 +402,7 @@ impl<'a> Parser<'a> {
     }
 
     /// The value of `digits`, the text of the current token; at most 64 bits.
-    pub fn integer(&self, digits: &str) -> Result<i128, ParseError> {
+    pub(crate) fn integer(&self, digits: &str) -> Result<i128, ParseError> {
         let value = match digits.strip_prefix("0x") {
             Some(hex) => u64::from_str_radix(hex, 16),
             None => digits.parse::<u64>(),
@@ -413,7 +413,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    pub fn ty(&mut self) -> Result<Type<'a>, ParseError> {
+    pub(crate) fn ty(&mut self) -> Result<Type<'a>, ParseError> {
         self.enter()?;
         let ty = self.type_inside()?;
         self.leave();
@@ -454,7 +454,7 @@ impl<'a> Parser<'a> {
     }
 
     /// `(operands) -> results`.
-    pub fn function_type(&mut self) -> Result<(Vec<Type<'a>>, Vec<Type<'a>>), ParseError> {
+    pub(crate) fn function_type(&mut self) -> Result<(Vec<Type<'a>>, Vec<Type<'a>>), ParseError> {
         let operands = self.type_list()?;
         self.expect_arrow()?;
         let results = self.result_types()?;
@@ -462,7 +462,7 @@ impl<'a> Parser<'a> {
     }
 
     /// One type, or several in parentheses.
-    pub fn result_types(&mut self) -> Result<Vec<Type<'a>>, ParseError> {
+    pub(crate) fn result_types(&mut self) -> Result<Vec<Type<'a>>, ParseError> {
         match self.at(b'(') {
             true => self.type_list(),
             false => Ok(vec![self.ty()?]),
@@ -522,14 +522,14 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `loc(...)` if it comes next.
-    pub fn optional_location(&mut self) -> Result<Option<LocationId>, ParseError> {
+    pub(crate) fn optional_location(&mut self) -> Result<Option<LocationId>, ParseError> {
         match self.current.token {
             Token::Word("loc") => self.location().map(Some),
             _ => Ok(None),
         }
     }
 
-    pub fn location(&mut self) -> Result<LocationId, ParseError> {
+    pub(crate) fn location(&mut self) -> Result<LocationId, ParseError> {
         self.advance()?;
         self.expect(b'(', "'('")?;
         let location = self.location_body()?;
@@ -630,7 +630,7 @@ impl<'a> Parser<'a> {
     }
 
     /// The name of each location, with aliases resolved.
-    pub fn location_names(&self) -> Vec<Option<Cow<'a, str>>> {
+    pub(crate) fn location_names(&self) -> Vec<Option<Cow<'a, str>>> {
         let mut names = vec![None; self.locations.len()];
         let mut done = vec![false; self.locations.len()];
         for index in 0..self.locations.len() {

@@ -55,7 +55,55 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.arrays(|g| if complex { k::parts(g, x) } else { k::of_real(g, x) })
     }
 
-    pub fn complex_op(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+    fn compared(&mut self, operation: &Operation<'_>, x: Pair, y: Pair) -> Result<ValueId, Reject> {
+        let (direction, both) = match operation.attribute("comparison_direction").and_then(Attribute::as_word) {
+            Some("EQ") => (Direction::Eq, Binary::And),
+            Some("NE") => (Direction::Ne, Binary::Or),
+            _ => return Err(UNSUPPORTED),
+        };
+        self.arrays(|g| {
+            let (re, im) = (a::compare(g, direction, x[0], y[0])?, a::compare(g, direction, x[1], y[1])?);
+            a::binary(g, both, re, im)
+        })
+    }
+
+    fn complex_product(&mut self, operation: &'t Operation<'a>, x: Pair, y: Pair) -> Result<Pair, Reject> {
+        let product = |c: &mut Self, x, y| Ok::<_, Reject>(c.dot(operation, &[x, y])?[0]);
+        let (rr, ii) = (product(self, x[0], y[0])?, product(self, x[1], y[1])?);
+        let (ri, ir) = (product(self, x[0], y[1])?, product(self, x[1], y[0])?);
+        Ok([self.binary(Binary::Subtract, rr, ii)?, self.binary(Binary::Add, ri, ir)?])
+    }
+
+    /// Applies an op to each part alike.
+    fn by_parts(
+        &mut self,
+        operation: &'t Operation<'a>,
+        operands: &[ValueId],
+        scope: &Scope<'_, 't>,
+    ) -> Result<Pair, Reject> {
+        let mut parts = Vec::with_capacity(2);
+        let pairs: Vec<Pair> = (0..operands.len())
+            .map(|at| match operation.operand_types.get(at).is_some_and(is_complex) {
+                true => self.pair(operation, operands, at),
+                false => Ok([operands[at]; 2]),
+            })
+            .collect::<Result<_, _>>()?;
+        for part in 0..2 {
+            let own: Vec<ValueId> = pairs.iter().map(|pair| pair[part]).collect();
+            match self.lower_real(operation, &own, scope)?.as_slice() {
+                [only] => parts.push(*only),
+                _ => return Err(UNSUPPORTED),
+            }
+        }
+        Ok([parts[0], parts[1]])
+    }
+
+    pub(crate) fn complex_op(
+        &mut self,
+        operation: &'t Operation<'a>,
+        operands: &[ValueId],
+        scope: &Scope<'_, 't>,
+    ) -> Lowered {
         let joined = |c: &mut Self, pair: Pair| Ok(vec![c.arrays(|g| k::join(g, pair))?]);
         let x = |c: &mut Self| c.pair(operation, operands, 0);
         let pair = match operation.name {
@@ -99,17 +147,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
             "compare" => {
                 let (x, y) = (x(self)?, self.pair(operation, operands, 1)?);
-                let direction = match operation.attribute("comparison_direction").and_then(Attribute::as_word) {
-                    Some("EQ") => Direction::Eq,
-                    Some("NE") => Direction::Ne,
-                    _ => return Err(UNSUPPORTED),
-                };
-                let both = if direction == Direction::Eq { Binary::And } else { Binary::Or };
-                let result = self.arrays(|g| {
-                    let (re, im) = (a::compare(g, direction, x[0], y[0])?, a::compare(g, direction, x[1], y[1])?);
-                    a::binary(g, both, re, im)
-                })?;
-                return Ok(vec![result]);
+                return Ok(vec![self.compared(operation, x, y)?]);
             }
             "select" => {
                 let [predicate, ..] = exactly::<3>(operands)?;
@@ -129,10 +167,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
             "dot_general" | "dot" => {
                 let (x, y) = (x(self)?, self.pair(operation, operands, 1)?);
-                let product = |c: &mut Self, x, y| Ok::<_, Reject>(c.dot(operation, &[x, y])?[0]);
-                let (rr, ii) = (product(self, x[0], y[0])?, product(self, x[1], y[1])?);
-                let (ri, ir) = (product(self, x[0], y[1])?, product(self, x[1], y[0])?);
-                [self.binary(Binary::Subtract, rr, ii)?, self.binary(Binary::Add, ri, ir)?]
+                self.complex_product(operation, x, y)?
             }
             "reduce" => self.complex_sum(operation, operands)?,
             "fft" => return self.fft(operation, operands),
@@ -145,23 +180,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             | "gather"
             | "dynamic_slice"
             | "dynamic_update_slice"
-            | "scatter" => {
-                let mut parts = Vec::with_capacity(2);
-                let pairs: Vec<Pair> = (0..operands.len())
-                    .map(|at| match operation.operand_types.get(at).is_some_and(is_complex) {
-                        true => self.pair(operation, operands, at),
-                        false => Ok([operands[at]; 2]),
-                    })
-                    .collect::<Result<_, _>>()?;
-                for part in 0..2 {
-                    let own: Vec<ValueId> = pairs.iter().map(|pair| pair[part]).collect();
-                    match self.lower_real(operation, &own, scope)?.as_slice() {
-                        [only] => parts.push(*only),
-                        _ => return Err(UNSUPPORTED),
-                    }
-                }
-                [parts[0], parts[1]]
-            }
+            | "scatter" => self.by_parts(operation, operands, scope)?,
             _ => return Err(UNSUPPORTED),
         };
         joined(self, pair)
@@ -199,7 +218,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 "FFT" | "IFFT" => {
                     let inverse = kind == "IFFT";
                     for dim in first..rank {
-                        pair = fourier(g, (pair[0], Some(pair[1])), dim, inverse)?;
+                        pair = fourier(g, pair, dim, inverse)?;
                     }
                     let pair = k::scaled_by(g, pair, if inverse { 1.0 / total as f64 } else { 1.0 })?;
                     Some(k::join(g, pair)?)
@@ -207,13 +226,13 @@ impl<'t, 'a> Converter<'t, 'a> {
                 "RFFT" => {
                     pair = real_fourier(g, pair[0], rank - 1)?;
                     for dim in first..rank - 1 {
-                        pair = fourier(g, (pair[0], Some(pair[1])), dim, false)?;
+                        pair = fourier(g, pair, dim, false)?;
                     }
                     Some(k::join(g, pair)?)
                 }
                 "IRFFT" => {
                     for dim in first..rank - 1 {
-                        pair = fourier(g, (pair[0], Some(pair[1])), dim, true)?;
+                        pair = fourier(g, pair, dim, true)?;
                     }
                     let y = real_inverse(g, pair, rank - 1, last)?;
                     Some(a::with_number(g, Binary::Multiply, y, 1.0 / total as f64)?)

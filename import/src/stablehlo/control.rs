@@ -15,7 +15,12 @@ use altiplano_ir::types::TensorType;
 
 impl<'t, 'a> Converter<'t, 'a> {
     /// Runs the body on the carried values while the condition holds.
-    pub fn while_loop(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+    pub(crate) fn while_loop(
+        &mut self,
+        operation: &'t Operation<'a>,
+        operands: &[ValueId],
+        scope: &Scope<'_, 't>,
+    ) -> Lowered {
         let [condition, body] = regions(operation)?;
         let mut carried = operands.to_vec();
         loop {
@@ -113,7 +118,7 @@ impl<'t, 'a> Converter<'t, 'a> {
 
     /// Lowers an op of a region that is applied to tensors of this shape. The tensors stand where the text has
     /// scalars.
-    pub fn lower_lifted(
+    pub(crate) fn lower_lifted(
         &mut self,
         operation: &'t Operation<'a>,
         operands: &[ValueId],

@@ -23,7 +23,7 @@ use altiplano_ir::types::TensorType;
 
 /// The maximum number of ops in a module after calls are inlined and loops unrolled. It is ten times the ops of
 /// a training step of a thousand layers, and about a gigabyte of nodes.
-pub const MAX_OPERATIONS: u64 = 4_000_000;
+pub(crate) const MAX_OPERATIONS: u64 = 4_000_000;
 
 /// A graph read from StableHLO.
 #[derive(Debug, Clone, PartialEq)]
@@ -259,7 +259,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(known)
     }
 
-    pub fn inline_body(
+    pub(crate) fn inline_body(
         &mut self,
         function: &'t Function<'a>,
         arguments: Vec<ValueId>,
@@ -458,12 +458,12 @@ impl<'t, 'a> Converter<'t, 'a> {
         placeholder.is_some_and(|placeholder| !placeholder.typed && !placeholder.opaque)
     }
 
-    pub fn is_opaque(&self, value: ValueId) -> bool {
+    pub(crate) fn is_opaque(&self, value: ValueId) -> bool {
         self.placeholders.get(&value).is_some_and(|placeholder| placeholder.opaque)
     }
 
     /// True if the text has an error, so that the import can only end in a list of errors.
-    pub fn is_refused(&self) -> bool {
+    pub(crate) fn is_refused(&self) -> bool {
         !self.problems.is_empty()
     }
 
@@ -520,7 +520,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// A token, or a tuple of these values.
-    pub fn opaque(&mut self, operands: &[ValueId]) -> ValueId {
+    pub(crate) fn opaque(&mut self, operands: &[ValueId]) -> ValueId {
         let placeholder = Placeholder { op: None, typed: false, opaque: true };
         self.pseudo(TensorType::scalar(DType::Bool), operands, placeholder)
     }

@@ -30,7 +30,7 @@ impl Converter<'_, '_> {
     }
 
     /// Applies a named function of one value.
-    pub fn function_named(&mut self, name: &str, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn function_named(&mut self, name: &str, operands: &[ValueId]) -> Lowered {
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
             let [x] = exactly(operands)?;
             return Ok(vec![self.unary(unary, x)?]);

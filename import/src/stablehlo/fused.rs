@@ -19,7 +19,7 @@ const TRAINED: Reject =
 
 impl Converter<'_, '_> {
     /// Lowers attention whose queries, keys, values and result are `[batch, heads, positions, features]`.
-    pub fn flash_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn flash_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
         let kernel = operation.attribute("kernel_name").and_then(Attribute::as_word).unwrap_or_default();
         if !kernel.contains("flash_attention") {
             return Err(Reject::Unsupported(""));
@@ -41,7 +41,7 @@ impl Converter<'_, '_> {
 
     /// Lowers attention on `[batch, positions, heads, features]`, or on heads before positions. The result has
     /// heads before positions.
-    pub fn cudnn_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn cudnn_attention(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
         let target = operation.attribute("call_target_name").and_then(Attribute::as_word).unwrap_or_default();
         if target.ends_with("Backward") {
             return Err(TRAINED);

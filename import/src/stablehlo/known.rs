@@ -25,18 +25,18 @@ pub(super) struct Knowledge {
 
 impl Knowledge {
     /// Records a node. Must be called for each appended node, in order.
-    pub fn note(&mut self, node: &Node) {
+    pub(crate) fn note(&mut self, node: &Node) {
         let small = node.ty.elements() <= MOST_ELEMENTS;
         let known = small && !node.op.is_leaf() && node.operands.iter().all(|o| self.follows[o.index()]);
         self.follows.push(known);
     }
 
-    pub fn follows(&self, value: ValueId) -> bool {
+    pub(crate) fn follows(&self, value: ValueId) -> bool {
         self.follows[value.index()]
     }
 
     /// Records the elements of the last node, which cannot be evaluated by its op.
-    pub fn note_value(&mut self, value: ValueId, tensor: Tensor) {
+    pub(crate) fn note_value(&mut self, value: ValueId, tensor: Tensor) {
         self.follows[value.index()] = true;
         self.values.insert(value, Rc::new(tensor));
     }
@@ -75,7 +75,7 @@ impl Converter<'_, '_> {
     }
 
     /// The only element of a known scalar.
-    pub fn known_scalar(&mut self, value: ValueId) -> Option<f64> {
+    pub(crate) fn known_scalar(&mut self, value: ValueId) -> Option<f64> {
         match self.known(value)?.data.as_slice() {
             [only] => Some(*only),
             _ => None,
@@ -83,7 +83,7 @@ impl Converter<'_, '_> {
     }
 
     /// Known integers, row major.
-    pub fn known_ints(&mut self, value: ValueId) -> Option<Vec<i64>> {
+    pub(crate) fn known_ints(&mut self, value: ValueId) -> Option<Vec<i64>> {
         if self.graph.ty(value).dtype.is_float() {
             return None;
         }
@@ -121,7 +121,7 @@ impl Converter<'_, '_> {
     /// with one of `n` elements. This needs ops that compute each element by itself; other ops give `None`. A
     /// single element also replaces tensors that are repeated to `shape`. If `shape` is empty, tensors keep
     /// their shapes.
-    pub fn elements_of(
+    pub(crate) fn elements_of(
         &self,
         value: ValueId,
         given: &BTreeMap<ValueId, Vec<f64>>,

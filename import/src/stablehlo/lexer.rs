@@ -83,30 +83,30 @@ pub(super) struct Lexer<'a> {
 }
 
 impl<'a> Lexer<'a> {
-    pub fn new(text: &'a str) -> Self {
+    pub(crate) fn new(text: &'a str) -> Self {
         Lexer { text, position: 0, line: 1, line_start: 0 }
     }
 
     /// Continues at `position`, which must be on the current line.
-    pub fn seek(&mut self, position: usize) {
+    pub(crate) fn seek(&mut self, position: usize) {
         self.position = position;
     }
 
-    pub fn slice(&self, start: usize, end: usize) -> &'a str {
+    pub(crate) fn slice(&self, start: usize, end: usize) -> &'a str {
         self.text.get(start..end).unwrap_or("")
     }
 
-    pub fn byte(&self, position: usize) -> u8 {
+    pub(crate) fn byte(&self, position: usize) -> u8 {
         // Zero is not an MLIR character, so it can mark the end of the text.
         self.text.as_bytes().get(position).copied().unwrap_or(0)
     }
 
-    pub fn place(&self, position: usize) -> Place {
+    pub(crate) fn place(&self, position: usize) -> Place {
         let column = position.saturating_sub(self.line_start) + 1;
         Place { line: self.line, column: u32::try_from(column).unwrap_or(u32::MAX) }
     }
 
-    pub fn next(&mut self) -> Result<Lexed<'a>, ParseError> {
+    pub(crate) fn next(&mut self) -> Result<Lexed<'a>, ParseError> {
         self.skip_blank();
         let start = self.position;
         let place = self.place(start);
@@ -140,7 +140,7 @@ impl<'a> Lexer<'a> {
     }
 
     /// The number of decimal digits at `position`.
-    pub fn digits(&self, position: usize) -> usize {
+    pub(crate) fn digits(&self, position: usize) -> usize {
         self.run(position, |byte| byte.is_ascii_digit()) - position
     }
 
@@ -250,7 +250,7 @@ fn is_word(byte: u8) -> bool {
 
 impl Token<'_> {
     /// The name of this token in error messages. Long tokens are truncated.
-    pub fn describe(&self) -> Box<str> {
+    pub(crate) fn describe(&self) -> Box<str> {
         let (sigil, name) = match *self {
             Token::Word(name) | Token::Integer(name) | Token::Float(name) => ("", name),
             Token::Value(name) => ("%", name),

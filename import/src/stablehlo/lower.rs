@@ -33,7 +33,12 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// [`Self::lower`] for a StableHLO op on real numbers.
-    pub fn lower_op(&mut self, operation: &'t Operation<'a>, operands: &[ValueId], scope: &Scope<'_, 't>) -> Lowered {
+    pub(crate) fn lower_op(
+        &mut self,
+        operation: &'t Operation<'a>,
+        operands: &[ValueId],
+        scope: &Scope<'_, 't>,
+    ) -> Lowered {
         let name = operation.name;
         if let Some(unary) = Unary::ALL.into_iter().find(|unary| unary.name() == name) {
             let [x] = exactly(operands)?;

@@ -40,7 +40,7 @@ mod parse_tests;
 #[cfg(test)]
 mod spellings_tests;
 
-pub use convert::{Argument, Imported, MAX_OPERATIONS, Note, import, import_with};
+pub use convert::{Argument, Imported, Note, import, import_with};
 pub use lexer::{ParseError, Place};
 pub use parse::parse;
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};

@@ -67,22 +67,22 @@ impl<'a> Parser<'a> {
         })
     }
 
-    pub fn advance(&mut self) -> Result<(), ParseError> {
+    pub(crate) fn advance(&mut self) -> Result<(), ParseError> {
         self.previous_end = self.current.end;
         self.current = self.lexer.next()?;
         Ok(())
     }
 
-    pub fn at(&self, byte: u8) -> bool {
+    pub(crate) fn at(&self, byte: u8) -> bool {
         self.current.token == Token::Punctuation(byte)
     }
 
-    pub fn at_word(&self, word: &str) -> bool {
+    pub(crate) fn at_word(&self, word: &str) -> bool {
         self.current.token == Token::Word(word)
     }
 
     /// Takes the punctuation if it is next; returns true if it was.
-    pub fn eat(&mut self, byte: u8) -> Result<bool, ParseError> {
+    pub(crate) fn eat(&mut self, byte: u8) -> Result<bool, ParseError> {
         let found = self.at(byte);
         if found {
             self.advance()?;
@@ -90,7 +90,7 @@ impl<'a> Parser<'a> {
         Ok(found)
     }
 
-    pub fn eat_word(&mut self, word: &str) -> Result<bool, ParseError> {
+    pub(crate) fn eat_word(&mut self, word: &str) -> Result<bool, ParseError> {
         let found = self.at_word(word);
         if found {
             self.advance()?;
@@ -98,14 +98,14 @@ impl<'a> Parser<'a> {
         Ok(found)
     }
 
-    pub fn expect(&mut self, byte: u8, expected: &'static str) -> Result<(), ParseError> {
+    pub(crate) fn expect(&mut self, byte: u8, expected: &'static str) -> Result<(), ParseError> {
         match self.eat(byte)? {
             true => Ok(()),
             false => Err(self.expected(expected)),
         }
     }
 
-    pub fn expect_arrow(&mut self) -> Result<(), ParseError> {
+    pub(crate) fn expect_arrow(&mut self) -> Result<(), ParseError> {
         match self.current.token {
             Token::Arrow => self.advance(),
             _ => Err(self.expected("'->'")),
@@ -113,7 +113,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses the separator after an item of a list: a comma, or the closing byte, which is not consumed.
-    pub fn separator(&mut self, close: u8) -> Result<(), ParseError> {
+    pub(crate) fn separator(&mut self, close: u8) -> Result<(), ParseError> {
         if self.at(close) || self.eat(b',')? {
             return Ok(());
         }
@@ -125,13 +125,13 @@ impl<'a> Parser<'a> {
         }))
     }
 
-    pub fn expected(&self, expected: &'static str) -> ParseError {
+    pub(crate) fn expected(&self, expected: &'static str) -> ParseError {
         let Lexed { token, place, .. } = &self.current;
         ParseError::Expected { place: *place, expected, found: token.describe() }
     }
 
     /// Enters a nesting level. `leave` undoes it, unless there is an error.
-    pub fn enter(&mut self) -> Result<(), ParseError> {
+    pub(crate) fn enter(&mut self) -> Result<(), ParseError> {
         self.depth += 1;
         match self.depth > MAX_DEPTH {
             true => Err(ParseError::TooDeep { place: self.current.place }),
@@ -139,11 +139,11 @@ impl<'a> Parser<'a> {
         }
     }
 
-    pub fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         self.depth -= 1;
     }
 
-    pub fn word(&mut self) -> Result<&'a str, ParseError> {
+    pub(crate) fn word(&mut self) -> Result<&'a str, ParseError> {
         match self.current.token {
             Token::Word(word) => {
                 self.advance()?;
@@ -153,7 +153,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    pub fn symbol(&mut self) -> Result<&'a str, ParseError> {
+    pub(crate) fn symbol(&mut self) -> Result<&'a str, ParseError> {
         match self.current.token {
             Token::Symbol(name) => {
                 self.advance()?;
@@ -164,7 +164,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `@name`. Of `@outer::@inner`, returns the last name.
-    pub fn symbol_path(&mut self) -> Result<Cow<'a, str>, ParseError> {
+    pub(crate) fn symbol_path(&mut self) -> Result<Cow<'a, str>, ParseError> {
         let mut name = self.symbol()?;
         while self.at(b':') && self.lexer.byte(self.current.end) == b':' {
             self.advance()?;
@@ -175,7 +175,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Skips from an opening bracket to its closing bracket, and returns the text including both.
-    pub fn balanced(&mut self) -> Result<&'a str, ParseError> {
+    pub(crate) fn balanced(&mut self) -> Result<&'a str, ParseError> {
         let start = self.current.start;
         let mut open = Vec::new();
         loop {
@@ -363,7 +363,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `(%arg0: tensor<f32> {attributes} loc("name"), ...)`. Declarations omit the names.
-    pub fn arguments(&mut self) -> Result<Vec<Argument<'a>>, ParseError> {
+    pub(crate) fn arguments(&mut self) -> Result<Vec<Argument<'a>>, ParseError> {
         self.expect(b'(', "'('")?;
         let mut arguments = Vec::new();
         while !self.eat(b')')? {
@@ -384,7 +384,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `{ ops }`, or `{ ^bb0(%arg: type): ops }` if the block names its arguments itself.
-    pub fn region(&mut self, mut arguments: Vec<Argument<'a>>) -> Result<Region<'a>, ParseError> {
+    pub(crate) fn region(&mut self, mut arguments: Vec<Argument<'a>>) -> Result<Region<'a>, ParseError> {
         self.enter()?;
         self.expect(b'{', "'{'")?;
         if let Token::Caret(_) = self.current.token {
@@ -468,7 +468,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses operands through the closing byte.
-    pub fn operands(&mut self, close: u8) -> Result<Vec<Operand<'a>>, ParseError> {
+    pub(crate) fn operands(&mut self, close: u8) -> Result<Vec<Operand<'a>>, ParseError> {
         let mut operands = Vec::new();
         while !self.eat(close)? {
             operands.push(self.operand()?);
@@ -477,7 +477,7 @@ impl<'a> Parser<'a> {
         Ok(operands)
     }
 
-    pub fn operand(&mut self) -> Result<Operand<'a>, ParseError> {
+    pub(crate) fn operand(&mut self) -> Result<Operand<'a>, ParseError> {
         let Lexed { token: Token::Value(name), place, .. } = self.current else {
             return Err(self.expected("a value '%name'"));
         };

@@ -12,7 +12,7 @@ use super::parse::{Parser, named, new_operation};
 use super::syntax::{Argument, Attribute, Attributes, Operand, Operation};
 
 impl<'a> Parser<'a> {
-    pub fn pretty_operation(&mut self, name: &'a str) -> Result<Operation<'a>, ParseError> {
+    pub(crate) fn pretty_operation(&mut self, name: &'a str) -> Result<Operation<'a>, ParseError> {
         let mut operation = new_operation(name, self.current.place);
         self.advance()?;
         match name {

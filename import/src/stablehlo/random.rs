@@ -32,7 +32,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// True if the function takes two words of a key and two of a counter, and returns both words of
     /// Threefry-2x32. It is converted once on stand-ins and tested on a few inputs; 128 equal bits are not a
     /// coincidence.
-    pub fn is_threefry(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
+    pub(crate) fn is_threefry(&mut self, function: &'t Function<'a>) -> Result<bool, ImportError> {
         let types = |list: Vec<&super::syntax::Type>| -> Option<Vec<TensorType>> {
             let types: Option<Vec<TensorType>> = list.into_iter().map(super::literal::tensor_type).collect();
             types.filter(|types| types.iter().all(|ty| ty.dtype == DType::U32))
@@ -100,7 +100,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     ///
     /// All algorithms use Threefry-2x32 in counter mode. The bits of `THREE_FRY` and `PHILOX` therefore differ
     /// from those of a given XLA version; `DEFAULT` leaves the choice open anyway.
-    pub fn random_bits(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn random_bits(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [state] = exactly(operands)?;
         let [_, result] = operation.result_types.as_slice() else {
             return Err(Reject::Invalid(super::report::ProblemKind::ResultCount {

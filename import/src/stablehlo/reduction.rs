@@ -207,7 +207,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// Applies the region to the initial values and the reduced values.
-    pub fn apply_inits(
+    pub(crate) fn apply_inits(
         &mut self,
         operation: &'t Operation<'a>,
         region: &'t Region<'a>,
@@ -226,7 +226,7 @@ impl<'t, 'a> Converter<'t, 'a> {
 
     /// Checks that the second half of the operands are scalars of the types of the first half. Returns the
     /// length of a half.
-    pub fn check_inits(&self, operands: &[ValueId]) -> Result<usize, Reject> {
+    pub(crate) fn check_inits(&self, operands: &[ValueId]) -> Result<usize, Reject> {
         let n = operands.len() / 2;
         if n == 0 || operands.len() % 2 == 1 {
             return Err(count(2, operands.len()));
@@ -242,7 +242,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         Ok(n)
     }
 
-    pub fn with_init(&mut self, reducer: Reducer, reduced: ValueId, init: ValueId) -> Result<ValueId, Reject> {
+    pub(crate) fn with_init(&mut self, reducer: Reducer, reduced: ValueId, init: ValueId) -> Result<ValueId, Reject> {
         if self.is_neutral(reducer, init) {
             return Ok(reduced);
         }
@@ -250,7 +250,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.binary(reducer.combine(), reduced, init)
     }
 
-    pub fn is_neutral(&self, reducer: Reducer, init: ValueId) -> bool {
+    pub(crate) fn is_neutral(&self, reducer: Reducer, init: ValueId) -> bool {
         self.splat(init) == Some(reducer.neutral(self.graph.ty(init).dtype))
     }
 

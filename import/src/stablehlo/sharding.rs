@@ -53,14 +53,14 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// Lowers `custom_call @Sharding` with an attribute `mhlo.sharding`.
-    pub fn sharding_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn sharding_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
         self.pin_named(x, &operation.attributes);
         Ok(vec![x])
     }
 
     /// Adds pins from the annotations among the attributes of an argument or a result.
-    pub fn pin_named(&mut self, value: ValueId, attributes: &Attributes<'_>) {
+    pub(crate) fn pin_named(&mut self, value: ValueId, attributes: &Attributes<'_>) {
         for (name, attribute) in attributes {
             match (&**name, attribute) {
                 ("sdy.sharding", Attribute::Opaque(text)) => self.pin(value, text),

@@ -28,7 +28,7 @@ impl Converter<'_, '_> {
         })
     }
 
-    pub fn triangular_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn triangular_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let flag = |name: &str| operation.attribute(name) == Some(&Attribute::Bool(true));
         let turned = match operation.attribute("transpose_a").and_then(Attribute::as_word) {
             Some("TRANSPOSE" | "ADJOINT") => true,
@@ -57,7 +57,7 @@ impl Converter<'_, '_> {
     }
 
     /// The factor, and a status of zero, which means success.
-    pub fn lapack_cholesky(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn lapack_cholesky(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
         let factor = self.cholesky(x, letter(operation, "uplo") != Some('U'))?;
         let mut results = vec![factor];
@@ -68,7 +68,7 @@ impl Converter<'_, '_> {
         Ok(results)
     }
 
-    pub fn lapack_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
+    pub(crate) fn lapack_solve(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let is = |name, wanted| letter(operation, name) == Some(wanted);
         let system = System {
             left: is("side", 'L'),

@@ -126,17 +126,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         };
         let fits = |order: &[(usize, bool)], ignored: fn(f64, f64) -> bool| {
             (0..total).all(|pair| {
-                let of = |position: usize| (columns[position].0[pair], columns[position].1[pair]);
-                if (0..keys.len()).any(|position| ignored(of(position).0, of(position).1)) {
-                    return true;
-                }
-                let mut ordering = Ordering::Equal;
-                for &(position, descending) in order {
-                    let (left, right) = of(position);
-                    let this = compare(left, right);
-                    ordering = ordering.then(if descending { this.reverse() } else { this });
-                }
-                (less[pair] != 0.0) == (ordering == Ordering::Less)
+                let keys: Vec<(f64, f64)> = columns.iter().map(|(left, right)| (left[pair], right[pair])).collect();
+                keys.iter().any(|&(left, right)| ignored(left, right)) || (less[pair] != 0.0) == is_less(&keys, order)
             })
         };
         // Comparators that ignore NaN, or that order zeros by sign, still order all other numbers as the graph
@@ -188,6 +179,15 @@ impl<'t, 'a> Converter<'t, 'a> {
     pub fn iota(&mut self, ty: TensorType, dim: usize) -> Result<ValueId, Reject> {
         Ok(self.push(Op::Iota(Iota { ty, dim }), &[])?)
     }
+}
+
+/// Returns true if the left ones of these keys come first in an order of their positions, each with true if descending.
+fn is_less(keys: &[(f64, f64)], order: &[(usize, bool)]) -> bool {
+    let this = |&(position, descending): &(usize, bool)| {
+        let ordering = compare(keys[position].0, keys[position].1);
+        if descending { ordering.reverse() } else { ordering }
+    };
+    order.iter().map(this).fold(Ordering::Equal, Ordering::then) == Ordering::Less
 }
 
 /// The order of the graph's sort: NaN is greater than any number, and zeros are equal.

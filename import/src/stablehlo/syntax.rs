@@ -19,7 +19,7 @@ pub struct Module<'a> {
     pub location_names: Vec<Option<Cow<'a, str>>>,
 }
 
-/// Index into [`Module::location_names`].
+/// Index into `Module::location_names`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocationId(pub u32);
 
@@ -172,7 +172,7 @@ impl<'a> Module<'a> {
     }
 
     /// The name of a location, such as `jit(gpt)/dot_general` or `params['wte']`.
-    pub fn location_name(&self, location: Option<LocationId>) -> Option<&str> {
+    pub(crate) fn location_name(&self, location: Option<LocationId>) -> Option<&str> {
         let name = self.location_names.get(usize::try_from(location?.0).ok()?)?;
         name.as_deref()
     }
@@ -193,7 +193,7 @@ impl<'a> Operation<'a> {
 impl<'a> Region<'a> {
     /// `Some("add")` if the region only applies that op to its two arguments, in either order, and returns the
     /// result. All reducers are commutative, so the order is irrelevant.
-    pub fn applies(&self) -> Option<&'a str> {
+    pub(crate) fn applies(&self) -> Option<&'a str> {
         let [apply, end] = self.operations.as_slice() else {
             return None;
         };
@@ -233,7 +233,7 @@ impl<'a> Region<'a> {
     }
 }
 
-pub fn find<'t, 'a>(attributes: &'t Attributes<'a>, name: &str) -> Option<&'t Attribute<'a>> {
+pub(crate) fn find<'t, 'a>(attributes: &'t Attributes<'a>, name: &str) -> Option<&'t Attribute<'a>> {
     let direct = attributes.iter().find(|(key, _)| key == name);
     let nested = || {
         attributes.iter().find_map(|(_, value)| match value {
@@ -245,7 +245,7 @@ pub fn find<'t, 'a>(attributes: &'t Attributes<'a>, name: &str) -> Option<&'t At
 }
 
 impl Attribute<'_> {
-    pub fn as_int(&self) -> Option<i128> {
+    pub(crate) fn as_int(&self) -> Option<i128> {
         match self {
             Attribute::Int(value) => Some(*value),
             _ => None,
@@ -260,7 +260,7 @@ impl Attribute<'_> {
     }
 
     /// The word of an enum or a string or a symbol.
-    pub fn as_word(&self) -> Option<&str> {
+    pub(crate) fn as_word(&self) -> Option<&str> {
         match self {
             Attribute::Enum(word) => Some(word),
             Attribute::String(word) | Attribute::Symbol(word) => Some(word),
@@ -305,7 +305,7 @@ impl Attribute<'_> {
 
 impl Type<'_> {
     /// The number of elements of a tensor. `None` if a dimension is open or the number overflows.
-    pub fn num_elements(&self) -> Option<u64> {
+    fn num_elements(&self) -> Option<u64> {
         match self {
             Type::Tensor(TensorType { dims, ranked: true, .. }) => {
                 dims.iter().try_fold(1u64, |product, dim| product.checked_mul((*dim)?))
@@ -316,7 +316,7 @@ impl Type<'_> {
 }
 
 impl Scalar {
-    pub fn as_int(&self) -> Option<i128> {
+    pub(crate) fn as_int(&self) -> Option<i128> {
         match *self {
             Scalar::Bool(value) => Some(i128::from(value)),
             Scalar::Int(value) => Some(value),

@@ -6,6 +6,7 @@
 //! was written to its place. A loop of `n` iterations therefore costs `n` pieces, not `n` copies of the stack.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::rc::Rc;
 
 use super::convert::Converter;
@@ -52,7 +53,7 @@ const SHORT_CHAIN: usize = 16;
 const MOST_TABLE_PIECES: usize = 1 << 20;
 
 impl Updates {
-    pub fn resolved(&self, value: ValueId) -> Option<&Pieces> {
+    pub(crate) fn resolved(&self, value: ValueId) -> Option<&Pieces> {
         self.resolved.get(&value)
     }
 
@@ -65,7 +66,7 @@ impl Updates {
     fn pieces(
         &self,
         value: ValueId,
-        range: (u64, u64),
+        range: Range<u64>,
         steps: usize,
         known: bool,
         is_whole: impl Fn(ValueId) -> bool,
@@ -78,7 +79,12 @@ impl Updates {
         while !open.is_empty() {
             let update = self.updates.get(&at).filter(|u| u.dim == dim && (at == value || !is_whole(at)));
             let Some(&Update { base, update, start, size, .. }) = update else {
-                pieces.extend(open.drain(..).map(|(a, b)| Piece { at: a, source: at, from: a, size: b - a }));
+                pieces.extend(open.drain(..).map(|r| Piece {
+                    at: r.start,
+                    source: at,
+                    from: r.start,
+                    size: r.end - r.start,
+                }));
                 break;
             };
             // Cached pieces of an earlier tensor of the chain are reused.
@@ -91,14 +97,14 @@ impl Updates {
             }
             step += 1;
             let mut rest = Vec::with_capacity(open.len() + 1);
-            for (a, b) in open {
-                let (from, to) = (a.max(start), b.min(start + size));
+            for range in open {
+                let (from, to) = (range.start.max(start), range.end.min(start + size));
                 if from >= to {
-                    rest.push((a, b));
+                    rest.push(range);
                     continue;
                 }
                 pieces.push(Piece { at: from, source: update, from: from - start, size: to - from });
-                rest.extend([(a, from), (to, b)].into_iter().filter(|(a, b)| a < b));
+                rest.extend([range.start..from, to..range.end].into_iter().filter(|left| !left.is_empty()));
             }
             open = rest;
             at = base;
@@ -110,7 +116,7 @@ impl Updates {
 
 impl Pieces {
     /// Appends the concatenation. `renumbered` maps the pieces to values of this graph.
-    pub fn emit(&self, graph: &mut Graph, renumbered: &[ValueId], name: &str) -> ValueId {
+    pub(crate) fn emit(&self, graph: &mut Graph, renumbered: &[ValueId], name: &str) -> ValueId {
         let first = graph.len();
         let mut parts = Vec::with_capacity(self.pieces.len());
         for piece in &self.pieces {
@@ -186,15 +192,15 @@ impl Converter<'_, '_> {
     pub fn sliced(&mut self, x: ValueId, mut start: Vec<u64>, mut limit: Vec<u64>) -> Result<ValueId, Reject> {
         let mut x = x;
         while let Some(dim) = self.updates.dim(x) {
-            let range = (start[dim], limit[dim]);
+            let range = start[dim]..limit[dim];
             let pieces = match self.updates.tables.get(&x) {
-                Some(table) => Some(within(table, range)),
-                None => self.updates.pieces(x, range, SHORT_CHAIN, true, |_| false),
+                Some(table) => Some(within(table, range.clone())),
+                None => self.updates.pieces(x, range.clone(), SHORT_CHAIN, true, |_| false),
             };
             let pieces = match pieces {
                 Some(pieces) => pieces,
                 None => {
-                    let all = (0, self.graph.shape(x)[dim]);
+                    let all = 0..self.graph.shape(x)[dim];
                     let table = self.updates.pieces(x, all, usize::MAX, true, |_| false).unwrap_or_default();
                     if self.updates.table_pieces + table.len() > MOST_TABLE_PIECES {
                         self.updates.tables.clear();
@@ -220,7 +226,7 @@ impl Converter<'_, '_> {
 
     /// Marks the values that the outputs need, and turns each updated tensor that is used as a whole into a
     /// concatenation.
-    pub fn resolve_updates(&mut self) -> Vec<bool> {
+    pub(crate) fn resolve_updates(&mut self) -> Vec<bool> {
         let outputs = self.graph.outputs.clone();
         let mut reached = vec![false; self.graph.len()];
         outputs.iter().for_each(|o| reached[o.index()] = true);
@@ -247,7 +253,7 @@ impl Converter<'_, '_> {
                 self.graph.node(v).operands.iter().for_each(|o| live[o.index()] = true);
                 continue;
             };
-            let all = (0, self.graph.shape(v)[dim]);
+            let all = 0..self.graph.shape(v)[dim];
             let pieces = self.updates.pieces(v, all, usize::MAX, false, |at| whole.contains(&at)).unwrap_or_default();
             pieces.iter().for_each(|piece| live[piece.source.index()] = true);
             self.updates.resolved.insert(v, Pieces { dim, pieces });
@@ -257,12 +263,12 @@ impl Converter<'_, '_> {
 }
 
 /// The pieces of a table that lie in `range`.
-fn within(table: &[Piece], (from, to): (u64, u64)) -> Vec<Piece> {
-    let first = table.partition_point(|piece| piece.at + piece.size <= from);
-    let inside = table[first..].iter().take_while(|piece| piece.at < to);
+fn within(table: &[Piece], range: Range<u64>) -> Vec<Piece> {
+    let first = table.partition_point(|piece| piece.at + piece.size <= range.start);
+    let inside = table[first..].iter().take_while(|piece| piece.at < range.end);
     inside
         .map(|piece| {
-            let (a, b) = (piece.at.max(from), (piece.at + piece.size).min(to));
+            let (a, b) = (piece.at.max(range.start), (piece.at + piece.size).min(range.end));
             Piece { at: a, source: piece.source, from: piece.from + (a - piece.at), size: b - a }
         })
         .collect()

@@ -97,7 +97,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 return Ok(vec![self.with_init(reducer, sums, inits[0])?]);
             }
             let [region] = regions(operation)?;
-            let values = self.scan(operation, region, values, (dim, reverse), scope)?;
+            let values = self.scan(operation, region, values, dim, reverse, scope)?;
             return self.apply_inits(operation, region, inits, values, scope);
         }
         if let Some(reducer) = reducer {
@@ -171,7 +171,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         operation: &'t Operation<'a>,
         region: &'t Region<'a>,
         mut values: Vec<ValueId>,
-        (dim, reverse): (usize, bool),
+        dim: usize,
+        reverse: bool,
         scope: &Scope<'_, 't>,
     ) -> Lowered {
         let size = self.graph.shape(values[0])[dim];

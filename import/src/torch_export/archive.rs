@@ -1,6 +1,7 @@
 //! Reads entries of the zip archive. Writes nothing to disk, and limits the size of each entry by its use.
 
 use super::schema::{Payload, Payloads, Program, Size, TensorMeta};
+use crate::budget::{Budget, OutOfProportion};
 use altiplano_ir::json;
 use altiplano_ir::types::TensorType;
 use serde::de::DeserializeOwned;
@@ -8,11 +9,8 @@ use std::io::{Cursor, Read};
 use zip::ZipArchive;
 use zip::read::{ArchiveOffset, Config};
 
-/// The maximum number of bytes of JSON.
-const MAX_JSON: u64 = 1 << 30;
-
-/// The maximum number of bytes of a compressed tensor.
-const MAX_COMPRESSED: u64 = 1 << 32;
+/// Bytes of memory for a byte of JSON: a short entry of an object takes a node of a tree.
+const OF_JSON: u64 = 32;
 
 /// An error in an archive.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -27,8 +25,8 @@ pub enum ArchiveError {
     NoProgram(&'static str),
     #[error("it holds several programs ({0}); export one")]
     Several(Box<str>),
-    #[error("entry '{entry}' would be {bytes} bytes, more than can be read")]
-    TooLarge { entry: Box<str>, bytes: u64 },
+    #[error("entry '{entry}': {problem}")]
+    TooLarge { entry: Box<str>, problem: OutOfProportion },
     #[error("entry '{entry}' cannot be read: {problem}")]
     Entry { entry: Box<str>, problem: Box<str> },
     #[error("{entry}:{line}:{column}: {problem}")]
@@ -49,6 +47,7 @@ pub struct Archive<'b> {
     root: String,
     /// The entry with the program.
     program: String,
+    budget: Budget,
 }
 
 /// The values of a tensor in row-major order, as bytes.
@@ -105,7 +104,7 @@ impl<'b> Archive<'b> {
         let folder = program.rsplit_once('/').map_or("", |(folder, _)| folder);
         let root = folder.strip_suffix("models").unwrap_or(folder);
         let root = if root.is_empty() || root.ends_with('/') { root.to_string() } else { format!("{root}/") };
-        Ok(Archive { zip, names, root, program })
+        Ok(Archive { zip, names, root, program, budget: Budget::of(bytes.len()) })
     }
 
     pub fn program(&mut self) -> Result<Program, ArchiveError> {
@@ -114,7 +113,7 @@ impl<'b> Archive<'b> {
     }
 
     fn json<T: DeserializeOwned>(&mut self, entry: &str) -> Result<T, ArchiveError> {
-        let bytes = self.read(entry, MAX_JSON)?;
+        let bytes = self.read(entry, OF_JSON)?;
         serde_json::from_slice(&bytes).map_err(|error| ArchiveError::Json {
             entry: entry.into(),
             line: error.line(),
@@ -123,14 +122,13 @@ impl<'b> Archive<'b> {
         })
     }
 
-    /// The contents of an entry, of at most `most` bytes.
-    fn read(&mut self, entry: &str, most: u64) -> Result<Vec<u8>, ArchiveError> {
+    /// The contents of an entry, each byte of which takes `times` bytes of memory.
+    fn read(&mut self, entry: &str, times: u64) -> Result<Vec<u8>, ArchiveError> {
         let failed = |problem: String| ArchiveError::Entry { entry: entry.into(), problem: problem.into() };
         let file = self.zip.by_name(entry).map_err(|e| failed(e.to_string()))?;
         let declared = file.size();
-        if declared > most {
-            return Err(ArchiveError::TooLarge { entry: entry.into(), bytes: declared });
-        }
+        let charged = self.budget.charge(declared.saturating_mul(times));
+        charged.map_err(|problem| ArchiveError::TooLarge { entry: entry.into(), problem })?;
         // The declared size may be wrong. Reading one more byte detects a larger entry.
         let mut bytes = Vec::new();
         file.take(declared + 1).read_to_end(&mut bytes).map_err(|e| failed(e.to_string()))?;
@@ -140,24 +138,22 @@ impl<'b> Archive<'b> {
         Ok(bytes)
     }
 
-    /// The first bytes of an entry; `None` if it is shorter.
-    fn beginning(&mut self, entry: &str, bytes: u64) -> Result<Option<Vec<u8>>, ArchiveError> {
+    /// The first bytes of an entry, which take `memory` bytes with their copies; `None` if it is shorter.
+    fn beginning(&mut self, entry: &str, bytes: u64, memory: u64) -> Result<Option<Vec<u8>>, ArchiveError> {
         let failed = |problem: String| ArchiveError::Entry { entry: entry.into(), problem: problem.into() };
         let file = self.zip.by_name(entry).map_err(|e| failed(e.to_string()))?;
         if file.size() < bytes {
             return Ok(None);
         }
-        // PyTorch stores tensors uncompressed. The declared size of a compressed one cannot be trusted.
-        if file.compression() != zip::CompressionMethod::Stored && bytes > MAX_COMPRESSED {
-            return Err(ArchiveError::TooLarge { entry: entry.into(), bytes });
-        }
+        let charged = self.budget.charge(memory);
+        charged.map_err(|problem| ArchiveError::TooLarge { entry: entry.into(), problem })?;
         let mut all = Vec::new();
         file.take(bytes).read_to_end(&mut all).map_err(|e| failed(e.to_string()))?;
         Ok((all.len() as u64 == bytes).then_some(all))
     }
 
     /// The metadata of the tensors in a folder of `data/`; empty if the archive has none.
-    pub fn payloads(&mut self, kind: &str) -> Result<Payloads, ArchiveError> {
+    pub(crate) fn payloads(&mut self, kind: &str) -> Result<Payloads, ArchiveError> {
         let folder = format!("{}data/{kind}/", self.root);
         let is_config = |name: &&String| name.starts_with(&folder) && name.ends_with("_config.json");
         match self.names.iter().find(is_config).cloned() {
@@ -202,7 +198,8 @@ impl<'b> Archive<'b> {
         let needed = reach.and_then(|last| last.checked_add(1)?.checked_mul(width));
         let needed = needed.ok_or_else(|| problem("its strides go beyond any file"))?;
         let needed = if ty.elements() == 0 { 0 } else { needed };
-        let Some(all) = self.beginning(&entry, needed)? else {
+        // Repeated elements take memory here and not in the file, and several tensors may have one entry.
+        let Some(all) = self.beginning(&entry, needed, needed.saturating_add(ty.bytes()))? else {
             return Err(problem("it has fewer bytes than its type needs"));
         };
         let plain_order = strides == altiplano_ir::types::strides(&ty.shape) || ty.elements() == 0;

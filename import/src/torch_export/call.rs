@@ -78,7 +78,7 @@ pub struct Call<'c> {
 
 impl Call<'_> {
     /// Converts an argument of the file to an item.
-    pub fn item(argument: &Argument, environment: &Environment) -> Result<Item, Reject> {
+    pub(crate) fn item(argument: &Argument, environment: &Environment) -> Result<Item, Reject> {
         let malformed = || Reject::from(ProblemKind::Other("has an argument that cannot be read"));
         let Some((kind, value)) = argument.parts() else { return Ok(Item::None) };
         item(kind, value, environment)?.ok_or_else(malformed)
@@ -171,7 +171,7 @@ impl Call<'_> {
         self.get(name).is_some()
     }
 
-    pub fn is_tensor(&self, name: &str) -> bool {
+    pub(crate) fn is_tensor(&self, name: &str) -> bool {
         matches!(self.get(name), Some(Item::Tensor(_)))
     }
 
@@ -191,7 +191,7 @@ impl Call<'_> {
         self.read(tensor)
     }
 
-    pub fn maybe_tensor(&mut self, name: &str) -> Result<Option<ValueId>, Reject> {
+    pub(crate) fn maybe_tensor(&mut self, name: &str) -> Result<Option<ValueId>, Reject> {
         if self.has(name) { self.tensor(name).map(Some) } else { Ok(None) }
     }
 
@@ -201,7 +201,7 @@ impl Call<'_> {
     }
 
     /// A list of tensors with optional entries.
-    pub fn maybe_tensors(&mut self, name: &str) -> Result<Vec<Option<ValueId>>, Reject> {
+    pub(crate) fn maybe_tensors(&mut self, name: &str) -> Result<Vec<Option<ValueId>>, Reject> {
         let Some(Item::List(items)) = self.get(name) else { return Err(self.missing(name, "a list of tensors")) };
         let items = items.clone();
         let mut values = Vec::with_capacity(items.len());
@@ -226,7 +226,7 @@ impl Call<'_> {
         })
     }
 
-    pub fn maybe_int(&self, name: &str) -> Result<Option<i64>, Reject> {
+    pub(crate) fn maybe_int(&self, name: &str) -> Result<Option<i64>, Reject> {
         match self.get(name) {
             None => Ok(None),
             Some(Item::Int(n)) => Ok(Some(*n)),
@@ -236,12 +236,12 @@ impl Call<'_> {
         }
     }
 
-    pub fn int(&self, name: &str, default: i64) -> Result<i64, Reject> {
+    pub(crate) fn int(&self, name: &str, default: i64) -> Result<i64, Reject> {
         Ok(self.maybe_int(name)?.unwrap_or(default))
     }
 
     /// An integer argument without a default in the schema.
-    pub fn needed_int(&self, name: &str) -> Result<i64, Reject> {
+    pub(crate) fn needed_int(&self, name: &str) -> Result<i64, Reject> {
         self.maybe_int(name)?.ok_or_else(|| self.missing(name, "a whole number"))
     }
 
@@ -249,7 +249,7 @@ impl Call<'_> {
         u64::try_from(self.needed_int(name)?).map_err(|_| self.missing(name, "a size"))
     }
 
-    pub fn maybe_float(&self, name: &str) -> Result<Option<f64>, Reject> {
+    pub(crate) fn maybe_float(&self, name: &str) -> Result<Option<f64>, Reject> {
         match self.get(name) {
             None => Ok(None),
             Some(Item::Float(x)) => Ok(Some(*x)),
@@ -287,7 +287,7 @@ impl Call<'_> {
         }
     }
 
-    pub fn maybe_ints(&self, name: &str) -> Result<Option<Vec<i64>>, Reject> {
+    pub(crate) fn maybe_ints(&self, name: &str) -> Result<Option<Vec<i64>>, Reject> {
         let number = |item: &Item| match item {
             Item::Int(n) => Some(*n),
             _ => None,
@@ -316,7 +316,7 @@ impl Call<'_> {
     }
 
     /// One number for each of `n` dimensions. A single number applies to all of them.
-    pub fn per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<i64>, Reject> {
+    pub(crate) fn per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<i64>, Reject> {
         match self.maybe_ints(name)?.unwrap_or_default().as_slice() {
             [] => Ok(vec![default; n]),
             [one] => Ok(vec![*one; n]),
@@ -326,7 +326,7 @@ impl Call<'_> {
     }
 
     /// [`Self::per_dim`] for numbers that must not be negative.
-    pub fn sizes_per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<u64>, Reject> {
+    pub(crate) fn sizes_per_dim(&self, name: &str, n: usize, default: i64) -> Result<Vec<u64>, Reject> {
         let all: Option<Vec<u64>> =
             self.per_dim(name, n, default)?.into_iter().map(|v| u64::try_from(v).ok()).collect();
         all.ok_or_else(|| self.missing(name, "a size for each dimension"))
@@ -353,7 +353,7 @@ impl Call<'_> {
         self.to.graph.shape(x).len()
     }
 
-    pub fn shape_of(&self, x: ValueId) -> Vec<u64> {
+    pub(crate) fn shape_of(&self, x: ValueId) -> Vec<u64> {
         self.to.graph.shape(x).to_vec()
     }
 
@@ -362,7 +362,7 @@ impl Call<'_> {
     }
 
     /// The declared element type of the first result, or `default`.
-    pub fn declared_dtype(&self, default: DType) -> DType {
+    pub(crate) fn declared_dtype(&self, default: DType) -> DType {
         self.declared.first().and_then(|ty| ty.as_ref()).map_or(default, |ty| ty.dtype)
     }
 
@@ -435,14 +435,14 @@ fn float(value: &Value) -> Option<f64> {
 }
 
 /// The detail for an op whose result size depends on values of its operands.
-pub const SIZE_OF_DATA: &str = "whose result has a size that depends on data";
+pub(crate) const SIZE_OF_DATA: &str = "whose result has a size that depends on data";
 
 /// The error for an op whose result depends on values that are only known at run time.
-pub fn data_dependent() -> Reject {
+pub(crate) fn data_dependent() -> Reject {
     Reject::Unsupported(SIZE_OF_DATA)
 }
 
 /// The error for an invalid op, with a message.
-pub fn problem<T>(text: &'static str) -> Result<T, Reject> {
+pub(crate) fn problem<T>(text: &'static str) -> Result<T, Reject> {
     Err(other(text))
 }

@@ -144,12 +144,12 @@ enum Part {
 }
 
 impl Call<'_> {
-    pub fn is_complex(&self) -> bool {
+    pub(crate) fn is_complex(&self) -> bool {
         self.arguments.iter().any(|(_, item)| item.is_complex())
     }
 
     /// The results of an op that takes or returns complex numbers.
-    pub fn complex_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
+    pub(crate) fn complex_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
         let in_place = self.in_place();
         let name = if in_place { self.name.trim_end_matches('_') } else { self.name };
         let unsupported = || Err(Reject::Unsupported("of complex numbers"));
@@ -513,7 +513,7 @@ impl Call<'_> {
                 let (x, y) = (x(self)?, self.complex_pair("other")?);
                 let x = k::conjugate(self.g(), x)?;
                 let dot = |g: &mut _, x, y| a::matmul(g, x, y);
-                Found::Pair(k::bilinear(self.g(), (x[0], Some(x[1])), (y[0], Some(y[1])), dot)?)
+                Found::Pair(k::bilinear(self.g(), x, y, dot)?)
             }
             "to" | "_to_copy" | "type_as" => {
                 let dtype = self.declared_dtype(DType::F32);
@@ -535,7 +535,7 @@ impl Call<'_> {
     }
 
     /// The parts of an operand of a transform, converted to floats.
-    pub fn spectral_operand(&mut self, name: &str) -> Result<(ValueId, Option<ValueId>), Reject> {
+    pub(crate) fn spectral_operand(&mut self, name: &str) -> Result<(ValueId, Option<ValueId>), Reject> {
         let (re, im) = self.complex_operand(name)?;
         let dtype = self.dtype_of(re);
         let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
@@ -545,7 +545,7 @@ impl Call<'_> {
 }
 
 /// The result of a complex function.
-pub enum Found {
+pub(crate) enum Found {
     Pair(Pair),
     Real(ValueId),
 }

@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The maximum number of operations of a program, including its subgraphs.
-pub const MAX_OPERATIONS: usize = 1 << 20;
+pub(crate) const MAX_OPERATIONS: usize = 1 << 20;
 
 /// The maximum number of elements of constants of the graph. Larger constants of an archive become inputs.
 const MAX_CONSTANT: u64 = 1 << 16;
@@ -153,11 +153,7 @@ impl Converter {
     ) -> Result<(), ImportError> {
         let graph = &program.graph_module.graph;
         let (weights, constants) = (archive.payloads("weights")?, archive.payloads("constants")?);
-        let specs = &program.graph_module.signature.output_specs;
-        let changed = |spec: &serde_json::Map<String, Value>| {
-            Some(spec.get("buffer_mutation")?.get("buffer_name")?.as_str()?.to_string())
-        };
-        let changed: Vec<String> = specs.iter().filter_map(changed).collect();
+        let changed = changed_buffers(program);
         // Parameters that are stored as one tensor are tied, and share the name of the first. On the meta
         // device all parameters have the same path, but there the program itself reads tied parameters by one
         // of their names.
@@ -188,12 +184,9 @@ impl Converter {
                     let name = text("parameter_name").unwrap_or(name);
                     let stored = weights.config.get(name).filter(|payload| !payload.is_meta());
                     let stored = stored.map_or(name, |payload| &payload.path_name);
-                    let mut new = || {
-                        let frozen = meta.requires_grad == Some(false);
-                        let op = Op::Parameter(Parameter { frozen, ..Parameter::new(name, ty.clone()) });
-                        self.leaf(op, ty.clone())
-                    };
-                    *tied.entry(stored).or_insert_with(&mut new)
+                    let frozen = meta.requires_grad == Some(false);
+                    let op = || Op::Parameter(Parameter { frozen, ..Parameter::new(name, ty.clone()) });
+                    *tied.entry(stored).or_insert_with(|| self.leaf(op(), ty.clone()))
                 }
                 "user_input" => {
                     let tensor = self.leaf(Op::Input(Input { name: name.to_string(), ty: ty.clone() }), ty);
@@ -217,8 +210,7 @@ impl Converter {
                     };
                     match stored.filter(|stored| stored.ty == ty) {
                         Some(stored) => {
-                            let literal = Literal::dense(ty, stored.values());
-                            let value = self.graph.constant(literal);
+                            let value = self.graph.constant(Literal::dense(ty, stored.values()));
                             self.memory.fresh(value)
                         }
                         None => {
@@ -648,4 +640,13 @@ fn open_sizes(program: &Program, options: &Options) -> Result<Vec<OpenSize>, Imp
         (size.value, size.chosen) = (*value, false);
     }
     Ok(all)
+}
+
+/// The names of buffers that the program changes.
+fn changed_buffers(program: &Program) -> Vec<String> {
+    let specs = &program.graph_module.signature.output_specs;
+    let changed = |spec: &serde_json::Map<String, Value>| {
+        Some(spec.get("buffer_mutation")?.get("buffer_name")?.as_str()?.to_string())
+    };
+    specs.iter().filter_map(changed).collect()
 }

@@ -14,7 +14,7 @@ const MAX_ELEMENTS: u64 = 1 << 16;
 const MAX_OPS: usize = 256;
 
 /// All elements of a value that depends on no leaf; `None` if it does, or if evaluating it is expensive.
-pub fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
+pub(crate) fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
     let mut needed = BTreeSet::new();
     let mut pending = vec![value];
     while let Some(at) = pending.pop() {
@@ -51,7 +51,7 @@ fn rounded(graph: &Graph, value: ValueId, mut tensor: Tensor) -> Tensor {
 
 /// Replaces values that depend on no leaf and have one value for all elements with constants, as well as
 /// lookups and comparisons of such values. Masks that frameworks compute from positions are often trivial.
-pub fn uniform(graph: &mut Graph) {
+pub(crate) fn uniform(graph: &mut Graph) {
     // Each value is computed once, and kept if it is small; the total is limited as well.
     const MAX_TOTAL: u64 = 1 << 24;
     let mut total = 0;

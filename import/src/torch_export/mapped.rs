@@ -29,13 +29,20 @@ impl Item {
     }
 }
 
+/// The numbers of dimensions that maps and functions see.
+#[derive(Clone, Copy)]
+struct Extent {
+    levels: usize,
+    rank: usize,
+}
+
 impl Call<'_> {
-    pub fn is_mapped(&self) -> bool {
+    pub(crate) fn is_mapped(&self) -> bool {
         self.name.starts_with("_functorch.") || self.arguments.iter().any(|(_, item)| item.is_mapped())
     }
 
     /// The results of an op inside a map, or at its boundary.
-    pub fn mapped_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
+    pub(crate) fn mapped_results(&mut self, lowering: Option<Lowering>) -> Result<Vec<Item>, Reject> {
         match self.name {
             "_functorch.predispatch._add_batch_dim" => return self.enter(),
             "_functorch.predispatch._remove_batch_dim" => return self.leave(),
@@ -45,7 +52,8 @@ impl Call<'_> {
         let lowering = lowering.ok_or(Reject::Unsupported(""))?;
         let elementwise = ops::elementwise::TABLE.iter().any(|(name, _)| *name == self.name);
         let of_dims = OF_DIMS.contains(&self.name);
-        let (levels, rank) = self.arguments.iter().fold((0, 0), |most, (_, item)| self.extent(item, most));
+        let most = Extent { levels: 0, rank: 0 };
+        let Extent { levels, rank } = self.arguments.iter().fold(most, |most, (_, item)| self.extent(item, most));
         let linear = self.name == "linear";
         let known = elementwise || of_dims || linear || IN_FRONT.contains(&self.name) || self.name == "index";
         // The table of a lookup and the weights of a layer do not vary over the maps.
@@ -84,15 +92,16 @@ impl Call<'_> {
         Ok(vec![Item::Mapped(self.to.memory.fresh(value), levels)])
     }
 
-    /// The maximum number of maps and of own dimensions, over the given maximum and an item.
-    fn extent(&self, item: &Item, (levels, rank): (usize, usize)) -> (usize, usize) {
+    /// The maximum number of maps and of own dimensions, of items of which one extent is given.
+    fn extent(&self, item: &Item, most: Extent) -> Extent {
         let own = |tensor: Tensor| self.to.graph.shape(self.to.memory.last_value(tensor)).len();
+        let Extent { levels, rank } = most;
         match item {
-            Item::Mapped(tensor, of) => (levels.max(*of), rank.max(own(*tensor) - of)),
+            Item::Mapped(tensor, of) => Extent { levels: levels.max(*of), rank: rank.max(own(*tensor) - of) },
             // The table of a lookup has dimensions of its own.
-            Item::Tensor(tensor) if self.name != "index" => (levels, rank.max(own(*tensor))),
-            Item::List(items) => items.iter().fold((levels, rank), |most, item| self.extent(item, most)),
-            _ => (levels, rank),
+            Item::Tensor(tensor) if self.name != "index" => Extent { rank: rank.max(own(*tensor)), ..most },
+            Item::List(items) => items.iter().fold(most, |most, item| self.extent(item, most)),
+            _ => most,
         }
     }
 

@@ -92,7 +92,7 @@ impl View {
 
 /// The value `new` of a tensor that was changed without recording gradients. It gets the gradient of `old`,
 /// since autograd does not see the change.
-pub fn behind_autograd(g: &mut Graph, old: ValueId, new: ValueId) -> Result<ValueId, ShapeError> {
+pub(crate) fn behind_autograd(g: &mut Graph, old: ValueId, new: ValueId) -> Result<ValueId, ShapeError> {
     let [new, stopped] = [new, old].map(|x| array::stop_gradient(g, x));
     // Exactly zero, with the gradient of `old`.
     let nothing = array::binary(g, Binary::Subtract, old, stopped?)?;
@@ -166,7 +166,7 @@ impl Memory {
     }
 
     /// The value of the last read. It has the tensor's type.
-    pub fn last_value(&self, tensor: Tensor) -> ValueId {
+    pub(crate) fn last_value(&self, tensor: Tensor) -> ValueId {
         self.tensors[tensor.0].value
     }
 
@@ -181,7 +181,7 @@ impl Memory {
     }
 
     /// A tensor that either shares memory with another, or has its own.
-    pub fn maybe_view(&mut self, tensor: Tensor, value: ValueId) -> Tensor {
+    pub(crate) fn maybe_view(&mut self, tensor: Tensor, value: ValueId) -> Tensor {
         let new = self.fresh(value);
         let (a, b) = (self.tensors[tensor.0].base, self.tensors[new.0].base);
         self.bases[a].doubles.push(b);

@@ -25,6 +25,6 @@ mod tests;
 
 pub use super::OpenSize;
 pub use archive::{ArchiveError, Stored};
-pub use convert::{Imported, MAX_OPERATIONS, Options, import, weights};
+pub use convert::{Imported, Options, import, weights};
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};
 pub use schema::NEWEST;

@@ -7,11 +7,11 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 
 /// The type of float numbers, unless a tensor determines another.
-pub const DEFAULT_FLOAT: DType = DType::F32;
+pub(crate) const DEFAULT_FLOAT: DType = DType::F32;
 
 /// The type that holds values of both. An integer and a float give the float; two integers give a type that
 /// holds both.
-pub fn common(a: DType, b: DType) -> DType {
+pub(crate) fn common(a: DType, b: DType) -> DType {
     let class = |d: DType| (d.is_float() as u8, (d != DType::Bool) as u8);
     match (a, b) {
         (a, b) if a == b => a,
@@ -44,7 +44,7 @@ pub fn common(a: DType, b: DType) -> DType {
 
 /// The element type of an op on these operands. Tensors with dimensions have priority, then scalar tensors,
 /// then numbers. A later group counts only if it is of a higher kind (float over integer over boolean).
-pub fn result_type(operands: &[(Operand, Option<(DType, usize)>)]) -> DType {
+pub(crate) fn result_type(operands: &[(Operand, Option<(DType, usize)>)]) -> DType {
     let kind = |d: DType| if d.is_float() { 2 } else { u8::from(d != DType::Bool) };
     let mut groups: [Option<DType>; 3] = [None; 3];
     for (operand, ty) in operands {
@@ -73,12 +73,12 @@ impl Call<'_> {
         operands.iter().map(|o| (*o, ty(o))).collect()
     }
 
-    pub fn common_type(&self, operands: &[Operand]) -> DType {
+    pub(crate) fn common_type(&self, operands: &[Operand]) -> DType {
         result_type(&self.with_types(operands))
     }
 
     /// An operand as a tensor of this type. Numbers become scalars.
-    pub fn as_tensor(&mut self, operand: Operand, dtype: DType) -> Result<ValueId, Reject> {
+    pub(crate) fn as_tensor(&mut self, operand: Operand, dtype: DType) -> Result<ValueId, Reject> {
         let g = self.g();
         Ok(match operand {
             Operand::Tensor(v) => array::convert(g, v, dtype)?,
@@ -89,7 +89,7 @@ impl Call<'_> {
     }
 
     /// The named arguments in their common type, which must be a float if `floats` is true.
-    pub fn promoted(&mut self, names: &[&str], floats: bool) -> Result<Vec<ValueId>, Reject> {
+    pub(crate) fn promoted(&mut self, names: &[&str], floats: bool) -> Result<Vec<ValueId>, Reject> {
         let operands = names.iter().map(|name| self.operand(name)).collect::<Result<Vec<_>, _>>()?;
         let dtype = self.common_type(&operands);
         let dtype = if floats && !dtype.is_float() { DEFAULT_FLOAT } else { dtype };
@@ -97,7 +97,7 @@ impl Call<'_> {
     }
 
     /// The first argument, as a float.
-    pub fn float_tensor(&mut self) -> Result<ValueId, Reject> {
+    pub(crate) fn float_tensor(&mut self) -> Result<ValueId, Reject> {
         let x = self.first()?;
         let dtype = self.dtype_of(x);
         if dtype.is_float() { Ok(x) } else { Ok(array::convert(self.g(), x, DEFAULT_FLOAT)?) }

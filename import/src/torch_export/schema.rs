@@ -124,7 +124,7 @@ pub struct TensorMeta {
 }
 
 impl TensorMeta {
-    pub fn is_complex(&self) -> bool {
+    pub(crate) fn is_complex(&self) -> bool {
         complex_part(self.dtype.into()).is_some()
     }
 
@@ -137,7 +137,7 @@ impl TensorMeta {
     }
 
     /// True for tensors on PyTorch's meta device, which have a type but no values.
-    pub fn is_meta(&self) -> bool {
+    pub(crate) fn is_meta(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.kind == "meta")
     }
 }
@@ -179,7 +179,7 @@ pub struct Signature {
 
 /// `data/weights/model_weights_config.json`, and the same for constants.
 #[derive(Debug, Default, Deserialize)]
-pub struct Payloads {
+pub(crate) struct Payloads {
     pub config: BTreeMap<String, Payload>,
 }
 
@@ -192,13 +192,13 @@ pub struct Payload {
 }
 
 impl Payload {
-    pub fn is_meta(&self) -> bool {
+    pub(crate) fn is_meta(&self) -> bool {
         self.tensor_meta.as_ref().is_some_and(TensorMeta::is_meta)
     }
 }
 
 /// The element type of the parts of a complex `ScalarType`.
-pub fn complex_part(code: u64) -> Option<DType> {
+pub(crate) fn complex_part(code: u64) -> Option<DType> {
     match code {
         9 => Some(DType::F16),
         10 => Some(DType::F32),
@@ -208,7 +208,7 @@ pub fn complex_part(code: u64) -> Option<DType> {
 }
 
 /// The element type of a PyTorch `ScalarType`. Complex and quantised types have none here.
-pub fn dtype(code: u64) -> Option<DType> {
+pub(crate) fn dtype(code: u64) -> Option<DType> {
     Some(match code {
         1 => DType::U8,
         2 => DType::I8,

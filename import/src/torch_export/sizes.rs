@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 const MAX_DEPTH: usize = 64;
 
 /// The value of an expression; `None` if it is malformed, uses a symbol without a value, or overflows.
-pub fn evaluate(text: &str, values: &BTreeMap<String, i64>) -> Option<i64> {
+pub(crate) fn evaluate(text: &str, values: &BTreeMap<String, i64>) -> Option<i64> {
     let mut parser = Parser { text, at: 0, depth: 0, symbol: &mut |name| values.get(name).copied() };
     let value = parser.sum()?;
     parser.skip_spaces();
@@ -17,7 +17,7 @@ pub fn evaluate(text: &str, values: &BTreeMap<String, i64>) -> Option<i64> {
 }
 
 /// The symbol, if the expression consists of one symbol only.
-pub fn only_symbol(text: &str) -> Option<String> {
+pub(crate) fn only_symbol(text: &str) -> Option<String> {
     let mut names = symbols(text);
     let name = names.pop().filter(|_| names.is_empty())?;
     // An expression that differs from the symbol has a different value for at least one of these two.
@@ -26,7 +26,7 @@ pub fn only_symbol(text: &str) -> Option<String> {
 }
 
 /// The symbols of an expression, each once.
-pub fn symbols(text: &str) -> Vec<String> {
+pub(crate) fn symbols(text: &str) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     let mut note = |name: &str| {
         if !names.iter().any(|known| known == name) {
@@ -190,13 +190,13 @@ fn power(base: i64, exponent: i64) -> Option<i64> {
 }
 
 /// Division that rounds down, as Python's `//`.
-pub fn floor_div(a: i64, b: i64) -> Option<i64> {
+pub(crate) fn floor_div(a: i64, b: i64) -> Option<i64> {
     let quotient = a.checked_div(b)?;
     Some(if a % b != 0 && (a < 0) != (b < 0) { quotient - 1 } else { quotient })
 }
 
 /// The remainder with the sign of the divisor, as Python's `%`.
-pub fn modulo(a: i64, b: i64) -> Option<i64> {
+pub(crate) fn modulo(a: i64, b: i64) -> Option<i64> {
     a.checked_sub(floor_div(a, b)?.checked_mul(b)?)
 }
 

@@ -50,7 +50,7 @@ const FAMILIES: [&[(&str, Lowering)]; 15] = [
 ];
 
 /// The op's name and its lowering. An op in place is lowered as its counterpart that returns a new value.
-pub fn find(target: &str) -> (&str, Option<Lowering>) {
+pub(crate) fn find(target: &str) -> (&str, Option<Lowering>) {
     let lookup = |key: &str| {
         let mut entries = FAMILIES.iter().copied().flatten();
         entries.find(|(name, _)| *name == key).map(|(_, lowering)| *lowering)

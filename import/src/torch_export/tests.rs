@@ -678,3 +678,54 @@ fn sizes_that_data_decides_can_be_given() {
     assert!(error.contains("depends on data") && error.contains("--size u0=N"), "{error}");
     assert!(with(&[("u0", 9)]).unwrap_err().to_string().contains("0 to 8"));
 }
+
+/// An archive whose one entry of constants has `count` names, for tensors of `sizes` with stride 0.
+fn shared_entry(count: usize, elements: i64, stride: i64, entry: &[u8], how: SimpleFileOptions) -> Vec<u8> {
+    let meta = json!({ "dtype": 7, "sizes": [size(elements)], "strides": [size(stride)], "storage_offset": size(0) });
+    let payload = json!({ "path_name": "tensor_0", "use_pickle": false, "tensor_meta": meta });
+    let config: serde_json::Map<String, Value> = (0..count).map(|i| (format!("k{i}"), payload.clone())).collect();
+    let config = json!({ "config": config }).to_string();
+    let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add").to_string();
+    let mut zip = zip::ZipWriter::new(Cursor::new(Vec::new()));
+    let folder = "m/data/constants";
+    for (name, bytes) in [
+        ("m/models/model.json", program.as_bytes()),
+        (&format!("{folder}/model_constants_config.json"), config.as_bytes()),
+        (&format!("{folder}/tensor_0"), entry),
+    ] {
+        zip.start_file(name, how).unwrap();
+        zip.write_all(bytes).unwrap();
+    }
+    zip.finish().unwrap().into_inner()
+}
+
+/// Small files of which a reader would make gigabytes.
+#[test]
+fn files_that_take_memory_out_of_proportion_are_refused() {
+    let stored = SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
+    let deflated = SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
+    let refused = |bytes: &[u8], most: usize| {
+        assert!(bytes.len() < most, "{} bytes", bytes.len());
+        let error = weights(bytes).unwrap_err().to_string();
+        assert!(error.contains("out of proportion to the"), "{error}");
+    };
+    // One element, repeated.
+    refused(&shared_entry(1, 1 << 34, 0, &[0; 4], stored), 2 << 10);
+    // One entry under many names.
+    let megabyte = vec![0; 1 << 20];
+    refused(&shared_entry(20_000, 1 << 18, 1, &megabyte, deflated), 128 << 10);
+    // Text that deflates to a thousandth.
+    let program = program(&[size(2)], vec![add("x", "p_w", "add")], "add").to_string();
+    let long = format!("{program}{}", " ".repeat(256 << 20));
+    let mut zip = zip::ZipWriter::new(Cursor::new(Vec::new()));
+    zip.start_file("m/models/model.json", deflated).unwrap();
+    zip.write_all(long.as_bytes()).unwrap();
+    let bytes = zip.finish().unwrap().into_inner();
+    assert!(bytes.len() < 1 << 20, "{} bytes", bytes.len());
+    let error = import(&bytes, &Options::default()).unwrap_err().to_string();
+    assert!(error.contains("entry 'm/models/model.json'") && error.contains("out of proportion"), "{error}");
+    // Repetition in proportion is read: a mask of one row, expanded.
+    let all = weights(&shared_entry(2, 1 << 20, 0, &[0, 0, 128, 63], stored)).unwrap();
+    assert_eq!(all.len(), 2);
+    assert!(all.iter().all(|stored| stored.bytes.len() == 4 << 20 && stored.values().iter().all(|&x| x == 1.0)));
+}

@@ -11,6 +11,25 @@ use crate::op::{Binary, Direction, Unary};
 /// The real and the imaginary part.
 pub type Pair = [ValueId; 2];
 
+/// An operand that is complex, or real if it has no imaginary part.
+#[derive(Clone, Copy)]
+pub struct Operand {
+    pub re: ValueId,
+    pub im: Option<ValueId>,
+}
+
+impl From<Pair> for Operand {
+    fn from([re, im]: Pair) -> Operand {
+        Operand { re, im: Some(im) }
+    }
+}
+
+impl From<ValueId> for Operand {
+    fn from(re: ValueId) -> Operand {
+        Operand { re, im: None }
+    }
+}
+
 /// The result of functions of complex numbers.
 pub type BuiltPair = Result<Pair, ShapeError>;
 
@@ -45,7 +64,7 @@ pub fn complex_subtract(g: &mut Graph, a: Pair, b: Pair) -> BuiltPair {
 }
 
 /// Multiplies both parts by a real tensor.
-pub fn scaled(g: &mut Graph, a: Pair, by: ValueId) -> BuiltPair {
+pub(crate) fn scaled(g: &mut Graph, a: Pair, by: ValueId) -> BuiltPair {
     Ok([binary(g, Binary::Multiply, a[0], by)?, binary(g, Binary::Multiply, a[1], by)?])
 }
 
@@ -57,21 +76,21 @@ pub fn scaled_by(g: &mut Graph, a: Pair, by: f64) -> BuiltPair {
     Ok([with_number(g, Binary::Multiply, a[0], by)?, with_number(g, Binary::Multiply, a[1], by)?])
 }
 
-/// Extends a function that is linear in each of two operands to complex operands. An operand without an imaginary part
-/// is real.
+/// Extends a function that is linear in each of two operands to complex operands.
 pub fn bilinear<E: From<ShapeError>>(
     g: &mut Graph,
-    (a_re, a_im): (ValueId, Option<ValueId>),
-    (b_re, b_im): (ValueId, Option<ValueId>),
+    a: impl Into<Operand>,
+    b: impl Into<Operand>,
     mut f: impl FnMut(&mut Graph, ValueId, ValueId) -> Result<ValueId, E>,
 ) -> Result<Pair, E> {
-    let mut re = f(g, a_re, b_re)?;
-    if let (Some(a), Some(b)) = (a_im, b_im) {
+    let (a, b) = (a.into(), b.into());
+    let mut re = f(g, a.re, b.re)?;
+    if let (Some(a), Some(b)) = (a.im, b.im) {
         let product = f(g, a, b)?;
         re = binary(g, Binary::Subtract, re, product)?;
     }
     let mut im: Option<ValueId> = None;
-    for (a, b) in [b_im.map(|b| (a_re, b)), a_im.map(|a| (a, b_re))].into_iter().flatten() {
+    for (a, b) in [b.im.map(|im| (a.re, im)), a.im.map(|im| (im, b.re))].into_iter().flatten() {
         let product = f(g, a, b)?;
         im = Some(match im {
             Some(sum) => binary(g, Binary::Add, sum, product)?,
@@ -83,7 +102,7 @@ pub fn bilinear<E: From<ShapeError>>(
 }
 
 pub fn complex_multiply(g: &mut Graph, a: Pair, b: Pair) -> BuiltPair {
-    bilinear(g, (a[0], Some(a[1])), (b[0], Some(b[1])), |g, x, y| binary(g, Binary::Multiply, x, y))
+    bilinear(g, a, b, |g, x, y| binary(g, Binary::Multiply, x, y))
 }
 
 pub fn conjugate(g: &mut Graph, [re, im]: Pair) -> BuiltPair {
@@ -91,7 +110,7 @@ pub fn conjugate(g: &mut Graph, [re, im]: Pair) -> BuiltPair {
 }
 
 /// The square of the absolute value.
-pub fn squared_abs(g: &mut Graph, [re, im]: Pair) -> Built {
+fn squared_abs(g: &mut Graph, [re, im]: Pair) -> Built {
     let (x, y) = (binary(g, Binary::Multiply, re, re)?, binary(g, Binary::Multiply, im, im)?);
     binary(g, Binary::Add, x, y)
 }

@@ -4,7 +4,7 @@
 //! and Tukey 1965). So the work is `n (a + b + ..)` instead of `n^2`. Each factor is a matrix product, which can be
 //! split like any other.
 
-use super::complex::{BuiltPair, Pair, bilinear, complex_multiply, conjugate, of_real};
+use super::complex::{BuiltPair, Operand, Pair, bilinear, complex_multiply, conjugate, of_real};
 use super::{Built, ShapeError, binary, concat, contract, convert, flip, iota, move_dim, permute, reshape, slice_dim};
 use super::{unary, with_number};
 use crate::dtype::DType;
@@ -16,7 +16,7 @@ use std::f64::consts::TAU;
 const DIRECT: u64 = 64;
 
 /// The largest prime factor of a size. Larger ones would make impractical matrices.
-pub const LARGEST_PRIME: u64 = 4096;
+const LARGEST_PRIME: u64 = 4096;
 
 /// `cos` and `sin` of `2 pi j k / n` for `j` below `rows` and `k` below `columns`.
 fn circle(g: &mut Graph, n: u64, [rows, columns]: [u64; 2], dtype: DType) -> BuiltPair {
@@ -34,18 +34,18 @@ fn divisor(n: u64) -> u64 {
     (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }
 
-/// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` for the inverse. Numbers
-/// without an imaginary part are real.
+/// The unscaled transform along a dimension: `sum_j x_j exp(-2 pi i j k / n)`, or with `+` for the inverse.
 ///
 /// # Errors
-/// [`ShapeError::TooLarge`] if the size has a prime factor above [`LARGEST_PRIME`].
-pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse: bool) -> BuiltPair {
-    let shape = g.shape(x.0).to_vec();
+/// [`ShapeError::TooLarge`] if the size has a prime factor above `LARGEST_PRIME`.
+pub fn fourier(g: &mut Graph, x: impl Into<Operand>, dim: usize, inverse: bool) -> BuiltPair {
+    let x = x.into();
+    let shape = g.shape(x.re).to_vec();
     let n = shape.get(dim).copied().ok_or(ShapeError::DimOutOfRange { dim: dim as u64, rank: shape.len() })?;
     if n <= 1 {
-        return match x.1 {
-            Some(im) => Ok([x.0, im]),
-            None => of_real(g, x.0),
+        return match x.im {
+            Some(im) => Ok([x.re, im]),
+            None => of_real(g, x.re),
         };
     }
     let a = divisor(n);
@@ -53,18 +53,18 @@ pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse
         if n > LARGEST_PRIME {
             return Err(ShapeError::TooLarge { shape: vec![n, n] });
         }
-        let dtype = g.ty(x.0).dtype;
+        let dtype = g.ty(x.re).dtype;
         let mut matrix = circle(g, n, [n, n], dtype)?;
         if !inverse {
             matrix = conjugate(g, matrix)?;
         }
-        return bilinear(g, x, (matrix[0], Some(matrix[1])), |g, x, m| along(g, x, m, dim));
+        return bilinear(g, x, matrix, |g, x, m| along(g, x, m, dim));
     }
     let b = n / a;
     let mut split = shape.clone();
     split.splice(dim..=dim, [a, b]);
-    let im = x.1.map(|im| reshape(g, im, &split)).transpose()?;
-    let x = (reshape(g, x.0, &split)?, im);
+    let im = x.im.map(|im| reshape(g, im, &split)).transpose()?;
+    let x = Operand { re: reshape(g, x.re, &split)?, im };
     let first = fourier(g, x, dim, inverse)?;
     let dtype = g.ty(first[0]).dtype;
     let mut turn = circle(g, n, [a, b], dtype)?;
@@ -76,7 +76,7 @@ pub fn fourier(g: &mut Graph, x: (ValueId, Option<ValueId>), dim: usize, inverse
     wide.resize(split.len() - dim, 1);
     let turn = [reshape(g, turn[0], &wide)?, reshape(g, turn[1], &wide)?];
     let turned = complex_multiply(g, first, turn)?;
-    let [re, im] = fourier(g, (turned[0], Some(turned[1])), dim + 1, inverse)?;
+    let [re, im] = fourier(g, turned, dim + 1, inverse)?;
     let mut order: Vec<usize> = (0..split.len()).collect();
     order.swap(dim, dim + 1);
     let mut joined = |part: ValueId| {
@@ -103,7 +103,7 @@ pub fn real_fourier(g: &mut Graph, x: ValueId, dim: usize) -> BuiltPair {
         let matrix = conjugate(g, matrix)?;
         return Ok([along(g, x, matrix[0], dim)?, along(g, x, matrix[1], dim)?]);
     }
-    let [re, im] = fourier(g, (x, None), dim, false)?;
+    let [re, im] = fourier(g, x, dim, false)?;
     Ok([slice_dim(g, re, dim, 0, kept as i64, 1)?, slice_dim(g, im, dim, 0, kept as i64, 1)?])
 }
 
@@ -122,6 +122,6 @@ pub fn real_inverse(g: &mut Graph, x: Pair, dim: usize, n: u64) -> Built {
         let [behind_re, behind_im] = conjugate(g, [behind_re, behind_im])?;
         whole = [concat(g, &[re, behind_re], dim)?, concat(g, &[im, behind_im], dim)?];
     }
-    let [re, _] = fourier(g, (whole[0], Some(whole[1])), dim, true)?;
+    let [re, _] = fourier(g, whole, dim, true)?;
     Ok(re)
 }

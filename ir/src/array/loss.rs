@@ -5,7 +5,7 @@ use crate::graph::{Graph, ValueId};
 use crate::op::{Binary, Op, Reshape, Unary};
 
 /// `-log softmax(logits)[label]` for each label. `logits` has one more dimension, the classes, at `dim`.
-pub fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
+pub(crate) fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
     let log = log_softmax(g, logits, dim)?;
     let labels = unsqueeze(g, labels, dim as i64)?;
     let hit = take_along(g, log, dim, labels, false)?;
@@ -16,7 +16,7 @@ pub fn label_losses(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize)
 /// The largest number of chunks of a loss. The graph contains the nodes of each.
 pub const MOST_CHUNKS: u64 = 256;
 
-/// [`label_losses`] of the logits of features `x` `[.., positions, features]` with weight `w`. Dimension `contract` of
+/// `label_losses` of the logits of features `x` `[.., positions, features]` with weight `w`. Dimension `contract` of
 /// `w` is the features, and its other one the classes. `labels` and the result are `[.., positions]`.
 ///
 /// Positions are processed in `chunks`, which must divide them. Chunk `i` has every position that is `i` modulo
@@ -80,7 +80,7 @@ fn passed_on(g: &mut Graph, x: ValueId) -> Built {
     g.push(Op::Reshape(Reshape { shape }), &[x])
 }
 
-/// The mean of [`label_losses`]. Narrow floats are compared in f32, and the loss is then an f32.
+/// The mean of `label_losses`. Narrow floats are compared in f32, and the loss is then an f32.
 pub fn cross_entropy(g: &mut Graph, logits: ValueId, labels: ValueId, dim: usize) -> Built {
     let dtype = g.ty(logits).dtype;
     let wide = if dtype.is_float() && dtype.bytes() < 4 { g.convert(logits, crate::dtype::DType::F32) } else { logits };

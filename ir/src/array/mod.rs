@@ -35,13 +35,14 @@ pub use contraction::{Conv, contract, convolution, linear, matmul};
 pub use grouped::{group_of_rows, grouped_dot};
 pub use linalg::{MOST_ROWS, cholesky, solve, solve_triangular};
 pub use lookup::{among_greatest, embedding, gates, one_hot, sort, take, take_along, top_k};
-pub use loss::{MOST_CHUNKS, cross_entropy, label_losses, linear_label_losses, mse};
+pub(crate) use loss::label_losses;
+pub use loss::{MOST_CHUNKS, cross_entropy, linear_label_losses, mse};
 pub use norm::{batch_norm, batch_norm_training, group_norm, instance_norm, layer_norm, rms_norm};
 pub use pool::{Pool, adaptive_avg_pool, avg_pool, max_pool};
 pub use recurrent::{Cell, Gate, MOST_STEPS, Recurrent};
 pub use reduction::{arg_max, cumulative, log_sum_exp, max, mean, min, prod, reduce, sum, variance};
 pub use ring::{MOST_BLOCKS, ring_attention};
-pub use scan::{linear_recurrence, selective_scan};
+pub use scan::selective_scan;
 pub use shape::*;
 pub use special::{
     acos, acosh, asin, asinh, atan, atanh, cosh, digamma, erf_inv, lgamma, normal_cdf, normal_quantile, sinh,

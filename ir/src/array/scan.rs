@@ -10,7 +10,7 @@ use crate::op::{Binary, Unary};
 ///
 /// Pairs of steps are joined to one step each, whose states are found in the same way (Blelloch 1990). No number is
 /// divided by a decay, so that states stay finite however small decays are.
-pub fn linear_recurrence(g: &mut Graph, decay: ValueId, inflow: ValueId, dim: usize) -> Built {
+pub(crate) fn linear_recurrence(g: &mut Graph, decay: ValueId, inflow: ValueId, dim: usize) -> Built {
     let shape = g.shape(inflow).to_vec();
     if g.shape(decay) != shape || dim >= shape.len() {
         return Err(ShapeError::Attribute("decays and inflows of a recurrence have the same shape"));

@@ -440,7 +440,7 @@ fn states_of_recurrences_are_those_of_a_loop() {
             let shape = if dim == 0 { [steps, 3] } else { [3, steps] };
             let mut case = Case::new();
             let (decay, inflow) = (case.leaf(&shape), case.leaf(&shape));
-            let states = linear_recurrence(&mut case.graph, decay, inflow, dim).unwrap();
+            let states = scan::linear_recurrence(&mut case.graph, decay, inflow, dim).unwrap();
             case.check(states, |index, leaves| {
                 let place = |t: u64| if dim == 0 { [t, index[1]] } else { [index[0], t] };
                 (0..=index[dim]).fold(0.0, |state, t| leaves[0].at(&place(t)) * state + leaves[1].at(&place(t)))

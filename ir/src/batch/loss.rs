@@ -33,7 +33,7 @@ enum Aggregate {
 }
 
 /// The kind of a graph's loss, and the changes that the graph needs for it.
-pub struct Understood {
+pub(crate) struct Understood {
     pub loss: LossKind,
     pub coupling: Option<Coupling>,
     /// The ops over microbatches that the loss needs, by user and operand.
@@ -45,7 +45,7 @@ pub struct Understood {
 
 /// Marks the constants that count samples. Returns the kind of the first output as a loss, and the op that couples
 /// samples in it.
-pub fn normalise(graph: &mut Graph) -> Understood {
+pub(crate) fn normalise(graph: &mut Graph) -> Understood {
     let mut analysis = Analysis {
         trained: graph.depends_on(|v| matches!(graph.node(v).op, Op::Parameter(_))),
         kinds: Vec::with_capacity(graph.len()),
@@ -83,7 +83,7 @@ pub fn normalise(graph: &mut Graph) -> Understood {
 
 impl Understood {
     /// The graph with the ops over microbatches that its loss needs. Nothing else changes.
-    pub fn applied(&self, graph: &Graph) -> Graph {
+    pub(crate) fn applied(&self, graph: &Graph) -> Graph {
         if self.needs.is_empty() && !self.divided {
             return graph.clone();
         }
@@ -255,6 +255,7 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
         _ if all.contains(&Aggregate::Mixed) => Aggregate::Mixed,
         // Two batch dimensions pair samples with each other. A count along the batch distinguishes samples.
         _ if node.batch_dims.count_ones() > 1 => Aggregate::Mixed,
+        _ if mixes_samples(graph, node) => Aggregate::Mixed,
         Op::Iota(iota) if node.batch_dims >> iota.dim & 1 == 1 => Aggregate::Mixed,
         op if op.is_leaf() || matches!(op, Op::Constant(_) | Op::Iota(_)) => {
             if has_batch {
@@ -290,26 +291,10 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
         {
             Aggregate::Mixed
         }
-        Op::Binary(Binary::Divide | Binary::Multiply) => {
-            let sum = |kind: Aggregate| matches!(kind, Aggregate::Sum | Aggregate::Mean);
-            let divides = matches!(node.op, Op::Binary(Binary::Divide));
-            match (of(0), of(1)) {
-                (kind, Aggregate::None) if sum(kind) => {
-                    if counted {
-                        Aggregate::Mean
-                    } else {
-                        kind
-                    }
-                }
-                (Aggregate::None, kind) if sum(kind) && !divides => {
-                    if counted {
-                        Aggregate::Mean
-                    } else {
-                        kind
-                    }
-                }
-                _ => elementwise(all),
-            }
+        Op::Binary(Binary::Divide) => quotient(of(0), of(1), counted).unwrap_or_else(|| elementwise(all)),
+        Op::Binary(Binary::Multiply) => {
+            let product = quotient(of(0), of(1), counted).or_else(|| quotient(of(1), of(0), counted));
+            product.unwrap_or_else(|| elementwise(all))
         }
         Op::Binary(Binary::Add | Binary::Subtract) => match all {
             [Aggregate::Mean, Aggregate::Mean] => Aggregate::Mean,
@@ -335,21 +320,31 @@ fn aggregate(graph: &Graph, v: ValueId, all: &[Aggregate], counts: &[Option<u64>
             Aggregate::Sum | Aggregate::Mean if has_batch => Aggregate::Mixed,
             kind => kind,
         },
-        // Along the batch, these make a sample's value depend on others, or on its place among them.
-        Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. })
-            if node.batch_dims >> dim & 1 == 1 =>
-        {
-            Aggregate::Mixed
-        }
-        Op::Roll(op) if node.batch_dims >> op.dim & 1 == 1 => Aggregate::Mixed,
-        Op::Reverse(op) if op.dims.iter().any(|&d| node.batch_dims >> d & 1 == 1) => Aggregate::Mixed,
-        // A lookup of one sample's value at an index from another (the edges of a graph).
-        Op::Gather(op) if indexes_batch(&op.dims, graph.node(node.operands[0])) => Aggregate::Mixed,
-        Op::ScatterAdd(ScatterAdd { dims, .. }) | Op::Scatter(Scatter { dims, .. }) if indexes_batch(dims, node) => {
-            Aggregate::Mixed
-        }
         Op::ScatterAdd(_) | Op::Scatter(_) if !has_batch && all.contains(&Aggregate::PerSample) => Aggregate::Mixed,
         _ => elementwise(all),
+    }
+}
+
+/// The kind of a sum or mean over samples that is divided or multiplied by a value without samples. `counted` is as for
+/// [`aggregate`]. `None` for other operands.
+fn quotient(sum: Aggregate, by: Aggregate, counted: bool) -> Option<Aggregate> {
+    match (sum, by) {
+        (Aggregate::Sum | Aggregate::Mean, Aggregate::None) => Some(if counted { Aggregate::Mean } else { sum }),
+        _ => None,
+    }
+}
+
+/// True if an op along the batch makes a sample's value depend on others, or on its place among them.
+fn mixes_samples(graph: &Graph, node: &Node) -> bool {
+    let is_batch = |d: usize| node.batch_dims >> d & 1 == 1;
+    match &node.op {
+        Op::ArgSort(ArgSort { dim, .. }) | Op::Cumulative(Cumulative { dim, .. }) => is_batch(*dim),
+        Op::Roll(op) => is_batch(op.dim),
+        Op::Reverse(op) => op.dims.iter().any(|&d| is_batch(d)),
+        // A lookup of one sample's value at an index from another (the edges of a graph).
+        Op::Gather(op) => indexes_batch(&op.dims, graph.node(node.operands[0])),
+        Op::ScatterAdd(ScatterAdd { dims, .. }) | Op::Scatter(Scatter { dims, .. }) => indexes_batch(dims, node),
+        _ => false,
     }
 }
 

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 /// Every violation of `schema` by `value`, each with a path.
-pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Vec<String> {
+pub(crate) fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Vec<String> {
     let Some(keywords) = schema.as_object() else {
         return if schema == &Value::Bool(false) { vec![format!("{path} is not allowed")] } else { Vec::new() };
     };
@@ -24,16 +24,7 @@ pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Ve
                     None => fail(false),
                 }
             }
-            "type" => fail(match rule.as_str() {
-                Some("null") => value.is_null(),
-                Some("object") => value.is_object(),
-                Some("array") => value.is_array(),
-                Some("boolean") => value.is_boolean(),
-                Some("string") => value.is_string(),
-                Some("number") => value.is_number(),
-                Some("integer") => value.is_i64() || value.is_u64(),
-                _ => panic!("unknown type {rule}"),
-            }),
+            "type" => fail(is_of_type(value, rule)),
             "const" => fail(value == rule),
             "enum" => fail(rule.as_array().is_some_and(|all| all.contains(value))),
             "minimum" => fail(value.as_f64().zip(rule.as_f64()).is_none_or(|(v, least)| v >= least)),
@@ -90,6 +81,20 @@ pub fn violations(schema: &Value, root: &Value, value: &Value, path: &str) -> Ve
         }
     }
     found
+}
+
+/// Returns true if a value has the type that a schema names.
+fn is_of_type(value: &Value, name: &Value) -> bool {
+    match name.as_str() {
+        Some("null") => value.is_null(),
+        Some("object") => value.is_object(),
+        Some("array") => value.is_array(),
+        Some("boolean") => value.is_boolean(),
+        Some("string") => value.is_string(),
+        Some("number") => value.is_number(),
+        Some("integer") => value.is_i64() || value.is_u64(),
+        _ => panic!("unknown type {name}"),
+    }
 }
 
 fn list(value: &Value) -> &[Value] {

@@ -214,7 +214,7 @@ impl Composite {
     }
 
     /// Returns true if [`Composite::body`] for operands of these types is cached.
-    pub fn is_built_for(&self, operands: &[&TensorType]) -> bool {
+    pub(crate) fn is_built_for(&self, operands: &[&TensorType]) -> bool {
         let known = self.known.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         known.as_ref().is_some_and(|body| body.takes(operands))
     }

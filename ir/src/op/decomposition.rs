@@ -10,6 +10,7 @@ use super::composite::Function;
 use super::*;
 use crate::reshard::reshard;
 use crate::rule::{AxisUse, Factor, Strategy};
+use crate::sets::Sets;
 use crate::sharding::Sharding;
 
 /// A composite's decomposition for operands of given types.
@@ -27,21 +28,18 @@ pub struct Decomposition {
     major: Vec<Vec<Option<u8>>>,
 }
 
-/// Disjoint sets (union-find).
-struct Sets(Vec<usize>);
+/// The classes of the factors of all nodes. A class is named by the index of one of its factors.
+struct Classes {
+    /// The index of each node's first factor.
+    first: Vec<usize>,
+    class: Vec<usize>,
+    /// For each class, true if it cannot be split.
+    fixed: Vec<bool>,
+}
 
-impl Sets {
-    fn find(&mut self, mut x: usize) -> usize {
-        while self.0[x] != x {
-            self.0[x] = self.0[self.0[x]];
-            x = self.0[x];
-        }
-        x
-    }
-
-    fn merge(&mut self, a: usize, b: usize) {
-        let (a, b) = (self.find(a), self.find(b));
-        self.0[a.max(b)] = a.min(b);
+impl Classes {
+    fn of(&self, v: ValueId, factor: u8) -> usize {
+        self.class[self.first[v.index()] + factor as usize]
     }
 }
 
@@ -105,14 +103,57 @@ impl Decomposition {
 
     fn find_rule(&mut self) {
         let rules = self.rules();
-        // The elements of these sets are the factors of all nodes.
+        let classes = self.classes(&rules);
+        let mut rule = ShardingRule::default();
+        let mut factor_of: std::collections::BTreeMap<usize, u8> = std::collections::BTreeMap::new();
+        let mut dims_of = |rule: &mut ShardingRule, v: ValueId| -> Vec<Vec<u8>> {
+            let from = &rules[v.index()];
+            let mut one = |f: &u8, rule: &mut ShardingRule| {
+                let size = from.factors[*f as usize].size;
+                *factor_of.entry(classes.of(v, *f)).or_insert_with(|| rule.factor(size, FactorKind::Parallel))
+            };
+            from.result.iter().map(|dim| counted(from, dim).iter().map(|f| one(f, rule)).collect()).collect()
+        };
+        rule.operands = self.leaves.iter().map(|&v| dims_of(&mut rule, v)).collect();
+        rule.result = dims_of(&mut rule, self.graph.outputs[0]);
+        for (&c, &factor) in &factor_of {
+            let along = |v: ValueId| {
+                (0..rules[v.index()].factors.len() as u8).filter(|&f| classes.of(v, f) == c).collect::<Vec<u8>>()
+            };
+            let along: Vec<Vec<u8>> = self.graph.values().map(along).collect();
+            let found = if classes.fixed[c] { None } else { self.uses_along(&rules, &along) };
+            // If a factor is neither in the result nor makes it partial, splitting it leaves all later work to every
+            // device.
+            let found = found.filter(|(_, left)| left.is_some() || rule.result.iter().flatten().any(|f| *f == factor));
+            rule.factors[factor as usize].kind = match &found {
+                None => FactorKind::Whole,
+                Some((_, Some(reducer))) => FactorKind::Reduction(*reducer),
+                Some((_, None)) => FactorKind::Parallel,
+            };
+            if self.is_contiguous(&rules, &along) {
+                rule.contiguous.push(factor);
+            }
+            self.uses.resize(self.uses.len().max(factor as usize + 1), Vec::new());
+            self.uses[factor as usize] = found.map(|(uses, _)| uses).unwrap_or_default();
+        }
+        let major = |v: ValueId, dim: &Vec<u8>| {
+            let first = *counted(&rules[v.index()], dim).first()?;
+            factor_of.get(&classes.of(v, first)).copied()
+        };
+        let of_value = |v: ValueId| rules[v.index()].result.iter().map(|dim| major(v, dim)).collect();
+        self.major = self.graph.values().map(of_value).collect();
+        self.rule = rule;
+    }
+
+    /// The classes of the factors of all nodes.
+    fn classes(&self, rules: &[ShardingRule]) -> Classes {
         let mut first = Vec::with_capacity(rules.len());
         let mut total = 0;
-        for rule in &rules {
+        for rule in rules {
             first.push(total);
             total += rule.factors.len();
         }
-        let mut sets = Sets((0..total).collect());
+        let mut sets = Sets::new(total);
         let mut whole = vec![false; total];
         for v in self.graph.values().filter(|v| !self.constant[v.index()]) {
             let rule = &rules[v.index()];
@@ -146,65 +187,25 @@ impl Decomposition {
         let class: Vec<usize> = (0..total).map(|i| sets.find(i)).collect();
         let mut fixed = vec![false; total];
         (0..total).filter(|&i| whole[i]).for_each(|i| fixed[class[i]] = true);
+        Classes { first, class, fixed }
+    }
 
-        let mut rule = ShardingRule::default();
-        let mut factor_of: std::collections::BTreeMap<usize, u8> = std::collections::BTreeMap::new();
-        let mut dims_of = |rule: &mut ShardingRule, v: ValueId| -> Vec<Vec<u8>> {
-            let from = &rules[v.index()];
-            let mut one = |f: &u8, rule: &mut ShardingRule| {
-                let c = class[first[v.index()] + *f as usize];
-                *factor_of.entry(c).or_insert_with(|| rule.factor(from.factors[*f as usize].size, FactorKind::Parallel))
-            };
-            from.result.iter().map(|dim| counted(from, dim).iter().map(|f| one(f, rule)).collect()).collect()
+    /// Returns true if splitting the factors `along` needs contiguous parts. Positions, and parts of constants that are
+    /// not splats, depend on the device's place along the axis.
+    fn is_contiguous(&self, rules: &[ShardingRule], along: &[Vec<u8>]) -> bool {
+        let varied = |o: &ValueId| match &self.graph.node(*o).op {
+            Op::Constant(literal) => literal.as_splat().is_none(),
+            _ => true,
         };
-        rule.operands = self.leaves.iter().map(|&v| dims_of(&mut rule, v)).collect();
-        rule.result = dims_of(&mut rule, self.graph.outputs[0]);
-        for (&c, &factor) in &factor_of {
-            let along: Vec<Vec<u8>> = self
-                .graph
-                .values()
-                .map(|v| {
-                    let in_class = |f: &u8| class[first[v.index()] + *f as usize] == c;
-                    (0..rules[v.index()].factors.len() as u8).filter(in_class).collect()
-                })
-                .collect();
-            let found = if fixed[c] { None } else { self.uses_along(&rules, &along) };
-            // If a factor is neither in the result nor makes it partial, splitting it leaves all later work to every
-            // device.
-            let found = found.filter(|(_, left)| left.is_some() || rule.result.iter().flatten().any(|f| *f == factor));
-            rule.factors[factor as usize].kind = match &found {
-                None => FactorKind::Whole,
-                Some((_, Some(reducer))) => FactorKind::Reduction(*reducer),
-                Some((_, None)) => FactorKind::Parallel,
+        self.graph.values().any(|v| {
+            let (node, rule) = (self.graph.node(v), &rules[v.index()]);
+            let of_constant = |k: usize, f: &u8| {
+                let o = node.operands[k];
+                self.constant[o.index()] && varied(&o) && rule.operands[k].iter().flatten().any(|x| x == f)
             };
-            // Positions, and parts of constants that are not splats, depend on the device's place along the axis.
-            let varied = |o: &ValueId| match &self.graph.node(*o).op {
-                Op::Constant(literal) => literal.as_splat().is_none(),
-                _ => true,
-            };
-            let contiguous = |v: ValueId| {
-                let (node, rule) = (self.graph.node(v), &rules[v.index()]);
-                let of_constant = |k: usize, f: &u8| {
-                    let o = node.operands[k];
-                    self.constant[o.index()] && varied(&o) && rule.operands[k].iter().flatten().any(|x| x == f)
-                };
-                let positions =
-                    |f: &u8| rule.contiguous.contains(f) || (0..node.operands.len()).any(|k| of_constant(k, f));
-                !self.constant[v.index()] && along[v.index()].iter().any(positions)
-            };
-            if self.graph.values().any(contiguous) {
-                rule.contiguous.push(factor);
-            }
-            self.uses.resize(self.uses.len().max(factor as usize + 1), Vec::new());
-            self.uses[factor as usize] = found.map(|(uses, _)| uses).unwrap_or_default();
-        }
-        let major = |v: ValueId, dim: &Vec<u8>| {
-            let first_factor = *counted(&rules[v.index()], dim).first()?;
-            factor_of.get(&class[first[v.index()] + first_factor as usize]).copied()
-        };
-        let of_value = |v: ValueId| rules[v.index()].result.iter().map(|dim| major(v, dim)).collect();
-        self.major = self.graph.values().map(of_value).collect();
-        self.rule = rule;
+            let positions = |f: &u8| rule.contiguous.contains(f) || (0..node.operands.len()).any(|k| of_constant(k, f));
+            !self.constant[v.index()] && along[v.index()].iter().any(positions)
+        })
     }
 
     /// The batch dimensions of all values inside, derived from those of the operands and of the result.
@@ -293,7 +294,7 @@ impl Decomposition {
 
     /// Appends the body to a graph in place of a node with these operands. Returns the new value of each of the body's
     /// values.
-    pub fn append_to(&self, graph: &mut Graph, operands: &[ValueId]) -> Vec<ValueId> {
+    pub(crate) fn append_to(&self, graph: &mut Graph, operands: &[ValueId]) -> Vec<ValueId> {
         let mut map: Vec<ValueId> = Vec::with_capacity(self.graph.len());
         let mut given = operands.iter();
         for v in self.graph.values() {

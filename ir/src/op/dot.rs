@@ -18,7 +18,7 @@ pub struct DotGeneral {
 impl DotGeneral {
     /// Returns true if this is a product like attention scores, which is better recomputed than written to memory. Such
     /// a product is batched, sums over few terms, and has more elements than both factors. With more terms than
-    /// [`Self::FEW_TERMS`], tiles of both factors would not fit on a chip (FlashAttention, Dao et al. 2022, goes to
+    /// `Self::FEW_TERMS`, tiles of both factors would not fit on a chip (FlashAttention, Dao et al. 2022, goes to
     /// heads of 256).
     pub fn grows(&self, lhs: &[u64], rhs: &[u64], result: &[u64]) -> bool {
         let size = |shape: &[u64]| shape.iter().map(|&d| u128::from(d)).product::<u128>();
@@ -27,7 +27,7 @@ impl DotGeneral {
     }
 
     /// See [`Self::grows`].
-    pub const FEW_TERMS: u64 = 256;
+    const FEW_TERMS: u64 = 256;
 
     /// The dimensions of lhs that are neither batch nor contracted, in order.
     pub fn lhs_free(&self, rank: usize) -> Vec<usize> {

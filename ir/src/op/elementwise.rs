@@ -325,12 +325,12 @@ pub(super) struct Running {
 }
 
 impl Running {
-    pub fn new(reducer: Reducer, dtype: DType) -> Running {
+    pub(crate) fn new(reducer: Reducer, dtype: DType) -> Running {
         let neutral = reducer.neutral(dtype);
         Running { op: reducer.combine(), dtype, real: neutral, integer: dtype.to_integer(neutral) }
     }
 
-    pub fn add(&mut self, x: f64) {
+    pub(crate) fn add(&mut self, x: f64) {
         if self.dtype.is_integer() {
             let wide = self.op.on_integers(self.integer, self.dtype.to_integer(x));
             self.integer = self.dtype.narrow_integer(wide);
@@ -339,7 +339,7 @@ impl Running {
         }
     }
 
-    pub fn value(&self) -> f64 {
+    pub(crate) fn value(&self) -> f64 {
         if self.dtype.is_integer() { self.dtype.wrap_integer(self.integer) } else { self.real }
     }
 }
@@ -398,63 +398,52 @@ impl Operator for Unary {
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
         let (x, y, g) = (cx.operands[0], cx.result, cx.cotangent);
         let graph = &mut *cx.graph;
-        let dx = match self {
-            Unary::Negate => graph.unary(Unary::Negate, g),
-            Unary::Exponential => graph.mul(g, y),
+        let slope = match self {
+            Unary::Negate => return vec![Some(graph.unary(Unary::Negate, g))],
+            Unary::Exponential => y,
             Unary::ExponentialMinusOne => {
                 let one = graph.splat_like(y, 1.0);
-                let e = graph.add(y, one);
-                graph.mul(g, e)
+                graph.add(y, one)
             }
-            Unary::Log => graph.div(g, x),
+            Unary::Log => return vec![Some(graph.div(g, x))],
             Unary::LogPlusOne => {
                 let one = graph.splat_like(x, 1.0);
                 let d = graph.add(x, one);
-                graph.div(g, d)
+                return vec![Some(graph.div(g, d))];
             }
             Unary::Logistic => {
                 let one = graph.splat_like(y, 1.0);
                 let rest = graph.sub(one, y);
-                let slope = graph.mul(y, rest);
-                graph.mul(g, slope)
+                graph.mul(y, rest)
             }
             Unary::Tanh => {
                 let one = graph.splat_like(y, 1.0);
                 let square = graph.mul(y, y);
-                let slope = graph.sub(one, square);
-                graph.mul(g, slope)
+                graph.sub(one, square)
             }
             Unary::Sqrt => {
                 let half = graph.splat_like(y, 0.5);
-                let slope = graph.div(half, y);
-                graph.mul(g, slope)
+                graph.div(half, y)
             }
             Unary::Rsqrt => {
                 let minus_half = graph.splat_like(y, -0.5);
                 let over_x = graph.div(y, x);
-                let slope = graph.mul(minus_half, over_x);
-                graph.mul(g, slope)
+                graph.mul(minus_half, over_x)
             }
             Unary::Cbrt => {
                 let third = graph.splat_like(y, 1.0 / 3.0);
                 let over_x = graph.div(y, x);
-                let slope = graph.mul(third, over_x);
-                graph.mul(g, slope)
+                graph.mul(third, over_x)
             }
-            Unary::Sine => {
-                let slope = graph.unary(Unary::Cosine, x);
-                graph.mul(g, slope)
-            }
+            Unary::Sine => graph.unary(Unary::Cosine, x),
             Unary::Cosine => {
                 let sine = graph.unary(Unary::Sine, x);
-                let slope = graph.unary(Unary::Negate, sine);
-                graph.mul(g, slope)
+                graph.unary(Unary::Negate, sine)
             }
             Unary::Tan => {
                 let one = graph.splat_like(y, 1.0);
                 let square = graph.mul(y, y);
-                let slope = graph.add(one, square);
-                graph.mul(g, slope)
+                graph.add(one, square)
             }
             Unary::Erf | Unary::Erfc => {
                 let sign = if *self == Unary::Erf { 1.0 } else { -1.0 };
@@ -462,13 +451,9 @@ impl Operator for Unary {
                 let minus = graph.unary(Unary::Negate, square);
                 let bell = graph.unary(Unary::Exponential, minus);
                 let scale = graph.splat_like(x, sign * std::f64::consts::FRAC_2_SQRT_PI);
-                let slope = graph.mul(scale, bell);
-                graph.mul(g, slope)
+                graph.mul(scale, bell)
             }
-            Unary::Abs => {
-                let slope = graph.unary(Unary::Sign, x);
-                graph.mul(g, slope)
-            }
+            Unary::Abs => graph.unary(Unary::Sign, x),
             Unary::Sign
             | Unary::Floor
             | Unary::Ceil
@@ -480,7 +465,7 @@ impl Operator for Unary {
             | Unary::CountLeadingZeros
             | Unary::StopGradient => return vec![None],
         };
-        vec![Some(dx)]
+        vec![Some(graph.mul(g, slope))]
     }
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let dtype = operands[0].ty.dtype;

@@ -55,6 +55,20 @@ pub struct ScatterAdd {
 }
 
 impl GatherDims {
+    /// A lookup of rows of a table of this shape, by `batch_rank` dimensions of single indices. These come first in the
+    /// result.
+    pub fn rows(table: &[u64], batch_rank: usize) -> GatherDims {
+        GatherDims {
+            offset_dims: (batch_rank..batch_rank + table.len() - 1).collect(),
+            collapsed_slice_dims: vec![0],
+            operand_batching_dims: Vec::new(),
+            indices_batching_dims: Vec::new(),
+            start_index_map: vec![0],
+            index_vector_dim: batch_rank,
+            slice_sizes: [&[1], &table[1..]].concat(),
+        }
+    }
+
     /// The dimensions of the gathered result that run over `indices`.
     pub fn batch_dims(&self, result_rank: usize) -> Vec<usize> {
         (0..result_rank).filter(|d| !self.offset_dims.contains(d)).collect()
@@ -244,7 +258,7 @@ impl GatherRule {
     }
 
     /// `indices` relative to this device's part of a table of shape `table`. Unchanged if the table is not split.
-    pub fn local_indices(&self, cx: &mut Local<'_>, indices: ValueId, table: &[u64], clamp: bool) -> ValueId {
+    pub(crate) fn local_indices(&self, cx: &mut Local<'_>, indices: ValueId, table: &[u64], clamp: bool) -> ValueId {
         let Some((dim, factor)) = self.lookup.filter(|_| self.is_split(cx)) else { return indices };
         let axes = cx.factor_axes[factor as usize].clone();
         let local = table[dim] / cx.mesh.product(&axes);

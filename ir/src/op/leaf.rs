@@ -169,7 +169,7 @@ impl Operator for Iota {
 impl Local<'_> {
     /// A scalar: this device's first global index along a dimension that is split over `axes` into blocks of
     /// `local_size`.
-    pub fn shard_offset(&mut self, axes: &[AxisId], local_size: u64, dtype: DType) -> ValueId {
+    pub(crate) fn shard_offset(&mut self, axes: &[AxisId], local_size: u64, dtype: DType) -> ValueId {
         let index = AxisIndex { axes: axes.to_vec(), mesh: self.mesh.clone(), dtype };
         let index = self.graph.emit(Op::AxisIndex(index), &[]);
         let size = self.graph.constant(Literal::splat(TensorType::scalar(dtype), local_size as f64));

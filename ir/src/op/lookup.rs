@@ -31,7 +31,7 @@ pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indi
     while graph.node(source).op.is_elementwise() {
         let operands = graph.node(source).operands.clone();
         let rows: Vec<Option<Row>> =
-            operands.iter().map(|&o| row(graph, (&gather.dims, indices), o, &taken.shape)).collect();
+            operands.iter().map(|&o| row(graph, &gather.dims, indices, o, &taken.shape)).collect();
         let Some(main) = rows.iter().position(Option::is_none) else { break };
         if rows.iter().zip(&operands).any(|(row, &o)| row.is_none() && o != operands[main]) {
             break;
@@ -79,7 +79,7 @@ enum Row {
     },
 }
 
-fn row(graph: &Graph, (dims, indices): (&GatherDims, ValueId), v: ValueId, taken: &[u64]) -> Option<Row> {
+fn row(graph: &Graph, dims: &GatherDims, indices: ValueId, v: ValueId, taken: &[u64]) -> Option<Row> {
     let node = graph.node(v);
     match &node.op {
         Op::Constant(literal) if literal.as_splat().is_some() => Some(Row::Constant(literal.clone())),
@@ -251,15 +251,7 @@ mod tests {
             let wide = graph.convert(table, DType::F32);
             let scale = graph.broadcast(scale, &[12, 3], &[1]);
             let scaled = graph.mul(wide, scale);
-            let dims = GatherDims {
-                offset_dims: vec![1],
-                collapsed_slice_dims: vec![0],
-                operand_batching_dims: Vec::new(),
-                indices_batching_dims: Vec::new(),
-                start_index_map: vec![0],
-                index_vector_dim: 1,
-                slice_sizes: vec![1, 3],
-            };
+            let dims = GatherDims::rows(&[12, 3], 1);
             let gather = Gather { dims, out_of_bounds: OutOfBounds::Clamp };
             let value = looked_up(&mut graph, &gather, scaled, indices);
             assert_eq!(graph.node(value).op.name(), taken);

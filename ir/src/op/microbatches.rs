@@ -23,7 +23,8 @@ pub enum Microbatches {
 }
 
 impl Microbatches {
-    pub const ALL: [Microbatches; 3] = [Microbatches::Sum, Microbatches::Mean, Microbatches::Times];
+    #[cfg(test)]
+    pub(crate) const ALL: [Microbatches; 3] = [Microbatches::Sum, Microbatches::Mean, Microbatches::Times];
 
     pub fn name(self) -> &'static str {
         match self {

@@ -17,7 +17,7 @@ pub(super) struct Factors {
 }
 
 impl Factors {
-    pub fn new(graph: &mut Graph, factors: ValueId) -> Factors {
+    pub(crate) fn new(graph: &mut Graph, factors: ValueId) -> Factors {
         let (zero, one) = (graph.splat_like(factors, 0.0), graph.splat_like(factors, 1.0));
         let is_zero = graph.compare(Direction::Eq, factors, zero);
         let others = graph.select(is_zero, one, factors);
@@ -27,7 +27,7 @@ impl Factors {
 
     /// The cotangent of the factors. `products` are the products of `others`, and `zeros` counts the zeros among the
     /// factors of each product. `spread` sums, for each factor, over the products that contain it.
-    pub fn cotangent(
+    pub(crate) fn cotangent(
         &self,
         graph: &mut Graph,
         cotangent: ValueId,

@@ -32,7 +32,7 @@ impl Reducer {
         }
     }
 
-    pub fn parse(text: &str) -> Option<Reducer> {
+    pub(crate) fn parse(text: &str) -> Option<Reducer> {
         Reducer::ALL.into_iter().find(|r| r.name() == text)
     }
 

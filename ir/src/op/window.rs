@@ -72,7 +72,7 @@ impl WindowDim {
 
     /// The largest number of window positions at which one result meets elements of the operand rather than gaps of its
     /// dilation.
-    pub fn positions_of_a_result(&self) -> u64 {
+    pub(crate) fn positions_of_a_result(&self) -> u64 {
         // Positions that meet elements are as far apart as it takes for window steps to make up a whole dilation.
         let (mut a, mut b) = (self.base_dilation, self.window_dilation);
         while b != 0 {
@@ -100,7 +100,7 @@ impl WindowDim {
     }
 
     /// Returns true if equal blocks of the window need equal blocks of an operand of size `n`, plus edges.
-    pub fn follows_window(&self, n: u64) -> bool {
+    pub(crate) fn follows_window(&self, n: u64) -> bool {
         !self.reversed && self.size * self.window_dilation == n * self.base_dilation
     }
 

@@ -1,7 +1,7 @@
 //! Checks everything in a plan that a file could get wrong. Each part reports all of its problems; parts that build on
 //! a wrong one are left out.
 
-use super::{Goal, Plan, PlanError, Schedule, Stage, Target, Update, graph_hash};
+use super::{Goal, Plan, PlanError, Schedule, Stage, Target, Update, graph_hash, is_countable};
 use crate::cluster::{BetweenGroups, Group};
 use crate::graph::ValueId;
 use crate::op::Op;
@@ -100,6 +100,8 @@ impl Plan {
             problems.add("padding", problem);
         }
         problems.require(self.num_microbatches > 0, "num_microbatches", "must be at least 1");
+        let countable = is_countable(self.num_microbatches, self.stages.len());
+        problems.require(countable, "num_microbatches", "times the number of stages must be at most 1048576");
         let samples = self.microbatch.checked_mul(self.num_microbatches.into());
         let divided =
             self.graph.batch == 0 || self.graph.batch == self.microbatch && samples == Some(self.global_batch);

@@ -77,27 +77,31 @@ fn product(dims: &[(Along, u64)]) -> u64 {
     dims.iter().map(|d| d.1).product()
 }
 
-/// Merges dimensions into one with a size and a stride, if possible. The stride is `None` for a single element, where
-/// it does not matter.
-fn joined(dims: impl IntoIterator<Item = (u64, u64)>) -> Option<(u64, Option<u64>)> {
-    let mut all: Option<(u64, u64)> = None;
+/// Dimensions merged into one. The stride is `None` for a single element, where it does not matter.
+struct Line {
+    size: u64,
+    stride: Option<u64>,
+}
+
+/// Merges dimensions, given by size and stride, if possible.
+fn joined(dims: impl IntoIterator<Item = (u64, u64)>) -> Option<Line> {
+    let mut all = Line { size: 1, stride: None };
     for (size, stride) in dims.into_iter().filter(|d| d.0 != 1) {
-        all = match all {
-            None => Some((size, stride)),
-            Some((so_far, outer)) if outer == stride * size => Some((so_far * size, stride)),
-            Some(_) => return None,
-        };
+        if all.stride.is_some_and(|outer| outer != stride * size) {
+            return None;
+        }
+        all = Line { size: all.size * size, stride: Some(stride) };
     }
-    Some(all.map_or((1, None), |(size, stride)| (size, Some(stride))))
+    Some(all)
 }
 
 /// The strides with which a library accepts a matrix, if it does. Neighbours in one direction must be contiguous, and
 /// lines must not overlap.
-fn as_matrix((rows, row): (u64, Option<u64>), (columns, column): (u64, Option<u64>)) -> Option<(u64, u64)> {
-    let (by_row, by_column) = (row.unwrap_or(columns), column.unwrap_or(rows));
-    match (row, column) {
-        (_, None | Some(1)) if by_row >= columns => Some((by_row, 1)),
-        (None | Some(1), _) if by_column >= rows => Some((1, by_column)),
+fn as_matrix(rows: &Line, columns: &Line) -> Option<(u64, u64)> {
+    let (by_row, by_column) = (rows.stride.unwrap_or(columns.size), columns.stride.unwrap_or(rows.size));
+    match (rows.stride, columns.stride) {
+        (_, None | Some(1)) if by_row >= columns.size => Some((by_row, 1)),
+        (None | Some(1), _) if by_column >= rows.size => Some((1, by_column)),
         _ => None,
     }
 }
@@ -217,10 +221,10 @@ impl Products {
             true => (joined(self.before.iter().map(of_result))?, 0),
             false => {
                 let before = joined(self.before.iter().map(of_result))?;
-                (joined(self.after.iter().map(of_result))?, before.1.unwrap_or(0))
+                (joined(self.after.iter().map(of_result))?, before.stride.unwrap_or(0))
             }
         };
-        let (across, along) = as_matrix(results, terms)?;
+        let (across, along) = as_matrix(&results, &terms)?;
         Some(Steps { from, group, batch, across, along })
     }
 
@@ -260,8 +264,8 @@ fn kernel(op: &Convolution, rhs: &[u64], outputs: u64) -> (Steps, Option<Vec<usi
     let stride = strides(rhs);
     let output = stride[op.rhs.output];
     let others: Vec<usize> = (0..rhs.len()).filter(|&d| d != op.rhs.output).collect();
-    let across = (outputs, (outputs > 1).then_some(output));
-    let laid = joined(others.iter().map(|&d| (rhs[d], stride[d]))).and_then(|terms| as_matrix(across, terms));
+    let across = Line { size: outputs, stride: (outputs > 1).then_some(output) };
+    let laid = joined(others.iter().map(|&d| (rhs[d], stride[d]))).and_then(|terms| as_matrix(&across, &terms));
     match laid {
         Some((across, along)) => (Steps { from: 0, group: outputs * output, batch: 0, across, along }, None),
         None => {

@@ -182,7 +182,7 @@ pub struct Leaf {
 
 /// For each value of a graph, true if it is in host memory. These are leaves that are loaded from there, and values
 /// that are stored there.
-pub fn in_host(graph: &Graph) -> Vec<bool> {
+pub(crate) fn in_host(graph: &Graph) -> Vec<bool> {
     let mut host = vec![false; graph.len()];
     for v in graph.values() {
         match &graph.node(v).op {

@@ -39,7 +39,7 @@ impl View {
     }
 
     /// Returns true if the elements are contiguous in row-major order.
-    pub fn is_contiguous(&self) -> bool {
+    pub(crate) fn is_contiguous(&self) -> bool {
         self.shape.contains(&0)
             || self.shape.iter().zip(row_major(&self.shape)).zip(&self.strides).all(|((&n, r), &s)| n == 1 || r == s)
     }

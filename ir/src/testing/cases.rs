@@ -388,7 +388,6 @@ fn dots() -> Vec<Case> {
 
 /// Dimension numbers, in this order: offset, collapsed, operand batching, indices batching, start map, vector dim,
 /// sizes.
-#[allow(clippy::too_many_arguments)]
 fn dims(
     offset: &[usize],
     collapsed: &[usize],

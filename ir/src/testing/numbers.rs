@@ -61,7 +61,7 @@ pub fn random(ty: &TensorType, reals: (f64, f64), integers: (i64, i64), rng: &mu
 }
 
 /// `n` tensors that combine to `whole`. None of them is `whole` or neutral by construction.
-pub fn summands(whole: &Tensor, n: u64, reducer: Reducer, rng: &mut Rng) -> Vec<Tensor> {
+fn summands(whole: &Tensor, n: u64, reducer: Reducer, rng: &mut Rng) -> Vec<Tensor> {
     let dtype = whole.ty.dtype;
     let mut parts = vec![Tensor::splat(whole.ty.clone(), reducer.neutral(dtype)); n as usize];
     for (i, &value) in whole.data.iter().enumerate() {

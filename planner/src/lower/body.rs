@@ -95,11 +95,11 @@ impl<'a> BodyBuilder<'a> {
             let whole = self.want(value, &to.reduced());
             self.reshard(whole, &to.reduced(), to)
         } else {
-            let rule = self.stage.training.graph.rule(value);
-            match self.strategy_for(&rule, to) {
+            let rule = self.stage.rule(value);
+            match self.strategy_for(rule, to) {
                 Some(strategy) => {
                     let shardings = rule.shardings(&strategy, &self.stage.mesh);
-                    self.apply(value, &rule, &strategy, &shardings)
+                    self.apply(value, rule, &strategy, &shardings)
                 }
                 None => {
                     let replicated = Sharding::replicated(self.stage.training.graph.shape(value));

@@ -25,7 +25,7 @@ pub enum Available {
 /// result, if known.
 pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], wanted: Option<&Sharding>) -> Strategy {
     let graph = &stage.training.graph;
-    let rule = graph.rule(value);
+    let rule = stage.rule(value);
     let mesh = &stage.mesh;
     let mut uses: Vec<Vec<AxisUse>> = vec![vec![AxisUse::Replicated]; mesh.axes.len()];
     let mut offer = |axis: usize, use_: AxisUse| {
@@ -37,7 +37,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
         let Available::Layouts(layouts) = available else { continue };
         for layout in layouts {
             for (d, dim) in layout.dims.iter().enumerate() {
-                for (axis, factor, outer) in splits(&rule, &rule.operands[k][d], dim, stage) {
+                for (axis, factor, outer) in splits(rule, &rule.operands[k][d], dim, stage) {
                     offer(axis, AxisUse::Factor { factor, outer });
                 }
             }
@@ -54,7 +54,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
     // wanted.
     let has = |f: &u8| rule.operands.iter().flatten().any(|dim| dim.contains(f));
     for (d, dim) in wanted.iter().flat_map(|to| to.dims.iter().enumerate()) {
-        for (axis, factor, outer) in splits(&rule, &rule.result[d], dim, stage) {
+        for (axis, factor, outer) in splits(rule, &rule.result[d], dim, stage) {
             if !has(&factor) {
                 offer(axis, AxisUse::Factor { factor, outer });
             }
@@ -71,7 +71,7 @@ pub fn choose(stage: &StageContext<'_>, value: ValueId, operands: &[Available], 
     let mut best: Option<(f64, Strategy)> = None;
     for strategy in all.into_iter().map(Strategy).filter(|s| rule.allows(s, mesh)) {
         let shardings = rule.shardings(&strategy, mesh);
-        let mut seconds = stage.op_s(value, &rule, &strategy, &shardings);
+        let mut seconds = stage.op_s(value, rule, &strategy, &shardings);
         for ((available, sharding), &o) in operands.iter().zip(&shardings.operands).zip(&node.operands) {
             if let Available::Layouts(layouts) = available {
                 seconds +=

@@ -8,6 +8,7 @@
 //! Forward values that the backward pass needs are saved or recomputed. Results of elementwise ops are cheaper to
 //! recompute than to keep; full recomputation repeats everything inside a layer.
 
+mod alike;
 mod body;
 mod choose;
 mod dedup;
@@ -19,6 +20,7 @@ mod split;
 mod stage;
 
 use crate::cache::{Digest, Key};
+use alike::Alike;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::timeline::Price;
@@ -42,6 +44,7 @@ use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The parts of lowering that depend on the model alone: the graph without composites, and its derivative.
@@ -57,6 +60,7 @@ pub struct TrainingGraphs {
     recomputed: Vec<bool>,
     /// For each forward node, the backward nodes that belong to it, without sums.
     owned: Vec<Vec<ValueId>>,
+    alike: Alike,
 }
 
 impl TrainingGraphs {
@@ -87,7 +91,8 @@ impl TrainingGraphs {
             owned[training.owner[n.index()].index()].push(n);
         }
         let (users, recomputed) = (expanded.graph.users(), expanded.recomputed(graph));
-        Ok(TrainingGraphs { constant, constant_if_scaled, users, recomputed, owned, training, expanded })
+        let alike = Alike::new(&training.graph);
+        Ok(TrainingGraphs { constant, constant_if_scaled, users, recomputed, owned, alike, training, expanded })
     }
 
     /// Values that are the same in every step of a plan.
@@ -155,6 +160,7 @@ impl<'a> Cut<'a> {
             users: &training_graphs.users,
             recomputed: &training_graphs.recomputed,
             owned: &training_graphs.owned,
+            alike: &training_graphs.alike,
             updates: Updates {
                 here: plan.schedule.trains() && plan.servers.is_none(),
                 peer: index as u32,
@@ -162,7 +168,8 @@ impl<'a> Cut<'a> {
             },
             apart: self.apart(index),
             prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
-            choices: RefCell::new(FxHashMap::default()),
+            choices: RefCell::default(),
+            layouts: RefCell::default(),
         }
     }
 }
@@ -189,11 +196,14 @@ struct StageContext<'a> {
     recomputed: &'a [bool],
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],
+    alike: &'a Alike,
     updates: Updates,
     /// True if other microbatches may run between the forward and the backward pass of one.
     apart: bool,
     prices: Prices<'a>,
-    choices: RefCell<FxHashMap<ChoiceKey, Strategy>>,
+    choices: RefCell<FxHashMap<ChoiceKey, Chosen>>,
+    /// Layouts of a kind of nodes under the strategies that were asked for.
+    layouts: RefCell<FxHashMap<u32, Vec<(Strategy, Rc<OpShardings>)>>>,
 }
 
 /// Who updates the parameters of a stage, and the peers that exchange sums over all gradients.
@@ -206,8 +216,11 @@ struct Updates {
     peers: u32,
 }
 
-/// Key of equal situations of a backward op: op, operand types, available layouts, and the wanted layout of its result.
-type ChoiceKey = (String, Vec<TensorType>, Vec<Option<Vec<Sharding>>>, Option<Sharding>);
+/// Key of equal situations of a backward op: its kind, available layouts, and the wanted layout of its result.
+type ChoiceKey = (u32, Vec<Option<Vec<Sharding>>>, Option<Sharding>);
+
+/// A strategy and the layouts of operands and result under it.
+type Chosen = (Rc<Strategy>, Rc<OpShardings>);
 
 /// Prices of ops and reshards on one mesh of one submesh.
 pub struct Prices<'a> {
@@ -595,25 +608,46 @@ impl StageContext<'_> {
     pub fn resting(&self, value: ValueId) -> Sharding {
         match self.stage.receives.get(&value) {
             Some(sharding) => sharding.clone(),
-            None => self.training.graph.rule(value).shardings(self.strategy(value), &self.mesh).result.reduced(),
+            None => self.shardings(value).result.reduced(),
         }
     }
 
-    /// Like [`choose::choose`], but only once for equal situations.
-    fn choose(&self, value: ValueId, operands: &[choose::Available], wanted: Option<Sharding>) -> Strategy {
-        let graph = &self.training.graph;
+    /// The sharding rule of a node of the training graph.
+    pub fn rule(&self, value: ValueId) -> &ShardingRule {
+        self.alike.rule(&self.training.graph, value)
+    }
+
+    /// The layouts of a forward node of this stage under its strategy.
+    pub fn shardings(&self, value: ValueId) -> Rc<OpShardings> {
+        self.shardings_under(value, self.strategy(value))
+    }
+
+    fn shardings_under(&self, value: ValueId, strategy: &Strategy) -> Rc<OpShardings> {
+        let mut layouts = self.layouts.borrow_mut();
+        let of_kind = layouts.entry(self.alike.kind(value)).or_default();
+        if let Some((_, known)) = of_kind.iter().find(|(other, _)| other == strategy) {
+            return known.clone();
+        }
+        let new = Rc::new(self.rule(value).shardings(strategy, &self.mesh));
+        of_kind.push((strategy.clone(), new.clone()));
+        new
+    }
+
+    /// Like [`choose::choose`], but only once for equal situations, and with the layouts of the strategy.
+    fn choose(&self, value: ValueId, operands: &[choose::Available], wanted: Option<Sharding>) -> Chosen {
         let layouts = operands.iter().map(|a| match a {
             choose::Available::Any => None,
             choose::Available::Layouts(l) => Some(l.clone()),
         });
-        let types = graph.operand_types(value).into_iter().cloned().collect();
-        let key = (format!("{:?}", graph.node(value).op), types, layouts.collect(), wanted);
-        if let Some(strategy) = self.choices.borrow().get(&key) {
-            return strategy.clone();
+        let key = (self.alike.kind(value), layouts.collect(), wanted);
+        if let Some(chosen) = self.choices.borrow().get(&key) {
+            return chosen.clone();
         }
-        let strategy = choose::choose(self, value, operands, key.3.as_ref());
-        self.choices.borrow_mut().insert(key, strategy.clone());
-        strategy
+        let strategy = choose::choose(self, value, operands, key.2.as_ref());
+        let shardings = self.shardings_under(value, &strategy);
+        let chosen = (Rc::new(strategy), shardings);
+        self.choices.borrow_mut().insert(key, chosen.clone());
+        chosen
     }
 }
 

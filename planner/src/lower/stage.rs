@@ -27,6 +27,7 @@ use rustc_hash::FxHashMap;
 pub use server::{Server, lower_server, weights_alone};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// A stage's bodies and the buffers that it exchanges with other stages.
 pub struct Lowered {
@@ -239,8 +240,7 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index), cx.nodes.len());
         for &v in cx.nodes {
-            let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
-            let shardings = rule.shardings(strategy, &cx.mesh);
+            let shardings = cx.shardings(v);
             if cx.graph.is_total(v) && cx.plan.num_microbatches > 1 {
                 self.total(&mut b, v, &shardings.result);
                 continue;
@@ -248,7 +248,7 @@ impl<'a> StageLowering<'a> {
             for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
                 self.fetch_outer(&mut b, o, to);
             }
-            b.emit(v, &rule, strategy, &shardings);
+            b.emit(v, cx.rule(v), cx.strategy(v), &shardings);
         }
         b
     }
@@ -258,17 +258,17 @@ impl<'a> StageLowering<'a> {
     fn fetch(&mut self, b: &mut BodyBuilder<'a>, forward: &BodyBuilder<'a>, v: ValueId, to: &Sharding) {
         enum Task<'a> {
             Fetch(ValueId, Cow<'a, Sharding>),
-            Emit(ValueId, Box<OpShardings>),
+            Emit(ValueId, Rc<OpShardings>),
         }
         let cx = self.cx;
         let mut tasks = vec![Task::Fetch(v, Cow::Borrowed(to))];
         while let Some(task) = tasks.pop() {
             match task {
                 Task::Emit(v, shardings) => {
-                    let (rule, strategy) = (cx.graph.rule(v), cx.strategy(v));
+                    let (rule, strategy) = (cx.rule(v), cx.strategy(v));
                     match self.rolled_from(v) {
-                        Some((from, roll)) => b.emit_as(v, (&Op::Roll(roll), &[from]), &rule, strategy, &shardings),
-                        None => b.emit(v, &rule, strategy, &shardings),
+                        Some((from, roll)) => b.emit_as(v, (&Op::Roll(roll), &[from]), rule, strategy, &shardings),
+                        None => b.emit(v, rule, strategy, &shardings),
                     }
                 }
                 Task::Fetch(v, to) => {
@@ -279,7 +279,7 @@ impl<'a> StageLowering<'a> {
                     if !self.again.contains(&v) {
                         self.fetch_saved(b, forward, v, &to);
                     } else if b.layouts(v).is_empty() {
-                        let shardings = Box::new(cx.graph.rule(v).shardings(cx.strategy(v), &cx.mesh));
+                        let shardings = cx.shardings(v);
                         let operands: Vec<ValueId> = match self.rolled_from(v) {
                             Some((from, _)) => vec![from],
                             None => cx.graph.node(v).operands.to_vec(),
@@ -444,7 +444,7 @@ fn is_of_parameter(cx: &StageContext<'_>, v: ValueId) -> bool {
     let mut at = v;
     while !matches!(graph.node(at).op, Op::Parameter(_)) {
         match graph.node(at).operands.as_slice() {
-            &[operand] if graph.rule(at).linear.iter().any(|set| set == &[0]) => at = operand,
+            &[operand] if cx.rule(at).linear.iter().any(|set| set == &[0]) => at = operand,
             _ => return false,
         }
     }

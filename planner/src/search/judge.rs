@@ -70,23 +70,15 @@ impl Judge {
         if let Some(of) = &self.padded {
             let graph = of.graph.clone();
             let larger = Request { graph, stop_gradients: of.stop_gradients.clone(), ..request.clone() };
-            let plan = judged_as(&larger, &degrees, costs, &of.models)?;
-            if fits(&plan) {
+            let larger = &pins::with_pins(&larger)?;
+            let plan = Configurations::among(larger, &of.models).configured_unless_too_large(&degrees, costs)?;
+            if let Some(plan) = plan.filter(fits) {
                 return Ok(with_padding(plan, &of.padding));
             }
         }
-        judged_as(&request, &degrees, costs, &self.models)
+        let request = &pins::with_pins(&request)?;
+        Configurations::among(request, &self.models).configured(&degrees, costs)
     }
-}
-
-fn judged_as(
-    request: &Request,
-    degrees: &Degrees,
-    costs: &dyn Costs,
-    models: &Arc<ConfigurationCache>,
-) -> Result<Plan, PlanFailure> {
-    let request = &pins::with_pins(request)?;
-    Configurations::among(request, models).configured(degrees, costs)
 }
 
 /// The request with defaults for choices that it leaves open.

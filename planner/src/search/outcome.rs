@@ -6,10 +6,11 @@ use super::context::SearchContext;
 use super::fitting::plans_that_fit;
 use super::predictor::Calibration;
 use super::sweep;
+use super::uniform;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::predict_with;
 use crate::refine::refine;
-use crate::request::PlanFailure;
+use crate::request::{PlanFailure, Request};
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::plan::{Alternative, Plan, Schedule, Target};
 use rayon::prelude::*;
@@ -76,11 +77,14 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
     let (uniform, baselines) = rayon::join(uniform, || baselines::predict_all(cx, best_s));
     plans.extend(uniform);
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    let other_layout = plans.first().and_then(|best| laid_out(cx, best));
     plans.extend(plans.first().and_then(|best| without_bubble(cx, best)));
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     let lines = baselines.iter().map(|baseline| baseline.line(cx)).collect();
     let candidates: Vec<Plan> = baselines.into_iter().filter_map(|b: Baseline| b.candidate(cx)).collect();
-    let (finalists, others) = finalists(candidates, plans, cx.request.graph.len());
+    let (mut finalists, others) = finalists(candidates, plans, cx.request.graph.len());
+    // Beside the others and not in place of one, since solving stages again may gain less on it.
+    finalists.extend(other_layout);
     let refined: Result<Vec<Plan>, PlanFailure> =
         finalists.into_par_iter().map(|plan| refine_finalist(cx, plan)).collect();
     let plan = refined.and_then(|refined| match refined.is_empty() {
@@ -125,6 +129,23 @@ fn uniform_plans(cx: &SearchContext<'_>, found: &Plan) -> Vec<Plan> {
     let mut plans = sweep::climb(request, found, cx.costs, cx.progress);
     plans.retain(|plan| plan.predicted.step_time_s < most_s);
     plans
+}
+
+/// The best plan with its layers dealt out to stages in another way, if that is faster. Errors of predictions cancel
+/// between plans with the same degrees.
+fn laid_out(cx: &SearchContext<'_>, best: &Plan) -> Option<Plan> {
+    let request = cx.request;
+    let asked = !request.graph.pins.is_empty() || request.degrees.ep.is_some() || cx.space.only_group.is_some();
+    let other = cx.space.alpa || request.target != Target::Altiplano || !request.trains() || has_workers(cx);
+    let several = request.cluster.groups.len() > 1;
+    if asked || other || several || cx.progress.stopped() || !fits(best) {
+        return None;
+    }
+    let request = Request { schedule: Some(best.schedule), ..request.clone() };
+    let step_s = |plan: &Plan| plan.predicted.step_time_s;
+    let fastest =
+        uniform::laid_out(&request, best, cx.costs).into_iter().min_by(|a, b| step_s(a).total_cmp(&step_s(b)));
+    fastest.filter(|plan| step_s(plan) < step_s(best))
 }
 
 /// Returns the pipeline under the zero-bubble schedule, if the schedule is free and the gain exceeds the prediction

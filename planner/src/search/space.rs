@@ -4,7 +4,7 @@ use crate::inter_op::submesh::shapes;
 use crate::request::{GivenDegrees, PlanFailure, Request, SearchKind};
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
-use altiplano_ir::plan::{Goal, Schedule};
+use altiplano_ir::plan::{Goal, Schedule, is_countable};
 use altiplano_ir::recompute::Recompute;
 
 /// The choices that a search has. A baseline fixes choices that another search leaves open.
@@ -139,6 +139,15 @@ fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
     Ok(GivenDegrees { dp, tp, pp, ..request.degrees })
 }
 
+/// The counts that a plan can have on one stage. Fails if there are none.
+fn countable(counts: Vec<u32>) -> Result<Vec<u32>, PlanFailure> {
+    let Some(&least) = counts.iter().min() else { return Ok(counts) };
+    if !is_countable(least, 1) {
+        return invalid("num-microbatches", least, "microbatches are more than a step may have, which is 1048576");
+    }
+    Ok(counts.into_iter().filter(|&count| is_countable(count, 1)).collect())
+}
+
 /// The numbers of microbatches to try.
 fn microbatch_counts(request: &Request) -> Result<Vec<u32>, PlanFailure> {
     let global = request.global_batch_size();
@@ -188,6 +197,7 @@ fn microbatch_counts(request: &Request) -> Result<Vec<u32>, PlanFailure> {
             counts
         }
     };
+    let counts = countable(counts)?;
     if request.loss == LossKind::Other && !request.allow_microbatch_semantics && counts != [1] && scales {
         return invalid(
             "num-microbatches",

@@ -20,7 +20,7 @@ use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::{Plan, Schedule, Stage};
+use altiplano_ir::plan::{Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -129,11 +129,41 @@ impl<'a> Configurations<'a> {
 
     /// Predicts the plan of a configuration.
     pub fn configured(&self, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+        self.assembled(degrees, costs, |plan, layered| {
+            predict_with(plan, layered, costs, self.request.cache.as_deref())
+        })
+    }
+
+    /// Like [`Configurations::configured`]; `None` if weights and optimizer state alone need more memory than a device
+    /// has, which takes no prediction to know.
+    pub fn configured_unless_too_large(
+        &self,
+        degrees: &Degrees,
+        costs: &dyn Costs,
+    ) -> Result<Option<Plan>, PlanFailure> {
+        self.assembled(degrees, costs, |plan, layered| {
+            let is_too_large = is_too_large(&plan);
+            if is_too_large && !cfg!(debug_assertions) {
+                return Ok(None);
+            }
+            let plan = predict_with(plan, layered, costs, self.request.cache.as_deref())?;
+            debug_assert!(!is_too_large || !fits(&plan), "{degrees:?}");
+            Ok(Some(plan))
+        })
+    }
+
+    /// Passes on the plan of a configuration without predictions, and the model's layers.
+    fn assembled<T>(
+        &self,
+        degrees: &Degrees,
+        costs: &dyn Costs,
+        then: impl FnOnce(Plan, &LayeredGraph) -> Result<T, PlanFailure>,
+    ) -> Result<T, PlanFailure> {
         let cell = self.at(degrees.num_microbatches);
         let layered = cell.get().and_then(Option::as_ref).ok_or(PlanFailure::NoCombination)?;
         let execution = execution_at(self.request, degrees.zero);
         let request = Request { graph: layered.graph.clone(), execution, ..self.request.clone() };
-        predict_with(fixed_of(&request, layered, degrees, costs)?, layered, costs, request.cache.as_deref())
+        then(fixed_of(&request, layered, degrees, costs)?, layered)
     }
 
     /// Layouts for the stages of a configuration, those with the least work of any device first.
@@ -143,6 +173,23 @@ impl<'a> Configurations<'a> {
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
         Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
     }
+}
+
+/// Returns true if the weights and the optimizer's state of some stage exceed the memory of its devices.
+fn is_too_large(plan: &Plan) -> bool {
+    let held = |stage: &Stage| -> u64 {
+        let of = |(p, name): (ValueId, &str)| {
+            let (Some(storage), ty) = (stage.parameters.get(name), plan.graph.ty(p)) else { return 0 };
+            let weights = storage.parameter.local_bytes(ty, &stage.mesh);
+            if plan.graph.is_frozen(p) || !plan.schedule.trains() {
+                return weights;
+            }
+            let each = plan.optimizer.state_bytes_per_element(ty.dtype);
+            weights + storage.state.local_bytes(ty, &stage.mesh) / ty.dtype.bytes() * each
+        };
+        plan.graph.parameters().map(of).sum()
+    };
+    plan.stages.iter().any(|stage| stage.offload.is_none() && held(stage) > plan.usable_bytes(stage))
 }
 
 /// Returns all configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor
@@ -165,40 +212,21 @@ pub fn sweep(
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
     let configurations = Configurations::new(request);
-    let tried: Vec<(Vec<Swept>, Option<Plan>)> = alike
-        .into_par_iter()
-        .map(|((dp, tp, pp, _), mut list)| {
-            let i = done.fetch_add(1, Ordering::Relaxed);
-            progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
-            list.sort_by_key(|d| {
-                let lean = (std::cmp::Reverse(d.recompute), std::cmp::Reverse(d.zero), u32::MAX - d.num_microbatches);
-                (d.virtual_stages, lean)
-            });
-            let mut fitting = Vec::new();
-            let mut least: Option<Plan> = None;
-            for (k, degrees) in list.into_iter().enumerate() {
-                if progress.stopped() {
-                    break;
-                }
-                let tried = configurations.configured(&degrees, costs).map(|plan| Swept { degrees, plan });
-                let other = || other_layout(&configurations, &degrees, tried.as_ref().ok(), costs);
-                let other = (space.uneven && k == 0).then(other).flatten();
-                let Some(Swept { degrees, plan }) = other.or(tried.ok()) else { continue };
-                if fits(&plan) {
-                    fitting.push(Swept { degrees, plan });
-                    continue;
-                }
-                if least.as_ref().is_none_or(|least| peak_bytes(&plan) < peak_bytes(least)) {
-                    least = Some(plan);
-                }
-                if k == 0 {
-                    break;
-                }
-            }
-            (fitting, least)
-        })
-        .collect();
-    let (found, least): (Vec<Vec<Swept>>, Vec<Option<Plan>>) = tried.into_iter().unzip();
+    let leanest = alike.into_par_iter().map(|((dp, tp, pp, _), mut list)| {
+        let i = done.fetch_add(1, Ordering::Relaxed);
+        progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
+        list.sort_by_key(|d| {
+            let lean = (std::cmp::Reverse(d.recompute), std::cmp::Reverse(d.zero), u32::MAX - d.num_microbatches);
+            (d.virtual_stages, lean)
+        });
+        Alike::with_leanest(&configurations, space, list, costs)
+    });
+    let leanest: Vec<Alike> = leanest.collect();
+    let bound = Bound::of(leanest.iter().flat_map(|alike| &alike.fitting).map(|swept| &swept.plan));
+    let with_others = |alike: Alike| alike.with_others(&configurations, &bound, costs, progress);
+    let tried: Vec<Alike> = leanest.into_par_iter().map(with_others).collect();
+    let (found, least): (Vec<Vec<Swept>>, Vec<Option<Plan>>) =
+        tried.into_iter().map(|alike| (alike.fitting, alike.least)).unzip();
     let mut found: Vec<Swept> = found.into_iter().flatten().collect();
     found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
     if !found.is_empty() {
@@ -209,6 +237,109 @@ pub fn sweep(
         let detail = format!("{}, the leanest of {total} combinations of dp, tp and pp", alternatives::shape(&plan));
         PlanFailure::of_closest(plan, detail)
     }))
+}
+
+/// Configurations of the same replicas, tensor-parallel devices and lanes, and their predictions so far.
+struct Alike {
+    /// Those that are left to predict.
+    list: Vec<Degrees>,
+    fitting: Vec<Swept>,
+    /// The one that does not fit and needs least memory.
+    least: Option<Plan>,
+}
+
+impl Alike {
+    /// Predicts the first of `list`, which is sorted from the leanest. If it does not fit, none is left.
+    fn with_leanest(
+        configurations: &Configurations<'_>,
+        space: &Space,
+        list: Vec<Degrees>,
+        costs: &dyn Costs,
+    ) -> Alike {
+        let mut alike = Alike { list, fitting: Vec::new(), least: None };
+        if alike.list.is_empty() {
+            return alike;
+        }
+        let degrees = alike.list.remove(0);
+        let tried = configurations.configured(&degrees, costs).map(|plan| Swept { degrees, plan });
+        let other = || other_layout(configurations, &degrees, tried.as_ref().ok(), costs);
+        let other = space.uneven.then(other).flatten();
+        if let Some(swept) = other.or(tried.ok())
+            && !alike.fits(swept)
+        {
+            alike.list.clear();
+        }
+        alike
+    }
+
+    /// Predicts the others, but for those that are too slow by a bound. In a row that differs in the microbatch only,
+    /// larger ones need no less memory than one that does not fit.
+    fn with_others(
+        mut self,
+        configurations: &Configurations<'_>,
+        bound: &Bound,
+        costs: &dyn Costs,
+        progress: &dyn Progress,
+    ) -> Alike {
+        let row = |d: &Degrees| (d.virtual_stages, d.recompute, d.zero);
+        let mut too_large = None;
+        for degrees in std::mem::take(&mut self.list) {
+            if progress.stopped() {
+                break;
+            }
+            // A single microbatch needs no sum of gradients.
+            let is_too_large = too_large == Some(row(&degrees)) && degrees.num_microbatches > 1;
+            if is_too_large || bound.excludes(configurations.request.schedule, &degrees) {
+                continue;
+            }
+            let Ok(plan) = configurations.configured(&degrees, costs) else { continue };
+            if !self.fits(Swept { degrees, plan }) {
+                too_large = Some(row(&degrees));
+            }
+        }
+        self
+    }
+
+    /// Takes a prediction. Returns true if it fits.
+    fn fits(&mut self, swept: Swept) -> bool {
+        if fits(&swept.plan) {
+            self.fitting.push(swept);
+            return true;
+        }
+        if self.least.as_ref().is_none_or(|least| peak_bytes(&swept.plan) < peak_bytes(least)) {
+            self.least = Some(swept.plan);
+        }
+        false
+    }
+}
+
+/// A configuration that must be slower than a known one by this factor is not predicted.
+const TOO_SLOW: f64 = 1.6;
+
+/// The seconds that a step may take to be of interest, and that all devices take if none of them waits.
+struct Bound {
+    most_s: f64,
+    busy_s: f64,
+}
+
+impl Bound {
+    fn of<'a>(known: impl Iterator<Item = &'a Plan>) -> Bound {
+        let none = Bound { most_s: f64::INFINITY, busy_s: f64::INFINITY };
+        known.fold(none, |bound, plan| Bound {
+            most_s: bound.most_s.min(TOO_SLOW * plan.predicted.step_time_s),
+            busy_s: bound.busy_s.min(plan.predicted.lower_bound_s),
+        })
+    }
+
+    /// True if filling and draining a pipeline alone makes a configuration too slow.
+    fn excludes(&self, schedule: Option<Schedule>, degrees: &Degrees) -> bool {
+        let lanes = degrees.stages / degrees.virtual_stages.max(1);
+        let turns = f64::from(degrees.num_microbatches) * f64::from(degrees.virtual_stages.max(1));
+        // Gradients of weights, a third of the work, fill the pipeline under zb-h1.
+        let part = if schedule == Some(Schedule::ZbH1) { 1.0 / 3.0 } else { 1.0 };
+        let waits = part * f64::from(lanes.saturating_sub(1)) / turns.max(1.0);
+        self.busy_s * (1.0 + waits) > self.most_s
+    }
 }
 
 /// Largest share of a device's memory that evenly dealt layers need for other layouts to be tried.
@@ -453,6 +584,9 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                         let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
                         for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
                             let (stages, layout) = (stages.saturating_mul(virtual_stages), Layout::Even);
+                            if !is_countable(num_microbatches, stages as usize) {
+                                continue;
+                            }
                             all.push(Degrees {
                                 dp,
                                 tp,
@@ -483,4 +617,40 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
         all.extend(over);
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pipelines_that_mostly_wait_are_too_slow() {
+        let bound = Bound { most_s: 16.0, busy_s: 4.0 };
+        let degrees = |lanes: u32, virtual_stages, num_microbatches| Degrees {
+            dp: 1,
+            tp: 1,
+            cp: 1,
+            stages: lanes * virtual_stages,
+            virtual_stages,
+            num_microbatches,
+            zero: 0,
+            recompute: Recompute::None,
+            layout: Layout::Even,
+            experts: false,
+            sequence: false,
+        };
+        // A step takes four seconds, and as many more as the 31 other lanes wait.
+        for (degrees, schedule, excluded) in [
+            (degrees(32, 1, 32), None, false),
+            (degrees(32, 1, 8), None, true),
+            (degrees(32, 2, 8), None, false),
+            (degrees(32, 1, 8), Some(Schedule::ZbH1), false),
+            (degrees(32, 1, 2), Some(Schedule::ZbH1), true),
+            (degrees(1, 1, 1), None, false),
+        ] {
+            assert_eq!(bound.excludes(schedule, &degrees), excluded, "{degrees:?}");
+        }
+        let unknown = Bound::of(std::iter::empty());
+        assert!(!unknown.excludes(None, &degrees(32, 1, 1)));
+    }
 }

@@ -11,7 +11,7 @@ use crate::explain::alternatives;
 use crate::features::stacks::stack;
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::{Plan, Stage, Target};
 use rayon::prelude::*;
 
 /// Shapes (replicas, tensor parallelism, lanes) from which a climb starts.
@@ -49,6 +49,42 @@ pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Re
     Ok(best)
 }
 
+/// The degrees of a pipeline whose stages are alike, with other layouts of its layers. Layers are cut more finely than in
+/// a search over stages, so that those at the ends have fewer. Returns the plans that fit.
+pub(super) fn laid_out(request: &Request, plan: &Plan, costs: &dyn Costs) -> Vec<Plan> {
+    let Some(degrees) = degrees_of(plan) else { return Vec::new() };
+    let known = Configurations::new(request);
+    let layouts = known.layouts(&degrees).into_iter().take(LAYOUTS);
+    let layouts: Vec<Degrees> = layouts.map(|layout| Degrees { layout, ..degrees }).collect();
+    let predicted = layouts.par_iter().map(|degrees| known.configured(degrees, costs).ok().filter(fits));
+    predicted.collect::<Vec<_>>().into_iter().flatten().collect()
+}
+
+/// The degrees of a pipeline whose stages have the same replicas and tensor-parallel devices, storage and recomputation.
+fn degrees_of(plan: &Plan) -> Option<Degrees> {
+    let first = plan.stages.first().filter(|_| plan.stages.len() > 1)?;
+    let [data, tensor] = first.mesh.axes.as_slice() else { return None };
+    let level = |stage: &Stage| stage.recompute.most();
+    let whole = |stage: &Stage| stage.layers.clone().all(|layer| stage.recomputes(layer) == level(stage));
+    let alike = |stage: &Stage| {
+        (&stage.mesh, stage.zero, level(stage)) == (&first.mesh, first.zero, level(first)) && whole(stage)
+    };
+    let is_plain = (data.name.as_str(), tensor.name.as_str()) == ("data", "tensor") && plan.padding.is_none();
+    (is_plain && plan.stages.iter().all(alike)).then(|| Degrees {
+        dp: data.size,
+        tp: tensor.size,
+        cp: 1,
+        stages: plan.stages.len() as u32,
+        virtual_stages: plan.virtual_stages,
+        num_microbatches: plan.num_microbatches,
+        zero: first.zero,
+        recompute: level(first),
+        layout: Layout::Even,
+        experts: false,
+        sequence: tensor.size > 1,
+    })
+}
+
 /// Replicas, tensor-parallel devices, lanes, and the use of replicas for experts.
 fn shape(degrees: &Degrees) -> (u32, u32, u32, bool) {
     (degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts)
@@ -73,14 +109,16 @@ fn with_layouts(
     let shared = if stack(request.target).virtual_stages { (1..=MOST_SHARED).collect() } else { vec![1] };
     let all = configurations(request, &Space { virtual_stages: shared, ..space.clone() });
     let known = Configurations::new(request);
-    let climbed = starts.par_iter().map(|start| climb(&known, &all, start, costs, progress));
+    let climbed = starts.par_iter().map(|start| climb(&known, &all, space, start, costs, progress));
     climbed.collect::<Vec<_>>().into_iter().flatten().collect()
 }
 
-/// Goes to the best configuration that differs in one thing until none is better. Returns all that fit.
+/// Goes to the best configuration that differs in one thing until none is better. `start` is the best of its shape in a
+/// sweep over `swept_space`. Returns all others that fit.
 fn climb(
     known: &Configurations<'_>,
     all: &[Degrees],
+    swept_space: &Space,
     start: &Swept,
     costs: &dyn Costs,
     progress: &dyn Progress,
@@ -92,7 +130,7 @@ fn climb(
     let mut fitting: Vec<Swept> = Vec::new();
     loop {
         let mut next = around(known, &alike, &at);
-        next.retain(|degrees| !tried.contains(degrees));
+        next.retain(|degrees| !tried.contains(degrees) && !is_swept(degrees, swept_space));
         next.truncate(left);
         left -= next.len();
         tried.extend(&next);
@@ -113,6 +151,11 @@ fn climb(
             return fitting;
         }
     }
+}
+
+/// True if a sweep over a space has a configuration. The best of a shape is known then.
+fn is_swept(degrees: &Degrees, space: &Space) -> bool {
+    degrees.layout == Layout::Even && !degrees.sequence && space.virtual_stages.contains(&degrees.virtual_stages)
 }
 
 /// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the

@@ -6,7 +6,7 @@ use crate::kernel::rows::for_each_row;
 use altiplano_ir::dtype::DType;
 
 /// Elements that a thread processes at a time.
-pub const PART: usize = 4096;
+pub(crate) const PART: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bitcast {
@@ -41,7 +41,7 @@ fn shifted(bits: u64, width: u32) -> u64 {
 
 /// The bits of a stored element, in the lowest bits. Double-precision numbers are stored in single precision.
 #[inline(always)]
-pub fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
+pub(crate) fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
     match dtype {
         DType::F32 => u64::from(x.to_f32().to_bits()),
         DType::U64 | DType::I64 => x.to_i64() as u64,
@@ -52,7 +52,7 @@ pub fn bits_of<T: Element>(x: T, dtype: DType) -> u64 {
 
 /// The stored element that has these bits; bits above the type's width are ignored.
 #[inline(always)]
-pub fn element_of<T: Element>(bits: u64, dtype: DType) -> T {
+pub(crate) fn element_of<T: Element>(bits: u64, dtype: DType) -> T {
     match dtype {
         DType::F32 => T::from_f32(f32::from_bits(bits as u32)),
         DType::U64 | DType::I64 => T::from_i64(bits as i64),

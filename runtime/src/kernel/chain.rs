@@ -13,7 +13,7 @@ use altiplano_ir::work::{Term, Work};
 use rayon::prelude::*;
 
 /// Elements of a register: 2 KiB of floats, so that a dozen registers fit in the L1 cache.
-pub const BLOCK: usize = 512;
+pub(crate) const BLOCK: usize = 512;
 
 /// The source of a load.
 #[derive(Clone, Debug, PartialEq)]
@@ -240,7 +240,6 @@ impl Chain {
 
     /// Fills a register with the elements `base + at ..` of a load.
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
     fn load(
         &self,
         load: &Load,
@@ -353,6 +352,6 @@ impl Total {
 }
 
 /// The neutral element of an integer reduction, as a stored integer.
-pub fn integer_neutral(reducer: Reducer, dtype: DType) -> i64 {
+pub(crate) fn integer_neutral(reducer: Reducer, dtype: DType) -> i64 {
     if dtype.is_integer() { integer_from_f64(reducer.neutral(dtype), dtype) } else { 0 }
 }

@@ -5,7 +5,7 @@
 //! zeros in between. So a transposed convolution costs no more than its non-zero terms.
 
 use super::dot::{Sides, product_term};
-use super::matrix::{Strides, multiply};
+use super::matrix::{Matrix, Strides, multiply};
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
@@ -328,8 +328,10 @@ impl Conv {
                         let strides = self.gather(lhs, group, phase, block, &places, gathered, threads);
                         let part = &kernel[start * self.inputs * self.outputs..];
                         let by_rows = Strides { row: self.outputs, column: 1 };
-                        let size = (n, self.outputs, terms);
-                        multiply(size, (gathered, strides), (part, by_rows), (product, by_rows), start > 0, threads);
+                        let lhs = Matrix { elements: &*gathered, strides };
+                        let rhs = Matrix { elements: part, strides: by_rows };
+                        let to = Matrix { elements: &mut *product, strides: by_rows };
+                        multiply([n, self.outputs, terms], lhs, rhs, to, start > 0, threads);
                     }
                     for ((image, js), row) in places.iter().zip(product.chunks(self.outputs.max(1))) {
                         let at = group * self.result_group + self.result_at(image, js, phase);
@@ -356,7 +358,6 @@ impl Conv {
 
     /// Fills the matrix whose rows are `places` and whose columns are the window positions of `block` and the inputs.
     /// Rows are adjacent if images are.
-    #[allow(clippy::too_many_arguments)]
     fn gather(
         &self,
         lhs: &[f32],
@@ -420,7 +421,7 @@ impl Conv {
     }
 
     /// Gathers the operand of the first tile of results, as a run does for each tile.
-    pub fn gather_tile(&self, lhs: &[f32], gathered: &mut [f32]) {
+    pub(crate) fn gather_tile(&self, lhs: &[f32], gathered: &mut [f32]) {
         let Some(phase) = self.phases.first() else { return };
         let mut places = Places::default();
         places.fill(phase, 0..ROWS.min(phase.count() * self.images), self.images, self.gathers_images());

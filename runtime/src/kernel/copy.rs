@@ -85,7 +85,7 @@ impl Copy {
     }
 
     /// [`Copy::run`] with the major dimension spread over threads.
-    pub fn run_parallel<T: Pod + Send + Sync>(&self, source: &[T], target: &mut [T], threads: usize) {
+    pub(crate) fn run_parallel<T: Pod + Send + Sync>(&self, source: &[T], target: &mut [T], threads: usize) {
         match self.dims.split_first() {
             Some((&(size, s, t), _)) if self.parts(threads) > 1 => {
                 let share = size.div_ceil(threads);

@@ -258,7 +258,7 @@ impl Dot {
 
 /// Strides of a product's operands and result: along the inner dimension of the row-major form (terms, columns,
 /// columns), and along the other.
-pub struct Sides {
+pub(crate) struct Sides {
     pub by_terms: (usize, usize),
     pub by_columns: (usize, usize),
     pub result: (usize, usize),
@@ -266,7 +266,7 @@ pub struct Sides {
 
 /// A product of `[rows, columns, terms]` as a term. Its family says for either operand whether it is row major (`n`) or
 /// transposed (`t`), since their packing costs differ.
-pub fn product_term([rows, columns, terms]: [usize; 3], sides: Sides, threads: usize) -> Term {
+pub(crate) fn product_term([rows, columns, terms]: [usize; 3], sides: Sides, threads: usize) -> Term {
     // An operand that is contiguous along neither dimension counts as transposed. A dimension of size one says nothing.
     let written = |(inner, _): (usize, usize), size: usize| size == 1 || inner == 1;
     let (mut lhs, mut rhs) = (written(sides.by_terms, terms), written(sides.by_columns, columns));

@@ -57,7 +57,7 @@ impl Lookup {
     }
 
     /// The work of a lookup: a copy of each slice, found by its index.
-    pub fn gather_work(&self, class: Class) -> Work {
+    pub(crate) fn gather_work(&self, class: Class) -> Work {
         let mut work = Work::new(1);
         let (count, width) = self.slices();
         work.once("index", DType::I32, count as f64);
@@ -66,7 +66,7 @@ impl Lookup {
     }
 
     /// The work of adding or writing slices to a tensor, after the tensor has been filled.
-    pub fn scatter_work(&self, dtype: DType) -> Work {
+    pub(crate) fn scatter_work(&self, dtype: DType) -> Work {
         let mut work = Work::new(1);
         let (count, width) = self.slices();
         work.once("index", DType::I32, count as f64);

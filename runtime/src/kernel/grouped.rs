@@ -4,7 +4,7 @@ use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
 use crate::kernel::dot::{Sides, product_term};
-use crate::kernel::matrix::{Strides, multiply};
+use crate::kernel::matrix::{Matrix, Strides, multiply};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::{GroupedDot, GroupedOuter};
 use altiplano_ir::types::TensorType;
@@ -26,27 +26,33 @@ pub struct Grouped {
 }
 
 impl Grouped {
-    pub fn dot_of(op: &GroupedDot, class: Class, index: Class, matrices: &[u64], group: &TensorType) -> Grouped {
+    pub(crate) fn dot_of(op: &GroupedDot, class: Class, index: Class, matrices: &[u64], group: &TensorType) -> Grouped {
         let [groups, terms, columns] = [0, op.contract, 3 - op.contract].map(|d| matrices[d] as usize);
         let (rows, transposed) = (group.elements() as usize, op.contract == 2);
         Grouped { class, index, rows, groups, terms, columns, transposed, share: share(groups, op.of) }
     }
 
-    pub fn outer_of(op: &GroupedOuter, class: Class, index: Class, result: &[usize], group: &TensorType) -> Grouped {
+    pub(crate) fn outer_of(
+        op: &GroupedOuter,
+        class: Class,
+        index: Class,
+        result: &[usize],
+        group: &TensorType,
+    ) -> Grouped {
         let (rows, groups) = (group.elements() as usize, result[0]);
         let (terms, columns) = (result[1], result[2]);
         Grouped { class, index, rows, groups, terms, columns, transposed: false, share: share(groups, op.of) }
     }
 
     /// The work of [`Self::dot`] on at most `threads` threads.
-    pub fn dot_work(&self, threads: usize) -> Work {
+    pub(crate) fn dot_work(&self, threads: usize) -> Work {
         let by_columns = if self.transposed { (self.terms, 1) } else { (1, self.columns) };
         let sides = Sides { by_terms: (1, self.terms), by_columns, result: (1, self.columns) };
         self.work([self.rows_of_group(), self.columns, self.terms], sides, threads)
     }
 
     /// The work of [`Self::outer`] on at most `threads` threads.
-    pub fn outer_work(&self, threads: usize) -> Work {
+    pub(crate) fn outer_work(&self, threads: usize) -> Work {
         let sides = Sides { by_terms: (self.terms, 1), by_columns: (1, self.columns), result: (1, self.columns) };
         self.work([self.terms, self.columns, self.rows_of_group()], sides, threads)
     }
@@ -105,8 +111,9 @@ impl Grouped {
                 if terms == 0 {
                     made.fill(0.0);
                 } else {
-                    let shape = (rows.len(), columns, terms);
-                    multiply(shape, (packed.slice(), lhs), (weights, strides), (made, by_row), false, threads);
+                    let lhs = Matrix { elements: packed.slice(), strides: lhs };
+                    let (rhs, to) = (Matrix { elements: weights, strides }, Matrix { elements: &mut *made, strides: by_row });
+                    multiply([rows.len(), columns, terms], lhs, rhs, to, false, threads);
                 }
                 let to = result.slice_mut::<T>();
                 for (i, r) in rows.iter().enumerate() {
@@ -133,13 +140,15 @@ impl Grouped {
                 pack(inputs[1].slice::<T>(), rows, columns, right.slice_mut());
                 let matrix = g * size..(g + 1) * size;
                 let (lhs, rhs) = (Strides { row: 1, column: terms }, Strides { row: columns, column: 1 });
-                let shape = (terms, columns, rows.len());
-                let operands = ((left.slice(), lhs), (right.slice(), rhs));
+                let shape = [terms, columns, rows.len()];
+                let lhs = Matrix { elements: left.slice(), strides: lhs };
+                let (rhs, by_row) = (Matrix { elements: right.slice(), strides: rhs }, rhs);
                 if self.class == Class::F32 {
-                    let to = &mut result.slice_mut::<f32>()[matrix];
-                    multiply(shape, operands.0, operands.1, (to, rhs), false, threads);
+                    let to = Matrix { elements: &mut result.slice_mut::<f32>()[matrix], strides: by_row };
+                    multiply(shape, lhs, rhs, to, false, threads);
                 } else {
-                    multiply(shape, operands.0, operands.1, (wide.slice_mut(), rhs), false, threads);
+                    let to = Matrix { elements: wide.slice_mut(), strides: by_row };
+                    multiply(shape, lhs, rhs, to, false, threads);
                     let to = result.slice_mut::<T>()[matrix].iter_mut();
                     to.zip(wide.slice::<f32>()).for_each(|(to, &x)| *to = <T as Element>::from_f32(x));
                 }

@@ -13,7 +13,7 @@ use altiplano_ir::op::{Binary, Direction, ReducePrecision, Reducer, ThreefryWord
 use half::{bf16, f16};
 
 /// Maximum number of operands of an instruction.
-pub const MAX_OPERANDS: usize = 4;
+pub(crate) const MAX_OPERANDS: usize = 4;
 
 /// The operation of an instruction. `F` reads and writes f32 registers, `I` i64 registers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,13 +48,13 @@ pub enum Code {
 
 impl Code {
     /// Returns whether the result is in an i64 register.
-    pub fn writes_integers(self) -> bool {
+    pub(crate) fn writes_integers(self) -> bool {
         let unary = matches!(self, Code::IUnary(..) | Code::FToI(_) | Code::IWrap(_) | Code::FToIBits(..));
         unary || matches!(self, Code::IBinary(..) | Code::ISelect | Code::IThreefry(_))
     }
 
     /// For each of the operands `a`, `b`, `c`, `d`, whether it is an i64 register.
-    pub fn reads_integers(self) -> [bool; MAX_OPERANDS] {
+    pub(crate) fn reads_integers(self) -> [bool; MAX_OPERANDS] {
         match self {
             Code::IUnary(..) | Code::IToBool | Code::IToF(_) | Code::IWrap(_) | Code::IToFBits(..) => {
                 [true, false, false, false]
@@ -111,7 +111,7 @@ pub struct Instruction {
 }
 
 /// The registers of one thread.
-pub struct Registers {
+pub(crate) struct Registers {
     pub floats: Vec<Vec<f32>>,
     pub integers: Vec<Vec<i64>>,
 }
@@ -132,7 +132,7 @@ macro_rules! map {
 impl Registers {
     /// Executes one instruction on the first `n` elements.
     #[inline(always)]
-    pub fn execute<const FMA: bool>(&mut self, i: &Instruction, n: usize) {
+    pub(crate) fn execute<const FMA: bool>(&mut self, i: &Instruction, n: usize) {
         if i.code.writes_integers() {
             let mut target = std::mem::take(&mut self.integers[i.target as usize]);
             self.integer_result(i, &mut target[..n], n);
@@ -317,7 +317,7 @@ fn low_bits(x: i64, dtype: DType) -> u64 {
 }
 
 /// Integer ops on stored integers of `dtype`, as StableHLO's reference defines them.
-pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
+pub(crate) fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
     let unsigned = dtype == DType::U64;
     let below = if unsigned { (x as u64) < y as u64 } else { x < y };
     match op {
@@ -367,7 +367,7 @@ pub fn integer_binary(op: Binary, x: i64, y: i64, dtype: DType) -> i64 {
 }
 
 /// The reducer on f32 that combines two operands; booleans are 0 and 1.
-pub fn float_reducer(reducer: Reducer, dtype: DType) -> Reducer {
+pub(crate) fn float_reducer(reducer: Reducer, dtype: DType) -> Reducer {
     match reducer {
         Reducer::Sum | Reducer::Or if dtype == DType::Bool => Reducer::Max,
         Reducer::Product | Reducer::And if dtype == DType::Bool => Reducer::Min,
@@ -377,7 +377,7 @@ pub fn float_reducer(reducer: Reducer, dtype: DType) -> Reducer {
 
 /// Combines two partial results of a float reduction.
 #[inline(always)]
-pub fn combine(reducer: Reducer, x: f64, y: f64) -> f64 {
+pub(crate) fn combine(reducer: Reducer, x: f64, y: f64) -> f64 {
     match reducer {
         Reducer::Sum => x + y,
         Reducer::Product => x * y,
@@ -399,7 +399,7 @@ pub fn combine(reducer: Reducer, x: f64, y: f64) -> f64 {
 }
 
 /// The neutral element of a float reduction.
-pub fn neutral(reducer: Reducer) -> f64 {
+pub(crate) fn neutral(reducer: Reducer) -> f64 {
     match reducer {
         Reducer::Sum => 0.0,
         Reducer::Product => 1.0,
@@ -411,7 +411,7 @@ pub fn neutral(reducer: Reducer) -> f64 {
 /// Reduces a row of floats. Sums run in 16 lanes for at most 1024 elements before they move to f64, so that their error
 /// does not grow with the row.
 #[inline(always)]
-pub fn reduce_row(reducer: Reducer, row: &[f32]) -> f64 {
+pub(crate) fn reduce_row(reducer: Reducer, row: &[f32]) -> f64 {
     const LANES: usize = 16;
     macro_rules! lanes {
         ($neutral:expr, $part:expr, $x:ident, $y:ident => $combined:expr) => {{
@@ -453,11 +453,11 @@ pub fn reduce_row(reducer: Reducer, row: &[f32]) -> f64 {
 
 /// Reads elements of a format into a float register.
 #[inline(always)]
-pub fn load_floats<T: Element>(target: &mut [f32], source: &[T]) {
+pub(crate) fn load_floats<T: Element>(target: &mut [f32], source: &[T]) {
     map!(target, source, x => x.to_f32());
 }
 
 #[inline(always)]
-pub fn load_integers<T: Element>(target: &mut [i64], source: &[T]) {
+pub(crate) fn load_integers<T: Element>(target: &mut [i64], source: &[T]) {
     map!(target, source, x => x.to_i64());
 }

@@ -5,7 +5,7 @@ use gemm::Parallelism;
 
 /// The layout of a matrix in a slice; its first element is at 0.
 #[derive(Clone, Copy, Debug)]
-pub struct Strides {
+pub(crate) struct Strides {
     pub row: usize,
     pub column: usize,
 }
@@ -15,16 +15,24 @@ fn extent(rows: usize, columns: usize, strides: Strides) -> usize {
     if rows == 0 || columns == 0 { 0 } else { (rows - 1) * strides.row + (columns - 1) * strides.column + 1 }
 }
 
+/// A matrix in a slice, `&[f32]` or `&mut [f32]`.
+pub(crate) struct Matrix<S> {
+    pub elements: S,
+    pub strides: Strides,
+}
+
 /// `result (+)= lhs * rhs`, of `rows x terms` and `terms x columns`. The rows and columns of the result must not
 /// overlap.
-pub fn multiply(
-    (rows, columns, terms): (usize, usize, usize),
-    (lhs, l): (&[f32], Strides),
-    (rhs, r): (&[f32], Strides),
-    (result, d): (&mut [f32], Strides),
+pub(crate) fn multiply(
+    [rows, columns, terms]: [usize; 3],
+    lhs: Matrix<&[f32]>,
+    rhs: Matrix<&[f32]>,
+    result: Matrix<&mut [f32]>,
     accumulate: bool,
     threads: usize,
 ) {
+    let (l, r, d) = (lhs.strides, rhs.strides, result.strides);
+    let (lhs, rhs, result) = (lhs.elements, rhs.elements, result.elements);
     assert!(
         extent(rows, terms, l) <= lhs.len()
             && extent(terms, columns, r) <= rhs.len()

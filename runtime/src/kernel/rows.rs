@@ -12,12 +12,12 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Number of threads for rows of `length`, with `elements` in all and `visits` of each element.
-pub fn parts(elements: usize, length: usize, visits: usize, threads: usize) -> usize {
+pub(crate) fn parts(elements: usize, length: usize, visits: usize, threads: usize) -> usize {
     if spreads(threads, elements.saturating_mul(visits), VISITED) && elements > length { threads } else { 1 }
 }
 
 /// Calls `work` with the number and the elements of each row.
-pub fn for_each_row<T: Send>(
+pub(crate) fn for_each_row<T: Send>(
     elements: &mut [T],
     length: usize,
     visits: usize,
@@ -44,7 +44,7 @@ pub struct RowOrder {
 
 impl RowOrder {
     /// Approximate number of comparisons per element: the logarithm of a row.
-    pub fn visits(&self) -> usize {
+    pub(crate) fn visits(&self) -> usize {
         self.row.max(2).ilog2() as usize
     }
 

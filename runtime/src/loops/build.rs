@@ -12,7 +12,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind, ROW_BYTES};
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Binary, Direction, Gather, GatherDims, Op, OutOfBounds, Reducer, Unary};
-use altiplano_ir::reshard::Collective;
+use altiplano_ir::reshard::{BlockedDim, Collective};
 use altiplano_ir::types::TensorType;
 use std::collections::{BTreeSet, HashMap};
 
@@ -100,7 +100,7 @@ impl<'a> Made<'a> {
         let others = kernel.writes.iter().copied().filter(|w| !reductions.contains(w));
         let mut others: Vec<ValueId> = others.collect();
         let together = match all_rows.first() {
-            Some(&rows) if all_rows.len() == 1 => self.rows(kernel, rows, &of_rows, &mut others)?,
+            Some(&(rows, length)) if all_rows.len() == 1 => self.rows(kernel, rows, length, &of_rows, &mut others)?,
             _ => false,
         };
         // Missing values, in the order of the graph. Reductions come first, since the others may need them.
@@ -123,38 +123,15 @@ impl<'a> Made<'a> {
     fn rows(
         &mut self,
         kernel: &Kernel,
-        (rows, length): (u64, u64),
+        rows: u64,
+        length: u64,
         reductions: &[ValueId],
         others: &mut Vec<ValueId>,
     ) -> Result<bool, Unsupported> {
         let graph = self.graph;
         let mut b = Builder::new(self, rows);
         let row = b.row;
-        let mut phases: Vec<Phase> = Vec::new();
-        let mut pending: Vec<ValueId> = reductions.to_vec();
-        while !pending.is_empty() {
-            let step = b.scalars.counter(Scalar::Step, length);
-            let (mut folds, mut later) = (Vec::new(), Vec::new());
-            let mut known = Vec::new();
-            for &v in &pending {
-                match b.reduced(v, row, step) {
-                    Ok((value, reducer)) => {
-                        let slot = b.next_slot();
-                        folds.push(Fold { value, reducer, dtype: graph.ty(v).dtype, slot });
-                        known.push((v, slot));
-                    }
-                    Err(Stop::Reduction(needed)) if pending.contains(&needed) && needed != v => later.push(v),
-                    Err(Stop::Reduction(_)) => return Ok(false),
-                    Err(Stop::Unsupported(why)) => return Err(why),
-                }
-            }
-            if folds.is_empty() {
-                return Ok(false);
-            }
-            b.slots.extend(known);
-            phases.push(Phase { length, folds, stores: Vec::new(), ..Phase::default() });
-            pending = later;
-        }
+        let Some(mut phases) = b.folded(reductions, length)? else { return Ok(false) };
         // Values written along the rows.
         let mut stores: Vec<(u64, Store)> = Vec::new();
         let mut left = Vec::new();
@@ -204,7 +181,7 @@ impl<'a> Made<'a> {
     }
 
     /// Makes a launch that writes one reduction to memory.
-    pub fn reduction(&mut self, v: ValueId) -> Result<(), Unsupported> {
+    pub(crate) fn reduction(&mut self, v: ValueId) -> Result<(), Unsupported> {
         let graph = self.graph;
         let ty = graph.ty(v);
         let length = match &graph.node(v).op {
@@ -236,7 +213,7 @@ impl<'a> Made<'a> {
     }
 
     /// Makes a launch that writes values of one size element by element.
-    pub fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
+    pub(crate) fn elements(&mut self, values: &[ValueId]) -> Result<(), Unsupported> {
         let Some(&first) = values.first() else { return Ok(()) };
         let mut b = Builder::new(self, self.graph.ty(first).elements());
         let mut stores = Vec::new();
@@ -282,7 +259,7 @@ pub(super) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    pub fn new(made: &'a Made<'_>, rows: u64) -> Self {
+    pub(crate) fn new(made: &'a Made<'_>, rows: u64) -> Self {
         let Made { graph, memory, varies, .. } = made;
         let mut scalars = Scalars::default();
         let row = scalars.counter(Scalar::Row, rows);
@@ -304,21 +281,21 @@ impl<'a> Builder<'a> {
         }
     }
 
-    pub fn launch(self, spread: Spread, phases: Vec<Phase>) -> Launch {
+    pub(crate) fn launch(self, spread: Spread, phases: Vec<Phase>) -> Launch {
         let Builder { params, coordinates, scalars, rows, .. } = self;
         Launch { params, coordinates, scalars, rows, spread, phases }
     }
 
-    pub fn rows(&self) -> u64 {
+    pub(crate) fn rows(&self) -> u64 {
         self.rows
     }
 
-    pub fn next_slot(&mut self) -> u32 {
+    pub(crate) fn next_slot(&mut self) -> u32 {
         self.num_slots += 1;
         self.num_slots - 1
     }
 
-    pub fn param(&mut self, source: Source, ty: &TensorType, written: bool) -> u32 {
+    pub(crate) fn param(&mut self, source: Source, ty: &TensorType, written: bool) -> u32 {
         if let Some(at) = self.params.iter().position(|p| p.source == source) {
             self.params[at].written |= written;
             return at as u32;
@@ -328,7 +305,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The element of a value at a position, and the store that writes it.
-    pub fn written(&mut self, v: ValueId, position: Var) -> Result<Store, Stop> {
+    pub(crate) fn written(&mut self, v: ValueId, position: Var) -> Result<Store, Stop> {
         let ty = self.graph.ty(v);
         let index = self.scalars.unravel(position, &ty.shape);
         let value = self.computed(v, &index)?;
@@ -337,7 +314,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The term that a reduction takes from its operand for result `row` at iteration `step`.
-    pub fn reduced(&mut self, v: ValueId, row: Var, step: Var) -> Result<(Var, Reducer), Stop> {
+    pub(crate) fn reduced(&mut self, v: ValueId, row: Var, step: Var) -> Result<(Var, Reducer), Stop> {
         let graph = self.graph;
         let node = graph.node(v);
         let operand = node.operands[0];
@@ -388,12 +365,12 @@ impl<'a> Builder<'a> {
         }
     }
 
-    pub fn is_nan(&mut self, dtype: DType, a: Var) -> Option<Var> {
+    pub(crate) fn is_nan(&mut self, dtype: DType, a: Var) -> Option<Var> {
         dtype.is_float().then(|| self.scalars.element(Scalar::Compare(Direction::Ne, dtype, a, a)))
     }
 
     /// Returns whether `a` precedes `b` in ascending order, with NaNs last.
-    pub fn comes_first(&mut self, dtype: DType, a: Var, b: Var) -> Var {
+    pub(crate) fn comes_first(&mut self, dtype: DType, a: Var, b: Var) -> Var {
         let less = self.scalars.element(Scalar::Compare(Direction::Lt, dtype, a, b));
         let (Some(no_a), Some(no_b)) = (self.is_nan(dtype, a), self.is_nan(dtype, b)) else { return less };
         let number = self.scalars.element(Scalar::Unary(Unary::Not, DType::Bool, no_a));
@@ -401,14 +378,14 @@ impl<'a> Builder<'a> {
         self.scalars.element(Scalar::Binary(Binary::Or, DType::Bool, less, last))
     }
 
-    pub fn is_equal(&mut self, dtype: DType, a: Var, b: Var) -> Var {
+    pub(crate) fn is_equal(&mut self, dtype: DType, a: Var, b: Var) -> Var {
         let equal = self.scalars.element(Scalar::Compare(Direction::Eq, dtype, a, b));
         let (Some(no_a), Some(no_b)) = (self.is_nan(dtype, a), self.is_nan(dtype, b)) else { return equal };
         let both = self.scalars.element(Scalar::And(no_a, no_b));
         self.scalars.element(Scalar::Binary(Binary::Or, DType::Bool, equal, both))
     }
 
-    pub fn guarded<T>(&mut self, guard: Option<Var>, make: impl FnOnce(&mut Self) -> T) -> T {
+    pub(crate) fn guarded<T>(&mut self, guard: Option<Var>, make: impl FnOnce(&mut Self) -> T) -> T {
         let outer = self.guard;
         self.guard = self.scalars.and(outer, guard);
         let made = make(self);
@@ -417,14 +394,14 @@ impl<'a> Builder<'a> {
     }
 
     /// `value` if the guard holds, and `other` otherwise.
-    pub fn or_else(&mut self, guard: Option<Var>, value: Var, other: f64, dtype: DType) -> Var {
+    pub(crate) fn or_else(&mut self, guard: Option<Var>, value: Var, other: f64, dtype: DType) -> Var {
         let Some(guard) = guard else { return value };
         let other = self.scalars.element(Scalar::Number(other.to_bits(), dtype));
         self.scalars.element(Scalar::Select(dtype, [guard, value, other]))
     }
 
     /// The element of a value at an index: loaded from memory, read from a slot, or computed.
-    pub fn element(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
+    pub(crate) fn element(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
         let node = self.graph.node(v);
         let in_memory = self.memory.contains(&v) || node.op.is_leaf();
         match &node.op {
@@ -451,10 +428,41 @@ impl<'a> Builder<'a> {
         }
     }
 
-    pub fn load(&mut self, source: Source, ty: &TensorType, index: &[Var]) -> Var {
+    pub(crate) fn load(&mut self, source: Source, ty: &TensorType, index: &[Var]) -> Var {
         let param = self.param(source, ty, false);
         let index = self.scalars.position(index, &ty.shape);
         self.scalars.element(Scalar::Load { param, index, guard: self.guard, dtype: ty.dtype })
+    }
+
+    /// The phases that compute reductions of rows of this length. `None` if they need reductions of other rows.
+    fn folded(&mut self, reductions: &[ValueId], length: u64) -> Result<Option<Vec<Phase>>, Unsupported> {
+        let row = self.row;
+        let mut phases: Vec<Phase> = Vec::new();
+        let mut pending: Vec<ValueId> = reductions.to_vec();
+        while !pending.is_empty() {
+            let step = self.scalars.counter(Scalar::Step, length);
+            let (mut folds, mut later) = (Vec::new(), Vec::new());
+            let mut known = Vec::new();
+            for &v in &pending {
+                match self.reduced(v, row, step) {
+                    Ok((value, reducer)) => {
+                        let slot = self.next_slot();
+                        folds.push(Fold { value, reducer, dtype: self.graph.ty(v).dtype, slot });
+                        known.push((v, slot));
+                    }
+                    Err(Stop::Reduction(needed)) if pending.contains(&needed) && needed != v => later.push(v),
+                    Err(Stop::Reduction(_)) => return Ok(None),
+                    Err(Stop::Unsupported(why)) => return Err(why),
+                }
+            }
+            if folds.is_empty() {
+                return Ok(None);
+            }
+            self.slots.extend(known);
+            phases.push(Phase { length, folds, stores: Vec::new(), ..Phase::default() });
+            pending = later;
+        }
+        Ok(Some(phases))
     }
 
     /// Computes the element of a value at an index by its op.
@@ -521,6 +529,17 @@ impl<'a> Builder<'a> {
                 }
                 self.scalars.element(Scalar::Threefry(op.word, words))
             }
+            _ => return self.by_view(v, index),
+        })
+    }
+
+    /// Computes an element that is a copy of an operand's element at another index.
+    fn by_view(&mut self, v: ValueId, index: &[Var]) -> Result<Var, Stop> {
+        let graph = self.graph;
+        let node = graph.node(v);
+        let (operands, dtype) = (&node.operands, node.ty.dtype);
+        let of = |k: usize| graph.ty(operands[k]);
+        Ok(match &node.op {
             Op::BroadcastInDim(op) => {
                 let zero = self.scalars.index(0);
                 let from = of(0).shape.iter().zip(&op.dims).map(|(&n, &d)| if n == 1 { zero } else { index[d] });
@@ -555,26 +574,7 @@ impl<'a> Builder<'a> {
                 }
                 self.element(operands[0], &from)?
             }
-            Op::Concatenate(op) => {
-                let mut from = index.to_vec();
-                let mut start = 0i64;
-                let mut whole: Option<Var> = None;
-                for (k, &operand) in operands.iter().enumerate() {
-                    let size = of(k).shape[op.dim] as i64;
-                    let offset = self.scalars.index(-start);
-                    from[op.dim] = self.scalars.add(index[op.dim], offset);
-                    let inside = self.scalars.within(from[op.dim], size);
-                    let part = self.guarded(inside, |b| b.element(operand, &from))?;
-                    whole = Some(match (inside, whole) {
-                        (Some(inside), Some(before)) => {
-                            self.scalars.element(Scalar::Select(dtype, [inside, part, before]))
-                        }
-                        _ => part,
-                    });
-                    start += size;
-                }
-                whole.ok_or(Stop::Unsupported(Unsupported { value: v, op: node.op.name() }))?
-            }
+            Op::Concatenate(op) => self.concatenated(v, op.dim, index)?,
             Op::Pad(op) => {
                 let (mut from, mut guard) = (Vec::with_capacity(index.len()), None);
                 for (d, &i) in index.iter().enumerate() {
@@ -594,18 +594,8 @@ impl<'a> Builder<'a> {
             Op::Gather(op) => self.gathered(op, operands, index, dtype)?,
             Op::Collective(op) => match &op.collective {
                 Collective::LocalSlice { axes, dim, outer } => {
-                    let (dim, outer) = (usize::from(*dim), *outer as i64);
-                    let parts = of(0).shape[dim] / node.ty.shape[dim].max(1);
-                    let me = self.coordinate(axes, parts);
-                    // The dimension has `outer` blocks, each with one part per device.
-                    let part = node.ty.shape[dim] as i64 / outer.max(1);
-                    let (block, rest) =
-                        (self.scalars.quotient(index[dim], part), self.scalars.remainder(index[dim], part));
-                    let mut from = index.to_vec();
-                    let block = self.scalars.times(block, part * parts as i64);
-                    let mine = self.scalars.times(me, part);
-                    let at = self.scalars.add(block, mine);
-                    from[dim] = self.scalars.add(at, rest);
+                    let parts = of(0).shape[usize::from(*dim)] / node.ty.shape[usize::from(*dim)].max(1);
+                    let from = self.own_part(axes, BlockedDim::new(*dim, *outer), &node.ty.shape, parts, index);
                     self.element(operands[0], &from)?
                 }
                 Collective::KeepFirst { axes, reducer } => {
@@ -620,8 +610,46 @@ impl<'a> Builder<'a> {
         })
     }
 
+    /// The index in a whole tensor of an index in this device's part of it, one of `parts`, which has this shape. The
+    /// dimension has blocks, each with one part per device.
+    fn own_part(&mut self, axes: &[AxisId], along: BlockedDim, shape: &[u64], parts: u64, index: &[Var]) -> Vec<Var> {
+        let me = self.coordinate(axes, parts);
+        let BlockedDim { dim, outer } = along;
+        let part = shape[dim] as i64 / (outer as i64).max(1);
+        let (block, rest) = (self.scalars.quotient(index[dim], part), self.scalars.remainder(index[dim], part));
+        let block = self.scalars.times(block, part * parts as i64);
+        let mine = self.scalars.times(me, part);
+        let at = self.scalars.add(block, mine);
+        let mut from = index.to_vec();
+        from[dim] = self.scalars.add(at, rest);
+        from
+    }
+
+    fn concatenated(&mut self, v: ValueId, dim: usize, index: &[Var]) -> Result<Var, Stop> {
+        let graph = self.graph;
+        let node = graph.node(v);
+        let mut from = index.to_vec();
+        let mut start = 0i64;
+        let mut whole: Option<Var> = None;
+        for &operand in &node.operands {
+            let size = graph.shape(operand)[dim] as i64;
+            let offset = self.scalars.index(-start);
+            from[dim] = self.scalars.add(index[dim], offset);
+            let inside = self.scalars.within(from[dim], size);
+            let part = self.guarded(inside, |b| b.element(operand, &from))?;
+            whole = Some(match (inside, whole) {
+                (Some(inside), Some(before)) => {
+                    self.scalars.element(Scalar::Select(node.ty.dtype, [inside, part, before]))
+                }
+                _ => part,
+            });
+            start += size;
+        }
+        whole.ok_or(Stop::Unsupported(Unsupported { value: v, op: node.op.name() }))
+    }
+
     /// This device's position along axes with at most `parts` positions.
-    pub fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
+    pub(crate) fn coordinate(&mut self, axes: &[AxisId], parts: u64) -> Var {
         let wanted = Coordinate::Along(axes.to_vec());
         let known = self.coordinates.iter().position(|known| *known == wanted);
         let at = known.unwrap_or_else(|| {
@@ -641,7 +669,7 @@ impl<'a> Builder<'a> {
 
     /// Index in a table of `shape` of the element that a lookup returns at `index`. With `exact`, also the condition
     /// under which it is in bounds; otherwise an out-of-bounds slice is clamped.
-    pub fn looked_up(
+    pub(crate) fn looked_up(
         &mut self,
         dims: &GatherDims,
         shape: &[u64],
@@ -668,7 +696,7 @@ impl<'a> Builder<'a> {
                 at[dims.index_vector_dim] = self.scalars.index(k as i64);
             }
             let start = self.element(indices, &at)?;
-            let start = self.scalars.from_element(start, indices_ty.dtype);
+            let start = self.scalars.index_of(start, indices_ty.dtype);
             let most = shape[o] as i64 - dims.slice_sizes[o] as i64;
             let start = match exact {
                 true => {

@@ -114,12 +114,12 @@ pub(super) struct Printer<'a> {
 }
 
 impl Printer<'_> {
-    pub fn line(&mut self, depth: usize, text: impl AsRef<str>) {
+    pub(crate) fn line(&mut self, depth: usize, text: impl AsRef<str>) {
         let _ = writeln!(self.out, "{:1$}{2}", "", 2 * depth, text.as_ref());
     }
 
     /// Prints the parameters and the type of indices.
-    pub fn signature(&mut self) -> Result<(), NoArithmetic> {
+    pub(crate) fn signature(&mut self) -> Result<(), NoArithmetic> {
         let launch = self.launch;
         let mut params = Vec::new();
         for (i, p) in launch.params.iter().enumerate() {
@@ -230,7 +230,7 @@ impl Printer<'_> {
         Ok(())
     }
 
-    pub fn store(&mut self, store: &Store) -> Result<(), NoArithmetic> {
+    pub(crate) fn store(&mut self, store: &Store) -> Result<(), NoArithmetic> {
         let Store { param, index, value, guard, combines } = *store;
         let dtype = self.launch.params[param as usize].dtype;
         let bits = match dtype {
@@ -250,7 +250,7 @@ impl Printer<'_> {
         Ok(())
     }
 
-    pub fn scalar(&mut self, var: Var) -> Result<(), NoArithmetic> {
+    pub(crate) fn scalar(&mut self, var: Var) -> Result<(), NoArithmetic> {
         let scalar = self.launch.scalars.get(var);
         let (ty, value) = self.expression(scalar)?;
         self.line(3, format!("const {ty} v{} = {value};", var.0));
@@ -261,24 +261,7 @@ impl Printer<'_> {
     fn expression(&self, scalar: &Scalar) -> Result<(&'static str, String), NoArithmetic> {
         let v = |var: &Var| format!("v{}", var.0);
         if scalar.is_index() {
-            let text = match scalar {
-                Scalar::Row => "row".to_string(),
-                Scalar::Step => "step".to_string(),
-                Scalar::Coordinate(at) => format!("own{at}"),
-                Scalar::Index(value) => value.to_string(),
-                Scalar::Add(a, b) => format!("{} + {}", v(a), v(b)),
-                Scalar::Times(a, by) => format!("{} * {by}", v(a)),
-                Scalar::Quotient(a, by) => format!("{} / {by}", v(a)),
-                Scalar::Remainder(a, by) => format!("{} % {by}", v(a)),
-                Scalar::Clamp(a, most) => format!("{0} < 0 ? 0 : {0} > {most} ? {most} : {0}", v(a)),
-                // Truncation must not turn an out-of-range element into a valid index.
-                Scalar::AsIndex(a, dtype) => match dtype.bytes() {
-                    8 => format!("as_index<I>({})", v(a)),
-                    _ => format!("(I){}", v(a)),
-                },
-                _ => String::new(),
-            };
-            return Ok(("I", text));
+            return Ok(("I", index_text(scalar)));
         }
         Ok(match scalar {
             Scalar::Slot(slot, dtype) => (computed(*dtype)?, format!("s{slot}")),
@@ -352,6 +335,26 @@ impl Printer<'_> {
             }
             _ => ("I", "0".into()),
         })
+    }
+}
+
+/// The text of an index.
+fn index_text(scalar: &Scalar) -> String {
+    let v = |var: &Var| format!("v{}", var.0);
+    match scalar {
+        Scalar::Row => "row".to_string(),
+        Scalar::Step => "step".to_string(),
+        Scalar::Coordinate(at) => format!("own{at}"),
+        Scalar::Index(value) => value.to_string(),
+        Scalar::Add(a, b) => format!("{} + {}", v(a), v(b)),
+        Scalar::Times(a, by) => format!("{} * {by}", v(a)),
+        Scalar::Quotient(a, by) => format!("{} / {by}", v(a)),
+        Scalar::Remainder(a, by) => format!("{} % {by}", v(a)),
+        Scalar::Clamp(a, most) => format!("{0} < 0 ? 0 : {0} > {most} ? {most} : {0}", v(a)),
+        // Truncation must not turn an out-of-range element into a valid index.
+        Scalar::AsIndex(a, dtype) if dtype.bytes() == 8 => format!("as_index<I>({})", v(a)),
+        Scalar::AsIndex(a, _) => format!("(I){}", v(a)),
+        _ => String::new(),
     }
 }
 

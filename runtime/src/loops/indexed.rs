@@ -128,7 +128,7 @@ impl Made<'_> {
         let fold = Fold { value: count, reducer: Reducer::Sum, dtype: DType::I32, slot };
         let place = b.scalars.element(Scalar::Slot(slot, DType::I32));
         let mut to = at.clone();
-        to[op.dim] = b.scalars.from_element(place, DType::I32);
+        to[op.dim] = b.scalars.index_of(place, DType::I32);
         let index = b.scalars.position(&to, &ty.shape);
         let value = b.scalars.element(Scalar::AsElement(at[op.dim], ty.dtype));
         let param = b.param(Source::Value(v), ty, true);
@@ -164,7 +164,7 @@ impl Made<'_> {
             Op::GroupedDot(op) => {
                 row = at[..groups.rank()].to_vec();
                 let number = b.element(group, &row).map_err(stop)?;
-                let number = b.scalars.from_element(number, groups.dtype);
+                let number = b.scalars.index_of(number, groups.dtype);
                 guard = b.scalars.within(number, graph.shape(right)[0] as i64);
                 of_left = [row.as_slice(), &[step]].concat();
                 of_right = vec![number; 3];

@@ -25,9 +25,18 @@ pub fn run(launch: &Launch, coordinates: &[u64], memory: &mut Memory) {
     for row in 0..launch.rows {
         let mut slots = Slots::default();
         for (phase, needed) in launch.phases.iter().zip(&needed) {
-            run_phase(launch, phase, needed, (row, coordinates), &mut slots, &mut values, memory);
+            let at = At { row, step: 0, coordinates };
+            run_phase(launch, phase, needed, at, &mut slots, &mut values, memory);
         }
     }
+}
+
+/// A place in a launch.
+#[derive(Clone, Copy)]
+struct At<'a> {
+    row: u64,
+    step: u64,
+    coordinates: &'a [u64],
 }
 
 /// The results of a row's phases.
@@ -42,7 +51,7 @@ fn run_phase(
     launch: &Launch,
     phase: &Phase,
     needed: &[Var],
-    (row, coordinates): (u64, &[u64]),
+    at: At<'_>,
     slots: &mut Slots,
     values: &mut [f64],
     memory: &mut Memory,
@@ -59,7 +68,7 @@ fn run_phase(
     for step in 0..phase.length {
         let compute = |slots: &Slots, values: &mut [f64], memory: &Memory| {
             for &var in needed {
-                values[var.0 as usize] = value(launch, var, (row, step, coordinates), slots, values, memory);
+                values[var.0 as usize] = value(launch, var, At { step, ..at }, slots, values, memory);
             }
         };
         if !phase.inner.is_empty() {
@@ -73,9 +82,9 @@ fn run_phase(
         }
         compute(slots, values, memory);
         if let Some(Running { most, scaled }) = &phase.running {
-            let at = phase.folds.iter().position(|f| f.slot == *most).expect("the maximum is a fold of the phase");
-            let before = folded[at].1;
-            let after = Reducer::Max.combine().apply(before, values[phase.folds[at].value.0 as usize], DType::F64);
+            let fold = phase.folds.iter().position(|f| f.slot == *most).expect("the maximum is a fold of the phase");
+            let before = folded[fold].1;
+            let after = Reducer::Max.combine().apply(before, values[phase.folds[fold].value.0 as usize], DType::F64);
             let factor = if before == f64::NEG_INFINITY { 0.0 } else { (before - after).exp() };
             for slot in scaled {
                 folded.iter_mut().filter(|f| f.0 == *slot).for_each(|f| f.1 *= factor);
@@ -99,8 +108,8 @@ fn run_phase(
             }
             let param = &launch.params[store.param as usize];
             let new = values[store.value.0 as usize];
-            let at = values[store.index.0 as usize] as usize;
-            let place = &mut memory.get_mut(&param.source).expect("what is written has a place")[at];
+            let index = values[store.index.0 as usize] as usize;
+            let place = &mut memory.get_mut(&param.source).expect("what is written has a place")[index];
             *place = store.combines.map_or(new, |reducer| reducer.combine().apply(*place, new, param.dtype));
         }
     }
@@ -113,22 +122,15 @@ fn run_phase(
     }
 }
 
-fn value(
-    launch: &Launch,
-    var: Var,
-    (row, step, coordinates): (u64, u64, &[u64]),
-    slots: &Slots,
-    values: &[f64],
-    memory: &Memory,
-) -> f64 {
+fn value(launch: &Launch, var: Var, at: At<'_>, slots: &Slots, values: &[f64], memory: &Memory) -> f64 {
     let of = |v: &Var| values[v.0 as usize];
     let whole = |v: &Var| of(v) as i64;
     let truth = |b: bool| f64::from(u8::from(b));
     match launch.scalars.get(var) {
-        Scalar::Row => row as f64,
-        Scalar::Step => step as f64,
-        Scalar::Slot(slot, _) => slots.wide.get(slot).map_or_else(|| slots.single[slot], |all| all[step as usize]),
-        Scalar::Coordinate(at) => coordinates[*at as usize] as f64,
+        Scalar::Row => at.row as f64,
+        Scalar::Step => at.step as f64,
+        Scalar::Slot(slot, _) => slots.wide.get(slot).map_or_else(|| slots.single[slot], |all| all[at.step as usize]),
+        Scalar::Coordinate(i) => at.coordinates[*i as usize] as f64,
         Scalar::Index(value) => *value as f64,
         Scalar::Number(bits, _) => f64::from_bits(*bits),
         Scalar::Load { guard: Some(guard), .. } if of(guard) == 0.0 => 0.0,

@@ -90,7 +90,7 @@ impl Scalar {
     }
 
     /// Returns whether it is an index, as opposed to an element or a boolean.
-    pub fn is_index(&self) -> bool {
+    pub(crate) fn is_index(&self) -> bool {
         matches!(
             self,
             Scalar::Row
@@ -122,7 +122,7 @@ impl Scalars {
     }
 
     /// The given scalars and all that they depend on, operands first.
-    pub fn with_operands(&self, vars: impl IntoIterator<Item = Var>) -> Vec<Var> {
+    pub(crate) fn with_operands(&self, vars: impl IntoIterator<Item = Var>) -> Vec<Var> {
         let mut needed = vec![false; self.all.len()];
         vars.into_iter().for_each(|v| needed[v.0 as usize] = true);
         for at in (0..self.all.len()).rev() {
@@ -175,7 +175,7 @@ impl Scalars {
     }
 
     /// An element converted to an index, without known bounds.
-    pub fn from_element(&mut self, value: Var, dtype: DType) -> Var {
+    pub(crate) fn index_of(&mut self, value: Var, dtype: DType) -> Var {
         // A quarter of the range, so that sums do not overflow.
         self.push(Scalar::AsIndex(value, dtype), (i64::MIN / 4, i64::MAX / 4))
     }
@@ -196,7 +196,7 @@ impl Scalars {
 
     /// The index at `position` of a dimension whose `size` elements are `dilation` apart, and the condition under which
     /// an element is there.
-    pub fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
+    pub(crate) fn spread_out(&mut self, position: Var, dilation: u64, size: u64) -> (Var, Option<Var>) {
         let dilation = dilation.max(1) as i64;
         let extent = (size as i64 - 1) * dilation + 1;
         let guard = self.within(position, extent);
@@ -442,7 +442,7 @@ impl Scalars {
     }
 
     /// The index of the element at a row-major position of a tensor of this shape.
-    pub fn unravel(&mut self, position: Var, shape: &[u64]) -> Vec<Var> {
+    pub(crate) fn unravel(&mut self, position: Var, shape: &[u64]) -> Vec<Var> {
         let mut index = vec![position; shape.len()];
         let mut stride = 1i64;
         for (d, &size) in shape.iter().enumerate().rev() {

@@ -439,24 +439,12 @@ impl Made<'_> {
             let slot = slots[&summed.product];
             let mut divided = None;
             if let Some(running) = &mut running {
-                // Folds of this phase that are complete only at its end.
-                let mut scaled_only = true;
-                for &(_, other) in &done {
-                    match depends(&b.scalars, value, other, Slot::Sum) {
-                        Some(Part::None) => {}
-                        Some(Part::Scaled(-1)) if divided.is_none() => divided = Some(other),
-                        _ => scaled_only = false,
-                    }
-                }
-                let is_float = divided.is_none_or(|d| phase.folds.iter().any(|f| f.slot == d && f.dtype.is_float()));
-                match depends(&b.scalars, value, running.most, Slot::Most) {
-                    Some(Part::None) if scaled_only && is_float => {}
-                    Some(Part::Scaled(-1)) if scaled_only && is_float => running.scaled.push(slot),
-                    _ => {
-                        left.push(summed);
-                        continue;
-                    }
-                }
+                let Some(scaling) = scaling(&b.scalars, value, phase, &done, running.most) else {
+                    left.push(summed);
+                    continue;
+                };
+                divided = scaling.divided;
+                running.scaled.extend(scaling.by_maximum.then_some(slot));
             }
             let of_step = self.summed_strip(b, summed, walk)?;
             phase.outer.push(Outer { value, of_step, slot, divided });
@@ -536,17 +524,46 @@ enum Slot {
     Sum,
 }
 
+/// The ways in which folds of a phase scale a sum in it. They are complete only at the end of the phase.
+struct Scaling {
+    /// The sum by which it is divided.
+    divided: Option<u32>,
+    /// True if it is scaled by the running maximum.
+    by_maximum: bool,
+}
+
+/// The scaling of a sum of `value` by the folds `done` of a phase, the maximum in the slot `most` among them. `None` if
+/// it depends on them in another way.
+fn scaling(scalars: &Scalars, value: Var, phase: &Phase, done: &[(ValueId, u32)], most: u32) -> Option<Scaling> {
+    let mut divided = None;
+    for &(_, other) in done {
+        match depends(scalars, value, other, Slot::Sum) {
+            Some(Part::None) => {}
+            Some(Part::Scaled(-1)) if divided.is_none() => divided = Some(other),
+            _ => return None,
+        }
+    }
+    if divided.is_some_and(|d| !phase.folds.iter().any(|f| f.slot == d && f.dtype.is_float())) {
+        return None;
+    }
+    match depends(scalars, value, most, Slot::Most) {
+        Some(Part::None) => Some(Scaling { divided, by_maximum: false }),
+        Some(Part::Scaled(-1)) => Some(Scaling { divided, by_maximum: true }),
+        _ => None,
+    }
+}
+
 /// The dependence of a scalar on a slot, if it has one of these forms.
 fn depends(scalars: &Scalars, var: Var, slot: u32, holds: Slot) -> Option<Part> {
     let mut known: BTreeMap<Var, Option<Part>> = BTreeMap::new();
     for v in scalars.with_operands([var]) {
-        let part = part_of(scalars, v, (slot, holds), &known);
+        let part = part_of(scalars, v, slot, holds, &known);
         known.insert(v, part);
     }
     known[&var]
 }
 
-fn part_of(scalars: &Scalars, v: Var, (slot, holds): (u32, Slot), known: &BTreeMap<Var, Option<Part>>) -> Option<Part> {
+fn part_of(scalars: &Scalars, v: Var, slot: u32, holds: Slot, known: &BTreeMap<Var, Option<Part>>) -> Option<Part> {
     use Part::{Moved, None as Free, Scaled};
     let scalar = scalars.get(v);
     let of = |v: &Var| known[v];

@@ -67,7 +67,7 @@ fn codes() -> Vec<Code> {
     codes
 }
 
-pub fn measure(harness: &mut Harness) {
+pub(crate) fn measure(harness: &mut Harness) {
     let sizes = harness.sizes(&[1, 64, 512, 1 << 14, 1 << 17, 1 << 20]);
     let axis: Vec<f64> = sizes.iter().map(|&n| n as f64).collect();
     let base: Vec<f64> = sizes.iter().map(|&n| harness.time(&|| run(&empty(n, 1), 0))).collect();
@@ -139,7 +139,11 @@ pub fn measure(harness: &mut Harness) {
         seconds.insert(0, each_row[0]);
         harness.add("row", class.dtype(), &rows, seconds);
     }
-    // From a few registers of one element to many of whole blocks.
+    registers(harness);
+}
+
+/// Measures chains from a few registers of one element to many of whole blocks.
+fn registers(harness: &mut Harness) {
     let registers = [(1usize, 2usize), (1, 8), (64, 8), (512, 8), (512, 32), (512, 128)];
     let time = |&(elements, r): &(usize, usize)| {
         let chain = Chain { elements, row: 1, float_registers: r, ..Chain::default() };

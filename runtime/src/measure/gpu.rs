@@ -243,15 +243,7 @@ fn lookup(rows: usize, width: usize) -> Subject {
     let mut graph = Graph::new("lookup");
     let table = tensor(&mut graph, "table", DType::F32, &[rows, width]);
     let indices = tensor(&mut graph, "indices", DType::I32, &[rows, 1]);
-    let dims = GatherDims {
-        offset_dims: vec![1],
-        collapsed_slice_dims: vec![0],
-        operand_batching_dims: Vec::new(),
-        indices_batching_dims: Vec::new(),
-        start_index_map: vec![0],
-        index_vector_dim: 1,
-        slice_sizes: vec![1, width as u64],
-    };
+    let dims = GatherDims::rows(&[rows as u64, width as u64], 1);
     graph.outputs = vec![graph.emit(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[table, indices])];
     alone(graph)
 }

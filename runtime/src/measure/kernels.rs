@@ -39,13 +39,8 @@ fn run_near(kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), t
 }
 
 /// A run on copies of `ring_bytes` bytes in total.
-fn run_on(
-    ring_bytes: usize,
-    kernel: Kernel,
-    inputs: &[(Class, usize)],
-    (class, elements): (Class, usize),
-    threads: usize,
-) -> Run {
+fn run_on(ring_bytes: usize, kernel: Kernel, inputs: &[(Class, usize)], output: (Class, usize), threads: usize) -> Run {
+    let (class, elements) = output;
     let arena = Arena::new(None);
     let step = Step {
         node: ValueId(0),
@@ -90,13 +85,13 @@ fn run_on(
 }
 
 /// A run of a step that makes one tensor.
-pub fn of_step(step: &Step, inputs: &[(Class, usize)]) -> Run {
+pub(crate) fn of_step(step: &Step, inputs: &[(Class, usize)]) -> Run {
     let output = step.outputs.first().map_or((Class::F32, 0), |o| (o.class(), o.elements));
     run_near(step.kernel.clone(), inputs, output, 1)
 }
 
 /// Short runs of several kernels in sequence, as in a step.
-pub fn of_a_step() -> Vec<Run> {
+pub(crate) fn of_a_step() -> Vec<Run> {
     let side = 24;
     let view = |i| View::whole(ValueId(i), vec![side, side]);
     let op = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![1] };
@@ -112,7 +107,7 @@ pub fn of_a_step() -> Vec<Run> {
 }
 
 /// Measures matrix products of all layouts of the operands, each on `threads` threads.
-pub fn products(harness: &mut Harness, threads: usize) {
+pub(crate) fn products(harness: &mut Harness, threads: usize) {
     let axis: &[usize] = if harness.quick { &[8, 64, 256] } else { &[1, 8, 32, 128, 512, 2048] };
     let load = harness.load;
     if threads > 1 {
@@ -141,7 +136,7 @@ pub fn products(harness: &mut Harness, threads: usize) {
     harness.load = load;
 }
 
-pub fn measure(harness: &mut Harness, cores: usize) {
+pub(crate) fn measure(harness: &mut Harness, cores: usize) {
     copies(harness);
     reductions(harness);
     lookups(harness);
@@ -251,15 +246,7 @@ fn reductions(harness: &mut Harness) {
 fn lookups(harness: &mut Harness) {
     let counts = harness.sizes(&[1, 16, 1 << 10, 1 << 14]);
     let lookup = |count: usize, width: usize| {
-        let dims = GatherDims {
-            offset_dims: vec![1],
-            collapsed_slice_dims: vec![0],
-            operand_batching_dims: Vec::new(),
-            indices_batching_dims: Vec::new(),
-            start_index_map: vec![0],
-            index_vector_dim: 1,
-            slice_sizes: vec![1, width as u64],
-        };
+        let dims = GatherDims::rows(&[64, width as u64], 1);
         Lookup::new(&dims, &[64, width], &[count, 1], &[count, width])
     };
     let index = Class::I32;

@@ -131,7 +131,7 @@ pub(crate) struct Harness {
 }
 
 impl Harness {
-    pub fn new(quick: bool) -> Harness {
+    pub(crate) fn new(quick: bool) -> Harness {
         let clock_s = (0..1000).map(|_| Instant::now().elapsed().as_secs_f64()).fold(f64::INFINITY, f64::min);
         Harness { quick, load: 1, found: Measurements::default(), others: kernels::of_a_step(), clock_s }
     }
@@ -140,7 +140,14 @@ impl Harness {
         self.grid(family, dtype, 1, vec![sizes.to_vec()], seconds);
     }
 
-    pub fn grid(&mut self, family: &'static str, dtype: DType, threads: usize, axes: Vec<Vec<f64>>, seconds: Vec<f64>) {
+    pub(crate) fn grid(
+        &mut self,
+        family: &'static str,
+        dtype: DType,
+        threads: usize,
+        axes: Vec<Vec<f64>>,
+        seconds: Vec<f64>,
+    ) {
         let load = self.load.max(threads);
         let seconds = seconds.into_iter().map(|s| s.max(LEAST_S)).collect();
         self.found.measured.push(Measured { family, dtype, threads, load, axes, seconds });
@@ -218,7 +225,7 @@ impl Harness {
     }
 
     /// The median of a point's samples; also counts outliers.
-    pub fn median(&mut self, mut taken: Vec<f64>) -> f64 {
+    pub(crate) fn median(&mut self, mut taken: Vec<f64>) -> f64 {
         taken.sort_by(f64::total_cmp);
         let median = taken[(taken.len() - 1) / 2];
         self.found.samples += taken.len() as u64;

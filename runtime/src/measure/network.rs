@@ -29,7 +29,7 @@ pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 6] {
     ]
 }
 
-pub fn measure(harness: &mut Harness, cores: usize) {
+pub(crate) fn measure(harness: &mut Harness, cores: usize) {
     let most = if harness.quick { 2 } else { (2 * cores).clamp(4, 16) };
     let widths: &[usize] = if harness.quick { &[16, 1 << 12] } else { &[16, 1 << 10, 1 << 14, 1 << 17, 1 << 20] };
     let mut devices = 2;
@@ -94,7 +94,7 @@ fn together(harness: &mut Harness, collective: &Collective, devices: usize, widt
 
 /// The slowdown of threads that outnumber the cores: they take turns, and each finds less in the caches. All run the
 /// same loop for a while. Only running time counts, so that other programs do not matter.
-pub fn slower_shared(harness: &Harness, cores: usize) -> Vec<(u32, f64)> {
+pub(crate) fn slower_shared(harness: &Harness, cores: usize) -> Vec<(u32, f64)> {
     let rounds = if harness.quick { 20 } else { 400 };
     let at = |threads: usize| {
         let mut taken: Vec<f64> = (0..3).map(|_| all_at_once(threads, rounds)).collect();

@@ -29,7 +29,7 @@ const TENSORS: [usize; 2] = [16, 128];
 const SIDES: [u64; 8] = [8, 20, 12, 32, 16, 24, 10, 28];
 
 /// Measures all overheads with these numbers of devices, the fewest first.
-pub fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeError> {
+pub(crate) fn measure(harness: &mut Harness, loads: &[usize]) -> Result<(), RuntimeError> {
     // More concurrent devices never take less.
     let (mut dispatch_s, mut buffer_s) = (LEAST_S, LEAST_S);
     for &load in loads {

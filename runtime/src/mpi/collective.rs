@@ -2,18 +2,20 @@
 //! used if it has one for the type. Otherwise members send each other pieces, so that none receives more than its part.
 
 use crate::arena::Storage;
-use crate::collective::{Blocks, Exchange, Member, exchange, expect_bytes, fill_neutral, own, reduce, words_of};
+use crate::collective::{
+    Blocks, Edges, Exchange, Halo, Member, exchange, expect_bytes, fill_neutral, own, reduce, words_of,
+};
 use crate::element::{Class, with_class, with_width};
 use crate::error::KernelError;
 use crate::kernel::copy::Copy;
 use crate::mpi::sys::{Communicator, fits};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
-use altiplano_ir::reshard::Collective;
+use altiplano_ir::reshard::{BlockedDim, Collective};
 use std::sync::Arc;
 
 /// The outcome of trying to run a collective by MPI.
-pub enum Ran {
+pub(crate) enum Ran {
     Done(Storage),
     /// The collective must run as among threads; here is its operand.
     NotHere(Arc<Storage>),
@@ -92,8 +94,8 @@ impl Member<'_> {
                 Ok(Ran::Done(result))
             }
             Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } if fits(operand.bytes()) => {
-                let split = (*split_dim as usize, *split_outer as usize);
-                let concat = (*concat_dim as usize, *concat_outer as usize);
+                let split = BlockedDim::new(*split_dim, *split_outer);
+                let concat = BlockedDim::new(*concat_dim, *concat_outer);
                 let (mut sent, mut got) = (Bytes::new(operand.bytes()), Bytes::new(operand.bytes()));
                 let mut result = operand.arena().allocate(class, elements)?;
                 let size = elements / n;
@@ -111,8 +113,8 @@ impl Member<'_> {
                 Ok(Ran::Done(result))
             }
             Collective::Halo { dim, low, high, reducer, .. } => {
-                let sizes = (*dim as usize, *low as usize, *high as usize);
-                Ok(Ran::Done(self.halo(sizes, *reducer, dtype, shape, &operand)?))
+                let halo = Halo { dim: usize::from(*dim), low: *low, high: *high, reducer: *reducer };
+                Ok(Ran::Done(self.halo(&halo, dtype, shape, &operand)?))
             }
             _ => Ok(Ran::NotHere(operand)),
         }
@@ -167,53 +169,23 @@ impl Member<'_> {
     }
 
     /// Halo exchange: each member sends the edges of its block that others need.
-    fn halo(
-        &mut self,
-        (dim, low, high): (usize, usize, usize),
-        reducer: Reducer,
-        dtype: DType,
-        shape: &[usize],
-        operand: &Storage,
-    ) -> Result<Storage, KernelError> {
+    fn halo(&mut self, halo: &Halo, dtype: DType, shape: &[usize], operand: &Storage) -> Result<Storage, KernelError> {
         let class = Class::of(dtype);
-        let (block, n) = (shape[dim], self.ranks.len());
-        let inner: usize = shape[dim + 1..].iter().product();
-        let outer: usize = shape[..dim].iter().product();
-        let length = low + block + high;
-        // The part of `from`'s block that `to` needs: its start in the block, its start in the result, and its length.
-        let part = |to: usize, from: usize| {
-            let begin = (to * block) as isize - low as isize;
-            let first = begin.max((from * block) as isize);
-            let last = (begin + length as isize).min(((from + 1) * block) as isize);
-            let run = usize::try_from(last - first).unwrap_or(0);
-            (first.saturating_sub_unsigned(from * block) as usize, (first - begin) as usize, run)
-        };
-        let mut result = operand.arena().allocate(class, outer * length * inner)?;
-        let begin = (self.me * block) as isize - low as isize;
-        if begin < 0 || begin + length as isize > (n * block) as isize {
-            fill_neutral(&mut result, reducer, dtype);
+        let (me, edges) = (self.me, Edges::new(halo, shape, self.ranks.len()));
+        let mut result = operand.arena().allocate(class, edges.elements())?;
+        if edges.reach_beyond(me) {
+            fill_neutral(&mut result, halo.reducer, dtype);
         }
-        let me = self.me;
         let pieces = self.exchange_pieces(|to| {
-            let (at, _, run) = part(to, me);
-            if run == 0 {
-                return Vec::new();
-            }
-            let mut piece = Bytes::new(outer * run * inner * class.bytes());
-            let dims = [(outer, block * inner, run * inner), (run * inner, 1, 1)];
-            let copy = Copy::new(at * inner, 0, dims);
-            with_width!(class, T => copy.run(operand.slice::<T>(), piece.slice_mut::<T>()));
+            let Some(edge) = edges.part(to, me) else { return Vec::new() };
+            let mut piece = Bytes::new(edges.elements_of(&edge) * class.bytes());
+            with_width!(class, T => edge.cut().run(operand.slice::<T>(), piece.slice_mut::<T>()));
             piece.words
         })?;
         for (from, piece) in pieces.iter().enumerate() {
-            let (_, to, run) = part(me, from);
-            if run == 0 {
-                continue;
-            }
-            expect_bytes(bytemuck::cast_slice(piece), outer * run * inner * class.bytes())?;
-            let dims = [(outer, run * inner, length * inner), (run * inner, 1, 1)];
-            let copy = Copy::new(0, to * inner, dims);
-            with_width!(class, T => copy.run(bytemuck::cast_slice::<u64, T>(piece), result.slice_mut::<T>()));
+            let Some(edge) = edges.part(me, from) else { continue };
+            expect_bytes(bytemuck::cast_slice(piece), edges.elements_of(&edge) * class.bytes())?;
+            with_width!(class, T => edge.join().run(bytemuck::cast_slice::<u64, T>(piece), result.slice_mut::<T>()));
         }
         Ok(result)
     }

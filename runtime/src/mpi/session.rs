@@ -7,7 +7,7 @@ use crate::error::{KernelError, RanksError, RuntimeError, WatchError};
 use crate::mailbox::{Mailbox, Payload, Tag};
 use crate::mpi::sys::Communicator;
 use crate::mpi::wire::RankWire;
-use crate::ranks::connect::{Address, Channel, Hello, Hub};
+use crate::ranks::connect::{Address, Channel, Hello, Hub, Listen};
 use crate::ranks::watch::{Ends, Peer, Watch};
 use crate::ranks::{Carrier, Layout, World};
 use crate::roster::{Roster, first_ranks};
@@ -85,7 +85,9 @@ impl Started {
         };
         let peer = |(rank, host): (usize, String)| Peer { rank, host };
         let peers: Vec<Peer> = hosts.into_iter().enumerate().map(peer).collect();
-        let hub = if all.rank == 0 { Some(Hub::listen().map_err(watch_error)?) } else { None };
+        let nodes = nodes(&all).map_err(RuntimeError::Carrier)?;
+        let at = if nodes.iter().all(|&node| node == 0) { Listen::Loopback } else { Listen::Everywhere };
+        let hub = if all.rank == 0 { Some(Hub::listen(at).map_err(watch_error)?) } else { None };
         let said = hub.as_ref().map(|hub| hub.address.encode()).unwrap_or_default();
         let address = Address::decode(&all.tell_text(&said).map_err(RuntimeError::Carrier)?[0]);
         let address = address.ok_or_else(|| watch_error(WatchError::NoAddress))?;
@@ -95,10 +97,9 @@ impl Started {
         };
         let watch =
             Watch::start(all.rank, peers, links.map_err(watch_error)?, lost_after, ends).map_err(watch_error)?;
-        let nodes = nodes(&all).map_err(RuntimeError::Carrier)?;
         let all = Arc::new(all);
         let carrier = Universal { all: all.clone(), _universe: universe };
-        Ok((World::new(Box::new(carrier), watch, nodes)?, all))
+        Ok((World::new(Box::new(carrier), watch, nodes, at)?, all))
     }
 }
 

@@ -32,7 +32,7 @@ unsafe impl Send for Sending {}
 unsafe impl Send for Receiving {}
 
 /// Words in transit from another rank.
-pub struct Receiving {
+pub(crate) struct Receiving {
     /// `None` once they have arrived.
     request: Option<ffi::MPI_Request>,
     words: Vec<u64>,
@@ -73,13 +73,13 @@ fn count(call: &'static str, elements: usize) -> Result<c_int, KernelError> {
 }
 
 /// Returns whether a number of elements fits in one call.
-pub fn fits(elements: usize) -> bool {
+pub(crate) fn fits(elements: usize) -> bool {
     c_int::try_from(elements).is_ok()
 }
 
 impl Communicator {
     /// All ranks that were started together.
-    pub fn world(_universe: &Universe) -> Result<Communicator, KernelError> {
+    pub(crate) fn world(_universe: &Universe) -> Result<Communicator, KernelError> {
         // SAFETY: `Universe` proves that MPI is initialised.
         unsafe { Communicator::of(ffi::RSMPI_COMM_WORLD) }
     }
@@ -174,7 +174,7 @@ impl Communicator {
     }
 
     /// Starts to receive the next words of an asynchronous collective from a rank, if it has begun to send them.
-    pub fn begin_receive(&self, from: usize) -> Result<Option<Receiving>, KernelError> {
+    pub(crate) fn begin_receive(&self, from: usize) -> Result<Option<Receiving>, KernelError> {
         let (mut message, mut status) = (MaybeUninit::uninit(), MaybeUninit::uninit());
         let mut found: c_int = 0;
         // SAFETY: a successful probe writes message and status, which are read only then. The vector has room for the
@@ -197,7 +197,7 @@ impl Communicator {
     }
 
     /// Each element of `target` becomes the sum of the ranks' elements in `source`, in an order that MPI chooses.
-    pub fn all_reduce_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
+    pub(crate) fn all_reduce_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
         let length = count("MPI_Allreduce", source.len().min(target.len()))?;
         let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
         // SAFETY: both slices have `length` elements, and do not overlap.
@@ -206,7 +206,7 @@ impl Communicator {
     }
 
     /// As [`Self::all_reduce_sum`], but this rank gets only its part; `source` has one part per rank.
-    pub fn reduce_scatter_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
+    pub(crate) fn reduce_scatter_sum(&self, source: &[f32], target: &mut [f32]) -> Result<(), KernelError> {
         let length = count("MPI_Reduce_scatter_block", target.len())?;
         expect("MPI_Reduce_scatter_block", source.len() == target.len() * self.size)?;
         let (from, to) = (source.as_ptr().cast::<c_void>(), target.as_mut_ptr().cast::<c_void>());
@@ -248,7 +248,7 @@ impl Communicator {
     }
 
     /// Waits for all ranks without using a core that others need.
-    pub fn barrier_asleep(&self) -> Result<(), KernelError> {
+    pub(crate) fn barrier_asleep(&self) -> Result<(), KernelError> {
         let mut request = MaybeUninit::uninit();
         // SAFETY: the communicator is valid, and the request is written before it is read.
         let mut request = unsafe {
@@ -305,7 +305,7 @@ fn expect(call: &'static str, holds: bool) -> Result<(), KernelError> {
 
 impl Sending {
     /// Returns whether the words have been sent; waits for it if `wait`.
-    pub fn is_done(&mut self, wait: bool) -> Result<bool, KernelError> {
+    pub(crate) fn is_done(&mut self, wait: bool) -> Result<bool, KernelError> {
         let mut done: c_int = 1;
         // SAFETY: the request was started, or is the null request that remains of it; both may be tested.
         unsafe {
@@ -320,7 +320,7 @@ impl Sending {
 
 impl Receiving {
     /// Returns the words if all of them have arrived, and the receive itself otherwise.
-    pub fn done(mut self) -> Result<Result<Vec<u64>, Receiving>, KernelError> {
+    pub(crate) fn done(mut self) -> Result<Result<Vec<u64>, Receiving>, KernelError> {
         let Some(request) = &mut self.request else { return Ok(Ok(std::mem::take(&mut self.words))) };
         let mut done: c_int = 0;
         // SAFETY: the request was started and is not done.

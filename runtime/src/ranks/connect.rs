@@ -1,12 +1,21 @@
-//! Connections of all ranks to the first one, the *hub*: where it listens, and a handshake that keeps strangers from
-//! being taken for ranks.
+//! Connections of all ranks to the first one, the *hub*: where it listens, and a greeting in which both sides prove that
+//! they know the hub's token, which itself is never sent.
+//!
+//! A rank sends a nonce and its identity, the hub a nonce and an HMAC over all of them, the rank another. A hub takes
+//! many greetings at once, each within one time limit, so that strangers who say nothing keep nobody out.
 
 use crate::error::WatchError;
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::fmt;
 use std::io::{Error, ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// The address of a hub. The token proves that this is the right hub and that the peer was told of it.
+/// The address of a hub. Whoever knows the token can prove to be a rank of the run, or its hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
     pub hosts: Vec<IpAddr>,
@@ -15,6 +24,48 @@ pub struct Address {
 }
 
 pub const TOKEN: usize = 16;
+
+/// The interfaces on which a hub listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// This machine alone.
+    Loopback,
+    Everywhere,
+    /// The first interface with an address in a network, which is another on each host.
+    Within(Network),
+}
+
+/// A network of IPv4 addresses, written `10.1.0.0/16`; without a length, a single address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Network {
+    address: Ipv4Addr,
+    bits: u8,
+}
+
+impl Network {
+    fn has(&self, host: Ipv4Addr) -> bool {
+        let shift = u32::from(32 - self.bits);
+        let prefix = |host: Ipv4Addr| u32::from(host).checked_shr(shift).unwrap_or(0);
+        prefix(host) == prefix(self.address)
+    }
+}
+
+impl FromStr for Network {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Network, Self::Err> {
+        let (address, bits) = text.split_once('/').unwrap_or((text, "32"));
+        let address = address.parse().map_err(|_| "an IPv4 address is expected, as in 10.1.0.7 or 10.1.0.0/16")?;
+        let bits = bits.parse().ok().filter(|&bits| bits <= 32).ok_or("a network's length is 0 to 32 bits")?;
+        Ok(Network { address, bits })
+    }
+}
+
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.bits)
+    }
+}
 
 /// The purpose of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,16 +91,70 @@ pub struct Hello {
 pub struct Hub {
     listener: TcpListener,
     pub address: Address,
+    /// Greetings in progress, oldest first.
+    greetings: RefCell<VecDeque<Greeting>>,
+    greeted: RefCell<VecDeque<(Hello, TcpStream)>>,
 }
 
 /// Time limit for the ranks' first connection, if all know where the hub is.
 const CONNECT: Duration = Duration::from_secs(8);
-/// Time limit for a peer's greeting at the hub, and for a host to accept a connection.
-const GREETING: Duration = Duration::from_secs(1);
-/// Time limit for the answer of a hub, which may be greeting many ranks.
-const ANSWER: Duration = Duration::from_secs(5);
+/// Time limit for a host to accept a connection.
+const ACCEPT: Duration = Duration::from_secs(1);
+/// Time limit for a whole greeting, on either side.
+const GREETING: Duration = Duration::from_secs(5);
+/// Maximum number of greetings in progress. A further one replaces the oldest; ranks take milliseconds.
+const MOST_GREETINGS: usize = 256;
 /// Maximum number of bytes of a host's name; longer names are cut.
 const LONGEST_NAME: usize = 255;
+/// The beginning of a greeting, with the version of the protocol.
+const TITLE: [u8; 8] = *b"altipln2";
+const NONCE: usize = 16;
+const PROOF: usize = 32;
+/// Bytes of a block of SHA-256.
+const BLOCK: usize = 64;
+/// Bytes of a [`Hello`] before the host's name.
+const HEAD: usize = 14;
+/// The hub's last byte of a greeting.
+const WELCOME: u8 = 1;
+
+/// The proof that a side knows the token: an HMAC over both nonces and the rank's identity. Each side has a word of its
+/// own, so that no proof can be sent back.
+fn mac(token: &[u8; TOKEN], side: &[u8], nonces: [&[u8; NONCE]; 2], hello: &[u8]) -> Hmac<Sha256> {
+    // Keys shorter than a block are padded with zeros.
+    let mut key = [0; BLOCK];
+    key[..TOKEN].copy_from_slice(token);
+    let mut mac = Hmac::new(&key.into());
+    [side, nonces[0], nonces[1], hello].into_iter().for_each(|part| mac.update(part));
+    mac
+}
+
+const OF_HUB: &[u8] = b"hub ";
+const OF_RANK: &[u8] = b"rank";
+
+/// Bytes that nobody can guess.
+fn random<const N: usize>() -> Result<[u8; N], Error> {
+    let mut bytes = [0; N];
+    std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes))?;
+    Ok(bytes)
+}
+
+/// Fills a buffer before `end`, however slowly the bytes come.
+fn read_until(mut stream: &TcpStream, mut buffer: &mut [u8], end: Instant) -> Result<(), Error> {
+    while !buffer.is_empty() {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(buffer) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => buffer = &mut buffer[n..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
 
 impl Address {
     /// Encodes the token in hex, the port and the hosts in one line.
@@ -93,12 +198,21 @@ impl Address {
     }
 
     fn greet(&self, place: SocketAddr, hello: &Hello) -> std::io::Result<TcpStream> {
-        let mut stream = TcpStream::connect_timeout(&place, GREETING)?;
-        stream.set_read_timeout(Some(ANSWER))?;
-        stream.write_all(&[self.token.to_vec(), hello.encode()].concat())?;
-        let mut answer = [0; TOKEN];
-        stream.read_exact(&mut answer)?;
-        if answer == self.token { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
+        let mut stream = TcpStream::connect_timeout(&place, ACCEPT)?;
+        let end = Instant::now() + GREETING;
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(GREETING))?;
+        let (own, said) = (random::<NONCE>()?, hello.encode());
+        stream.write_all(&[&TITLE[..], &own, &said].concat())?;
+        let (mut other, mut proof, mut welcome) = ([0; NONCE], [0; PROOF], [0]);
+        read_until(&stream, &mut other, end)?;
+        read_until(&stream, &mut proof, end)?;
+        let nonces = [&own, &other];
+        let stranger = |_| Error::new(ErrorKind::InvalidData, "what listens there is not this run's first rank");
+        mac(&self.token, OF_HUB, nonces, &said).verify_slice(&proof).map_err(stranger)?;
+        stream.write_all(&mac(&self.token, OF_RANK, nonces, &said).finalize().into_bytes())?;
+        read_until(&stream, &mut welcome, end)?;
+        if welcome == [WELCOME] { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
     }
 }
 
@@ -131,47 +245,129 @@ impl Hello {
     }
 }
 
+/// A greeting in progress at the hub.
+struct Greeting {
+    stream: TcpStream,
+    until: Instant,
+    heard: Vec<u8>,
+    /// The identity that was sent, and what proves it.
+    claimed: Option<(Hello, Hmac<Sha256>)>,
+}
+
+/// The state of a greeting after what has arrived.
+enum Heard {
+    Little,
+    All(Hello),
+    /// The peer is gone, too slow or a stranger.
+    Nothing,
+}
+
+impl Greeting {
+    /// Reads what has arrived, no byte more than the greeting has, and answers it.
+    fn go_on(&mut self, token: &[u8; TOKEN]) -> Result<Heard, Error> {
+        loop {
+            let needed = match &self.claimed {
+                Some(_) => PROOF,
+                None => TITLE.len() + NONCE + HEAD + self.heard.get(TITLE.len() + NONCE + 1).map_or(0, |&n| n.into()),
+            };
+            if self.heard.len() == needed {
+                match self.claimed.take() {
+                    None => self.claimed = Some(self.challenge(token)?),
+                    Some((hello, proof)) => {
+                        if proof.verify_slice(&self.heard).is_err() {
+                            return Ok(Heard::Nothing);
+                        }
+                        self.stream.write_all(&[WELCOME])?;
+                        self.stream.set_nonblocking(false)?;
+                        self.stream.set_write_timeout(Some(GREETING))?;
+                        return Ok(Heard::All(hello));
+                    }
+                }
+                self.heard.clear();
+                continue;
+            }
+            let mut buffer = [0; TITLE.len() + NONCE + HEAD + LONGEST_NAME];
+            let wanted = (needed - self.heard.len()).min(buffer.len());
+            match self.stream.read(&mut buffer[..wanted]) {
+                Ok(0) => return Ok(Heard::Nothing),
+                Ok(n) => self.heard.extend(&buffer[..n]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Heard::Little),
+                Err(error) => return Err(error),
+            }
+            if !TITLE.starts_with(&self.heard[..self.heard.len().min(TITLE.len())]) && self.claimed.is_none() {
+                return Ok(Heard::Nothing);
+            }
+        }
+    }
+
+    /// Answers an identity with a nonce and the hub's proof. Returns what the rank must prove.
+    fn challenge(&mut self, token: &[u8; TOKEN]) -> Result<(Hello, Hmac<Sha256>), Error> {
+        let (nonce, said) = self.heard[TITLE.len()..].split_at(NONCE);
+        let hello = Hello::read(said).ok_or(ErrorKind::InvalidData)?;
+        let (mut other, own) = ([0; NONCE], random::<NONCE>()?);
+        other.copy_from_slice(nonce);
+        let nonces = [&other, &own];
+        let proof = mac(token, OF_HUB, nonces, said).finalize().into_bytes();
+        let expected = mac(token, OF_RANK, nonces, said);
+        self.stream.write_all(&[&own[..], &proof].concat())?;
+        Ok((hello, expected))
+    }
+}
+
 impl Hub {
     /// Listens on a free port, with a new token.
-    pub fn listen() -> Result<Hub, WatchError> {
-        let listener = TcpListener::bind("0.0.0.0:0").map_err(WatchError::Listen)?;
+    pub fn listen(at: Listen) -> Result<Hub, WatchError> {
+        let own = || interfaces().map_err(WatchError::Listen);
+        let (bound, hosts) = match at {
+            Listen::Loopback => (Ipv4Addr::LOCALHOST, vec![Ipv4Addr::LOCALHOST]),
+            Listen::Everywhere => (Ipv4Addr::UNSPECIFIED, own()?),
+            Listen::Within(network) => {
+                let host = own()?.into_iter().find(|&host| network.has(host));
+                let host = host.ok_or(WatchError::NoInterface { network: network.to_string() })?;
+                (host, vec![host])
+            }
+        };
+        let listener = TcpListener::bind((bound, 0)).map_err(WatchError::Listen)?;
         listener.set_nonblocking(true).map_err(WatchError::Listen)?;
         let port = listener.local_addr().map_err(WatchError::Listen)?.port();
-        let mut token = [0; TOKEN];
-        let random = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut token));
-        random.map_err(WatchError::Listen)?;
-        let interfaces = nix::ifaddrs::getifaddrs().map_err(|error| WatchError::Listen(error.into()))?;
-        let address = |i: nix::ifaddrs::InterfaceAddress| i.address?.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
-        let mut hosts: Vec<IpAddr> = interfaces.filter_map(address).collect();
-        // Loopback addresses come last; on a machine without a network there are no others.
-        hosts.sort_by_key(|host| host.is_loopback());
-        hosts.dedup();
-        Ok(Hub { listener, address: Address { hosts, port, token } })
+        let token = random().map_err(WatchError::Listen)?;
+        let hosts = hosts.into_iter().map(IpAddr::V4).collect();
+        let address = Address { hosts, port, token };
+        Ok(Hub { listener, address, greetings: RefCell::default(), greeted: RefCell::default() })
     }
 
-    /// Accepts a pending connection and returns the peer's identity. `None` if none is pending or the token is wrong.
+    /// Goes on with all greetings, without waiting, and returns the identity of a peer whose greeting is complete.
+    /// `None` if there is none.
     pub fn next(&self) -> Result<Option<(Hello, TcpStream)>, Error> {
-        match self.listener.accept() {
-            Ok((stream, _)) => Ok(self.greeted(&stream).map(|hello| (hello, stream))),
-            Err(error) if [ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()) => Ok(None),
-            // The peer may have disconnected already.
-            Err(error) if error.kind() == ErrorKind::ConnectionAborted => Ok(None),
-            Err(error) => Err(error),
+        let mut greetings = self.greetings.borrow_mut();
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_err() {
+                        continue;
+                    }
+                    if greetings.len() >= MOST_GREETINGS {
+                        greetings.pop_front();
+                    }
+                    let until = Instant::now() + GREETING;
+                    greetings.push_back(Greeting { stream, until, heard: Vec::new(), claimed: None });
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                // The peer may have disconnected already.
+                Err(error) if [ErrorKind::ConnectionAborted, ErrorKind::Interrupted].contains(&error.kind()) => {}
+                Err(error) => return Err(error),
+            }
         }
-    }
-
-    /// Reads a greeting and acknowledges it.
-    fn greeted(&self, mut stream: &TcpStream) -> Option<Hello> {
-        stream.set_nonblocking(false).ok()?;
-        stream.set_read_timeout(Some(GREETING)).ok()?;
-        let mut token = [0; TOKEN];
-        stream.read_exact(&mut token).ok()?;
-        if token != self.address.token {
-            return None;
+        let mut greeted = self.greeted.borrow_mut();
+        for mut greeting in std::mem::take(&mut *greetings) {
+            match greeting.go_on(&self.address.token) {
+                Ok(Heard::All(hello)) => greeted.push_back((hello, greeting.stream)),
+                Ok(Heard::Little) if Instant::now() < greeting.until => greetings.push_back(greeting),
+                Ok(Heard::Little | Heard::Nothing) | Err(_) => {}
+            }
         }
-        let hello = Hello::read(stream)?;
-        stream.write_all(&self.address.token).ok()?;
-        Some(hello)
+        Ok(greeted.pop_front())
     }
 
     /// Accepts the connections of all other ranks, which know where the hub is.
@@ -193,6 +389,16 @@ impl Hub {
         }
         Ok(links)
     }
+}
+
+/// The addresses of this machine. Loopback addresses come last; without a network there are no others.
+fn interfaces() -> Result<Vec<Ipv4Addr>, Error> {
+    let interfaces = nix::ifaddrs::getifaddrs()?;
+    let address = |i: nix::ifaddrs::InterfaceAddress| i.address?.as_sockaddr_in().map(|a| a.ip());
+    let mut hosts: Vec<Ipv4Addr> = interfaces.filter_map(address).collect();
+    hosts.sort_by_key(|host| host.is_loopback());
+    hosts.dedup();
+    Ok(hosts)
 }
 
 /// The name of this host.
@@ -218,19 +424,118 @@ mod tests {
         }
     }
 
+    fn hub() -> Hub {
+        Hub::listen(Listen::Loopback).expect("a hub")
+    }
+
+    fn hello(rank: usize) -> Hello {
+        Hello { channel: Channel::Watch, rank, size: 2, pid: 3, host: "here".to_string() }
+    }
+
+    /// The ranks that a hub takes until `end`.
+    fn taken(hub: &Hub, end: Instant) -> Vec<usize> {
+        let mut taken = Vec::new();
+        while Instant::now() < end {
+            taken.extend(hub.next().expect("it listens").map(|(hello, _)| hello.rank));
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        taken
+    }
+
     #[test]
     fn a_hub_takes_nobody_without_its_token() {
-        let hub = Hub::listen().expect("a hub");
-        let hello = Hello { channel: Channel::Watch, rank: 1, size: 2, pid: 3, host: "here".to_string() };
+        let hub = hub();
         let mut other = hub.address.clone();
         other.token[0] ^= 1;
-        let (known, said) = (hub.address.clone(), hello.clone());
-        let joins = std::thread::spawn(move || (other.connect(&said).is_err(), known.connect(&said).is_ok()));
+        let known = hub.address.clone();
+        let joins = std::thread::spawn(move || (other.connect(&hello(7)).is_err(), known.connect(&hello(1)).is_ok()));
         let mut come = Vec::new();
         while come.is_empty() {
             come.extend(hub.next().expect("it listens").map(|(hello, _)| hello));
         }
-        assert_eq!(come, [hello]);
+        assert_eq!(come, [hello(1)]);
         assert_eq!(joins.join().expect("it ends"), (true, true));
+    }
+
+    /// Strangers that echo what they hear, say nothing, say it slowly, or repeat what a rank or the hub has said.
+    #[test]
+    fn strangers_are_neither_hubs_nor_ranks_and_keep_nobody_out() {
+        let echo = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = echo.local_addr().expect("an address").port();
+        let echoes = std::thread::spawn(move || {
+            let (mut stream, _) = echo.accept().expect("a connection");
+            stream.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
+            let (mut heard, mut buffer) = (Vec::new(), [0; 512]);
+            while let Ok(n @ 1..) = stream.read(&mut buffer) {
+                heard.extend(&buffer[..n]);
+                // Twice, since a proof is longer than a greeting.
+                if stream.write_all(&[&buffer[..n], &buffer[..n]].concat()).is_err() {
+                    break;
+                }
+            }
+            heard
+        });
+        let hub = hub();
+        let Address { hosts, token, .. } = hub.address.clone();
+        let Err(WatchError::Join { error, .. }) = Address { hosts, port, token }.connect(&hello(1)) else {
+            panic!("it takes an echo for the hub")
+        };
+        assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
+        let heard = echoes.join().expect("it ends");
+        assert!(!heard.windows(TOKEN).any(|part| part == token), "the token is not sent");
+
+        let place = ("127.0.0.1", hub.address.port);
+        let silent: Vec<TcpStream> = (0..50).map(|_| TcpStream::connect(place).expect("a connection")).collect();
+        let mut repeats = TcpStream::connect(place).expect("a connection");
+        repeats.write_all(&heard).expect("it is sent");
+        repeats.write_all(&[0; PROOF]).expect("it is sent");
+        let mut reflects = TcpStream::connect(place).expect("a connection");
+        let refuses_reflection = std::thread::spawn(move || {
+            let mut answer = [0; NONCE + PROOF];
+            reflects.write_all(&heard).and_then(|()| reflects.read_exact(&mut answer)).expect("the hub answers");
+            reflects.write_all(&answer[NONCE..]).expect("it is sent");
+            // A closed connection, in either way.
+            reflects.read(&mut [0]).unwrap_or(0) == 0
+        });
+        let mut slow = TcpStream::connect(place).expect("a connection");
+        let dribbles = std::thread::spawn(move || {
+            for byte in TITLE.into_iter().chain([0; 300]) {
+                if slow.write_all(&[byte]).is_err() {
+                    return true;
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            false
+        });
+        let start = Instant::now();
+        let known = hub.address.clone();
+        let joins = std::thread::spawn(move || known.connect(&hello(1)).map(|_| start.elapsed()));
+        assert_eq!(taken(&hub, start + GREETING + Duration::from_millis(500)), [1]);
+        let took = joins.join().expect("it ends").expect("it is taken");
+        assert!(took < Duration::from_secs(1), "{took:?}");
+        // All others were dropped at the end of their time.
+        assert!(hub.greetings.borrow().is_empty());
+        assert!(dribbles.join().expect("it ends"), "it was cut off");
+        assert!(refuses_reflection.join().expect("it ends"), "the hub's own proof makes no rank");
+        drop(silent);
+    }
+
+    #[test]
+    fn a_hub_of_one_machine_is_not_seen_from_others() {
+        let hub = hub();
+        assert_eq!(hub.address.hosts, [IpAddr::V4(Ipv4Addr::LOCALHOST)]);
+        assert!(hub.listener.local_addr().expect("an address").ip().is_loopback());
+        let network = |text: &str| text.parse::<Network>().expect("a network");
+        let within = Hub::listen(Listen::Within(network("127.0.0.0/8"))).expect("a hub");
+        assert_eq!(within.address.hosts, hub.address.hosts);
+        // No interface can have this address.
+        let error = Hub::listen(Listen::Within(network("0.0.0.1"))).err().expect("no interface").to_string();
+        assert!(error.contains("0.0.0.1/32"), "{error}");
+        assert!(network("0.0.0.0/0").has(Ipv4Addr::BROADCAST) && !network("10.1.2.3").has(Ipv4Addr::LOCALHOST));
+        for wrong in ["", "10.1.0.0/33", "10.1.0.0/", "host", "::1"] {
+            assert!(wrong.parse::<Network>().is_err(), "{wrong}");
+        }
+        let everywhere = Hub::listen(Listen::Everywhere).expect("a hub");
+        assert!(everywhere.listener.local_addr().expect("an address").ip().is_unspecified());
     }
 }

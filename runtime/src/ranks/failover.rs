@@ -146,6 +146,7 @@ fn ask(address: &Address, hello: &Hello, news: &Sender<News>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranks::connect::Listen;
     use std::sync::Arc;
 
     #[test]
@@ -164,7 +165,7 @@ mod tests {
 
     /// The ranks that report, out of `size`. Each of `ranks` loses the first after a number of milliseconds.
     fn speakers(size: usize, nodes: &[usize], ranks: &[(usize, u64)]) -> Vec<usize> {
-        let hubs: Vec<Hub> = (0..size).map(|_| Hub::listen().expect("a hub")).collect();
+        let hubs: Vec<Hub> = (0..size).map(|_| Hub::listen(Listen::Loopback).expect("a hub")).collect();
         let addresses: Arc<Vec<Option<Address>>> = Arc::new(hubs.iter().map(|hub| Some(hub.address.clone())).collect());
         let of_rank = |(me, hub): (usize, Hub)| {
             let &(_, after_ms) = ranks.iter().find(|(rank, _)| *rank == me)?;
@@ -197,10 +198,10 @@ mod tests {
 
     #[test]
     fn a_rank_speaks_where_who_was_asked_does_not() {
-        let hub = Hub::listen().expect("a hub");
+        let hub = Hub::listen(Listen::Loopback).expect("a hub");
         let addresses = [None, Some(hub.address.clone()), None];
         // A stopped rank: its host accepts connections, but nothing answers.
-        let own = Hub::listen().expect("a hub");
+        let own = Hub::listen(Listen::Loopback).expect("a hub");
         let start = Instant::now();
         let mut failover = Failover::new(2, own, &addresses, &[0, 0, 0]);
         assert!(!failover.is_spoken_for());

@@ -2,6 +2,7 @@
 //! them. Messages are short (losses, signals, ids), except for tensors of a checkpoint, which only the first receives.
 
 use crate::error::KernelError;
+use crate::files::available_memory;
 use crate::ranks::world::Carrier;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -34,6 +35,9 @@ impl HubLinks {
     }
 }
 
+/// Bytes of a message for which memory is not looked at.
+const SHORT: u64 = 64 << 20;
+
 fn lost(what: &str, rank: usize, error: Error) -> KernelError {
     KernelError::Carrier { call: format!("{what} rank {rank}"), message: error.to_string() }
 }
@@ -49,8 +53,9 @@ fn read(mut link: &TcpStream) -> Result<Vec<u64>, Error> {
     let mut length = [0; 8];
     link.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
-    // Read incrementally, so that a corrupt length allocates no memory.
-    let wanted = length.checked_mul(8).ok_or(ErrorKind::InvalidData)?;
+    // Read incrementally, so that a corrupt length allocates no memory, and no message takes what the run needs.
+    let fits = |bytes: &u64| *bytes <= SHORT || available_memory().is_none_or(|most| *bytes <= most);
+    let wanted = length.checked_mul(8).filter(fits).ok_or(ErrorKind::InvalidData)?;
     let mut bytes = Vec::new();
     link.take(wanted).read_to_end(&mut bytes)?;
     if bytes.len() as u64 != wanted {

@@ -6,13 +6,16 @@
 //! error. Nothing else goes through the directory, since cluster file systems show files late.
 
 use crate::error::{RendezvousError, RuntimeError, WatchError};
-use crate::ranks::connect::{Address, Channel, Hello, Hub, host_name};
+use crate::files;
+use crate::ranks::connect::{Address, Channel, Hello, Hub, Listen, Network, host_name};
 use crate::ranks::hub::HubLinks;
 use crate::ranks::watch::{Ends, Peer, Watch};
 use crate::ranks::world::World;
 use std::collections::BTreeMap;
+use std::fs::DirBuilder;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -25,36 +28,74 @@ pub struct Place {
     pub run: Option<String>,
     /// A directory that all hosts usually share.
     pub shared: Option<PathBuf>,
+    /// True if the launcher says that all processes are on this host.
+    pub is_local: bool,
 }
+
+/// The most processes of a run. A larger number is a mistake, and would be allocated for.
+const MOST_PROCESSES: usize = 1 << 16;
 
 /// The directory of a rendezvous, and its time limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
     pub directory: PathBuf,
     pub timeout: Duration,
+    /// The network in which to listen [default: the loopback interface if all processes are on this host, else all].
+    pub listen: Option<Network>,
 }
 
-/// The variables of each launcher: rank, size, and those that identify a run.
-const LAUNCHERS: [(&str, &str, &[&str]); 4] = [
+/// A launcher's variables.
+struct Launcher {
+    rank: &'static str,
+    size: &'static str,
+    /// The number of processes on this host.
+    local: &'static str,
+    /// Those that identify a run.
+    run: &'static [&'static str],
+}
+
+const LAUNCHERS: [Launcher; 4] = [
     // torchrun, and Kubernetes operators.
-    ("RANK", "WORLD_SIZE", &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", &["PMIX_NAMESPACE"]),
+    Launcher {
+        rank: "RANK",
+        size: "WORLD_SIZE",
+        local: "LOCAL_WORLD_SIZE",
+        run: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+    },
+    Launcher {
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: "OMPI_COMM_WORLD_SIZE",
+        local: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        run: &["PMIX_NAMESPACE"],
+    },
     // Hydra, which starts processes of MPICH and Intel MPI.
-    ("PMI_RANK", "PMI_SIZE", &[]),
-    // A step of srun. A batch script has the task count of its job, though it is one process.
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]),
+    Launcher { rank: "PMI_RANK", size: "PMI_SIZE", local: "MPI_LOCALNRANKS", run: &[] },
+    // A step of srun. A batch script has the task count of its job, though it is one process. All tasks of a step that
+    // has one node are on it, and their number is written without a factor `(x2)`.
+    Launcher {
+        rank: "SLURM_PROCID",
+        size: "SLURM_STEP_NUM_TASKS",
+        local: "SLURM_STEP_TASKS_PER_NODE",
+        run: &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"],
+    },
 ];
 
 impl Place {
     /// Reads the variables of the first launcher that has set any; `None` if no launcher has.
     pub fn of(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Place>, RendezvousError> {
-        for (rank, size, of_run) in LAUNCHERS {
+        for Launcher { rank, size, local, run: of_run } in LAUNCHERS {
             let (Some(of_rank), Some(of_size)) = (variable(rank), variable(size)) else { continue };
             let number = |name, value: &str| {
                 let problem = "a number is expected";
                 value.trim().parse().map_err(|_| RendezvousError::Variable { name, value: value.to_string(), problem })
             };
-            let at = Place { rank: number(rank, &of_rank)?, size: number(size, &of_size)?, run: None, shared: None };
+            let (number_of_rank, number_of_all) = (number(rank, &of_rank)?, number(size, &of_size)?);
+            let is_local = variable(local).is_some_and(|local| local.trim().parse() == Ok(number_of_all));
+            let at = Place { rank: number_of_rank, size: number_of_all, run: None, shared: None, is_local };
+            if at.size > MOST_PROCESSES {
+                let problem = "a run has at most 65536 processes";
+                return Err(RendezvousError::Variable { name: size, value: of_size, problem });
+            }
             if at.rank >= at.size {
                 let problem = "ranks are numbered from 0 to one less than their count";
                 return Err(RendezvousError::Variable { name: rank, value: of_rank, problem });
@@ -85,7 +126,10 @@ struct Call {
 }
 
 /// The first line of the file, with the version of the protocol on the connections.
-const TITLE: &str = "altiplano rendezvous 1";
+const TITLE: &str = "altiplano rendezvous 2";
+
+/// Limit on the length of the file.
+const LONGEST_CALL: u64 = 1 << 16;
 
 /// Polling interval.
 const TURN: Duration = Duration::from_millis(20);
@@ -93,6 +137,8 @@ const TURN: Duration = Duration::from_millis(20);
 const LAST_WORDS: Duration = Duration::from_secs(10);
 /// The final message of the first process: all are there, with their hosts, or there is no run.
 const GO: u8 = 1;
+/// Bytes of a host's name and the end of its line.
+const LONGEST_HOST: usize = 256;
 const ENDED: u8 = 0;
 
 impl Call {
@@ -107,24 +153,28 @@ impl Call {
         Some(Call { address, pid, host: lines.next()?.to_string() })
     }
 
-    /// Reads the file, if it is there and complete.
+    /// Reads the file, if it is there, complete, and this user's alone.
     fn read(file: &Path) -> Option<Call> {
-        Call::decode(&std::fs::read_to_string(file).ok()?)
+        let open = files::open(file).ok()?;
+        // Other writers could name another hub, and other readers could join.
+        let found = open.metadata().ok()?;
+        if found.uid() != nix::unistd::geteuid().as_raw() || found.mode() & 0o077 != 0 {
+            return None;
+        }
+        let mut text = String::new();
+        open.take(LONGEST_CALL).read_to_string(&mut text).ok()?;
+        Call::decode(&text)
     }
 
-    /// Writes the file atomically: a reader sees the old file or the complete new one.
+    /// Writes the file atomically: a reader sees the old file or the complete new one. Only this user can read it, and
+    /// enter folders that are created for it.
     fn write(&self, file: &Path) -> std::io::Result<()> {
         let folder = file.parent().unwrap_or(Path::new("."));
-        std::fs::create_dir_all(folder)?;
-        let name = file.file_name().unwrap_or_default().to_string_lossy();
-        let other = folder.join(format!(".{name}.{}.{}", self.host, self.pid));
-        let write = || {
-            let mut open = std::fs::File::create(&other)?;
-            open.write_all(self.encode().as_bytes())?;
-            open.sync_all()?;
-            std::fs::rename(&other, file)
-        };
-        write().inspect_err(|_| drop(std::fs::remove_file(&other)))
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        let mut beside = tempfile::Builder::new().prefix(".rank-0.").tempfile_in(folder)?;
+        beside.write_all(self.encode().as_bytes())?;
+        beside.as_file().sync_all()?;
+        beside.persist(file).map(drop).map_err(|error| error.error)
     }
 }
 
@@ -135,6 +185,7 @@ struct Meeting<'a> {
     timeout: Duration,
     start: Instant,
     host: String,
+    listen: Listen,
 }
 
 /// The hosts by rank, and this process's connections for the watch and for words.
@@ -146,21 +197,25 @@ struct Met {
 
 /// Waits until all processes of the run have found each other, then starts to watch them.
 pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: Ends) -> Result<World, RuntimeError> {
-    let Rendezvous { directory, timeout } = rendezvous;
-    let meeting = Meeting { place, directory, timeout: *timeout, start: Instant::now(), host: host_name() };
+    let Rendezvous { directory, timeout, listen } = rendezvous;
+    let within = listen.map(Listen::Within);
+    let listens = |is_local| within.unwrap_or(if is_local { Listen::Loopback } else { Listen::Everywhere });
+    let (start, host, listen) = (Instant::now(), host_name(), listens(place.is_local));
+    let meeting = Meeting { place, directory, timeout: *timeout, start, host, listen };
     let failed = |error| RuntimeError::Rendezvous(Box::new(error));
     let Met { hosts, watch, words } = match place.rank {
         0 => meeting.as_first()?,
         _ => meeting.as_other().map_err(failed)?,
     };
     let first_on = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
-    let nodes = hosts.iter().map(first_on).collect();
+    let nodes: Vec<usize> = hosts.iter().map(first_on).collect();
+    let at = listens(nodes.iter().all(|&node| node == 0));
     let peers = hosts.iter().cloned().enumerate().map(|(rank, host)| Peer { rank, host }).collect();
     let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
     let hub_links =
         HubLinks::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
     let watch = Watch::start(place.rank, peers, watch, lost_after, ends).map_err(watch_error)?;
-    World::new(Box::new(hub_links), watch, nodes)
+    World::new(Box::new(hub_links), watch, nodes, at)
 }
 
 impl Meeting<'_> {
@@ -181,7 +236,7 @@ impl Meeting<'_> {
         {
             return Err(failed(RendezvousError::Taken { directory: self.directory.to_path_buf(), pid, host }));
         }
-        let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
+        let hub = Hub::listen(self.listen).map_err(|error| RuntimeError::Watch(Box::new(error)))?;
         let call = Call { address: hub.address.clone(), pid: std::process::id(), host: self.host.clone() };
         call.write(&file).map_err(|error| {
             let (host, directory) = (self.host.clone(), self.directory.to_path_buf());
@@ -330,7 +385,9 @@ impl Meeting<'_> {
         watch: Result<TcpStream, WatchError>,
         mut words: TcpStream,
     ) -> Result<Met, RendezvousError> {
-        let heard = words.set_read_timeout(Some(self.timeout + LAST_WORDS)).and_then(|()| heard(&mut words));
+        let longest = self.place.size.saturating_mul(LONGEST_HOST);
+        let limit = words.set_read_timeout(Some(self.timeout.saturating_add(LAST_WORDS)));
+        let heard = limit.and_then(|()| heard(&mut words, longest));
         match heard {
             Ok((GO, text)) => {
                 let hosts: Vec<String> = text.split('\n').map(String::from).collect();
@@ -360,10 +417,15 @@ fn verdict(kind: u8, text: &str) -> Vec<u8> {
     [&[kind][..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
 }
 
-fn heard(from: &mut TcpStream) -> Result<(u8, String), Error> {
+/// Reads such a message with a text of at most `longest` bytes.
+fn heard(from: &mut TcpStream, longest: usize) -> Result<(u8, String), Error> {
     let mut head = [0; 5];
     from.read_exact(&mut head)?;
-    let mut text = vec![0; u32::from_le_bytes([head[1], head[2], head[3], head[4]]) as usize];
+    let length = u32::from_le_bytes([head[1], head[2], head[3], head[4]]) as usize;
+    if length > longest {
+        return Err(ErrorKind::InvalidData.into());
+    }
+    let mut text = vec![0; length];
     from.read_exact(&mut text)?;
     Ok((head[0], String::from_utf8_lossy(&text).into_owned()))
 }
@@ -381,6 +443,7 @@ fn is_heard(stream: &TcpStream) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
 
     fn of(variables: &[(&str, &str)]) -> Result<Option<Place>, RendezvousError> {
         Place::of(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
@@ -390,7 +453,7 @@ mod tests {
     fn launchers_say_who_a_process_is() {
         let place = |rank, size, run: Option<&str>| {
             let run = run.map(String::from);
-            Some(Place { rank, size, run, shared: None })
+            Some(Place { rank, size, run, shared: None, is_local: false })
         };
         assert_eq!(of(&[("HOME", "/root")]).expect("nothing"), None);
         assert_eq!(of(&[("RANK", "2"), ("WORLD_SIZE", "4")]).expect("a place"), place(2, 4, None));
@@ -403,7 +466,18 @@ mod tests {
         assert_eq!((found.run.as_deref(), found.shared), (Some("9-3"), Some("/home/u/.altiplano-rendezvous".into())));
         // A batch script is no step.
         assert_eq!(of(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).expect("nothing"), None);
-        for (rank, size, problem) in [("x", "2", "a number"), ("1", "-1", "a number"), ("2", "2", "numbered from 0")] {
+        let local = |text| of(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", text)]);
+        assert_eq!(
+            ["2", "1"].map(|text| local(text).expect("a place").map(|place| place.is_local)),
+            [Some(true), Some(false)]
+        );
+        let cases = [
+            ("x", "2", "a number"),
+            ("1", "-1", "a number"),
+            ("2", "2", "numbered from 0"),
+            ("0", "18446744073709551615", "at most 65536"),
+        ];
+        for (rank, size, problem) in cases {
             let error = of(&[("RANK", rank), ("WORLD_SIZE", size)]).expect_err("it is refused").to_string();
             assert!(error.contains(problem), "{error}");
         }
@@ -411,7 +485,7 @@ mod tests {
 
     #[test]
     fn names_of_runs_stay_in_the_directory() {
-        let place = Place { rank: 1, size: 2, run: Some("../a b/7".to_string()), shared: None };
+        let place = Place { rank: 1, size: 2, run: Some("../a b/7".to_string()), shared: None, is_local: false };
         assert_eq!(place.file(Path::new("d")), Path::new("d/rank-0-.._a_b_7"));
     }
 
@@ -420,13 +494,18 @@ mod tests {
         let address = Address { hosts: vec!["10.0.0.7".parse().expect("an address")], port: 4, token: [9; 16] };
         let call = Call { address, pid: 17, host: "node-b".to_string() };
         assert_eq!(Call::decode(&call.encode()), Some(call.clone()));
-        for cut in ["altiplano rendezvous 2", "", "altiplano rendezvous 1\n"] {
+        for cut in ["altiplano rendezvous 1", "", "altiplano rendezvous 2\n"] {
             assert_eq!(Call::decode(cut), None);
         }
         let folder = std::env::temp_dir().join(format!("altiplano-call-{}", std::process::id()));
         let file = folder.join("deeper/rank-0");
         call.write(&file).expect("it is written");
         assert_eq!(Call::read(&file), Some(call));
+        // Nobody else may know the token, and a file of which others could know it is not believed.
+        let mode = |path: &Path| std::fs::metadata(path).expect("it is there").mode() & 0o777;
+        assert_eq!([mode(&file), mode(&folder), mode(&folder.join("deeper"))], [0o600, 0o700, 0o700]);
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).expect("it is ours");
+        assert_eq!(Call::read(&file), None);
         assert_eq!(std::fs::read_dir(folder.join("deeper")).expect("a folder").count(), 1);
         std::fs::remove_dir_all(folder).expect("it goes");
     }

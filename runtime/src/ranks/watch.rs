@@ -444,7 +444,7 @@ fn name(peers: &[Peer], peer: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ranks::connect::{Channel, Hello, Hub};
+    use crate::ranks::connect::{Channel, Hello, Hub, Listen};
     use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 
     fn hello(rank: usize, size: usize) -> Hello {
@@ -459,7 +459,7 @@ mod tests {
 
     /// Ranks in one process, and a record of their ends.
     fn ranks(count: usize) -> (Vec<Option<Watch>>, Receiver<Did>) {
-        let hub = Hub::listen().expect("a hub");
+        let hub = Hub::listen(Listen::Loopback).expect("a hub");
         let address = hub.address.clone();
         let peer = |rank| Peer { rank, host: "here".to_string() };
         let peers: Vec<Peer> = (0..count).map(peer).collect();
@@ -513,7 +513,7 @@ mod tests {
     #[test]
     fn a_rank_that_closes_its_connection_or_falls_silent_is_lost() {
         for (silent, how) in [(false, "is gone"), (true, "has been silent for 2 s")] {
-            let hub = Hub::listen().expect("a hub");
+            let hub = Hub::listen(Listen::Loopback).expect("a hub");
             let peer = |rank| Peer { rank, host: "here".to_string() };
             let (did, all_did) = channel();
             let place = hub.address.clone();

@@ -3,7 +3,7 @@
 
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
-use crate::ranks::connect::{Address, Hub};
+use crate::ranks::connect::{Address, Hub, Listen};
 use crate::ranks::failover::Failover;
 use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
@@ -48,9 +48,9 @@ pub struct World {
 
 impl World {
     /// Creates the world. All processes must call it; they exchange the addresses at which they listen in case the
-    /// first is lost.
-    pub fn new(carrier: Box<dyn Carrier>, watch: Watch, nodes: Vec<usize>) -> Result<World, RuntimeError> {
-        let hub = Hub::listen().map_err(|error| RuntimeError::Watch(Box::new(error)))?;
+    /// first is lost, on the interfaces of `at`.
+    pub fn new(carrier: Box<dyn Carrier>, watch: Watch, nodes: Vec<usize>, at: Listen) -> Result<World, RuntimeError> {
+        let hub = Hub::listen(at).map_err(|error| RuntimeError::Watch(Box::new(error)))?;
         let addresses = carrier.tell_text(&hub.address.encode()).map_err(RuntimeError::Carrier)?;
         let addresses: Vec<Option<Address>> = addresses.iter().map(|text| Address::decode(text)).collect();
         watch.failover(Failover::new(carrier.rank(), hub, &addresses, &nodes));

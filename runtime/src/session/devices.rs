@@ -71,7 +71,7 @@ pub(crate) struct Workers {
 impl Workers {
     /// Starts a thread for each device, given by its rank, its number for messages, and the function that serves its
     /// commands.
-    pub fn start<F>(devices: Vec<(usize, u32, F)>) -> Result<Workers, RuntimeError>
+    pub(crate) fn start<F>(devices: Vec<(usize, u32, F)>) -> Result<Workers, RuntimeError>
     where
         F: FnOnce(Receiver<Command>, Sender<Answer>) + Send + 'static,
     {
@@ -91,17 +91,17 @@ impl Workers {
         Ok(workers)
     }
 
-    pub fn ranks(&self) -> Vec<usize> {
+    pub(crate) fn ranks(&self) -> Vec<usize> {
         self.commands.keys().copied().collect()
     }
 
-    pub fn send(&self, rank: usize, command: Command) -> Result<(), RuntimeError> {
+    pub(crate) fn send(&self, rank: usize, command: Command) -> Result<(), RuntimeError> {
         let sent = self.commands.get(&rank).is_some_and(|device| device.send(command).is_ok());
         if sent { Ok(()) } else { Err(RuntimeError::Stopped) }
     }
 
     /// See [`Devices::collect`].
-    pub fn collect(&mut self, ranks: &[usize]) -> Result<Vec<(usize, Reply)>, RuntimeError> {
+    pub(crate) fn collect(&mut self, ranks: &[usize]) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         let mut answers = Vec::with_capacity(ranks.len());
         let mut failure: Option<RuntimeError> = None;
         for &rank in ranks {

@@ -18,7 +18,7 @@ pub(crate) struct Threads {
 
 impl Threads {
     /// Starts the devices of all programs, filled with zeros.
-    pub fn start(roster: &Roster, options: &Options) -> Result<Threads, RuntimeError> {
+    pub(crate) fn start(roster: &Roster, options: &Options) -> Result<Threads, RuntimeError> {
         let ranks = roster.num_ranks();
         let cores = options.cores.or_else(|| std::thread::available_parallelism().ok().map(|n| n.get())).unwrap_or(1);
         let threads_each = threads_of_device(cores, ranks);

@@ -7,7 +7,7 @@
 use super::order::{Move, Stuck, order};
 use super::overlap::ordered;
 use super::place::{Slot, place};
-use super::prepare::{Operand, Piece, Pieces, Place, Prepared, Table, Unprepared, prepare};
+use super::prepare::{Operand, Piece, Pieces, Place, Prepared, Product, Table, Unprepared, prepare};
 use super::strided::{Strided, crossed};
 use super::*;
 use crate::loops::Coordinate;
@@ -152,6 +152,14 @@ struct Device<'a> {
 }
 
 type Values = BTreeMap<ValueId, RegionId>;
+
+/// A run of a body: its call in the schedule, the body, and the microbatch if it is of one.
+#[derive(Clone, Copy)]
+struct Turn {
+    call: u32,
+    body: u32,
+    microbatch: Option<u32>,
+}
 
 impl<'a> Device<'a> {
     fn new(shared: &'a Shared<'a>, position: u32) -> Self {
@@ -358,7 +366,7 @@ impl<'a> Device<'a> {
             }
         }
         for step in &steps.steps {
-            self.step(step, (call, body, microbatch), &mut values)?;
+            self.step(step, Turn { call, body, microbatch }, &mut values)?;
         }
         for buffer in &steps.frees {
             if let Some(region) = self.buffers.remove(&self.key(*buffer, microbatch)) {
@@ -394,12 +402,8 @@ impl<'a> Device<'a> {
         Ok(())
     }
 
-    fn step(
-        &mut self,
-        step: &Step<Pieces>,
-        (call, body, microbatch): (u32, u32, Option<u32>),
-        values: &mut Values,
-    ) -> Result<(), BuildError> {
+    fn step(&mut self, step: &Step<Pieces>, turn: Turn, values: &mut Values) -> Result<(), BuildError> {
+        let Turn { call, body, microbatch } = turn;
         let shared = self.shared;
         let pieces = &step.kernel;
         let writes = &shared.bodies[body as usize].steps.writes;
@@ -490,25 +494,7 @@ impl<'a> Device<'a> {
                 let regions = params.iter().map(|p| find(*p)).collect::<Result<_, _>>()?;
                 (Stream::Compute, What::Launch { launch: *launch, regions, coordinates })
             }
-            Piece::Matmul(product) => {
-                let matrix = |operand: &Operand| -> Result<Matrix, BuildError> {
-                    let Operand { place, dtype, from, leading, transposed } = *operand;
-                    Ok(Matrix { region: find(place)?, dtype, from, leading, transposed })
-                };
-                let [m, n, k] = product.sizes;
-                let [lhs, rhs, result] = &product.operands;
-                let call = MatmulCall {
-                    m,
-                    n,
-                    k,
-                    lhs: matrix(lhs)?,
-                    rhs: matrix(rhs)?,
-                    result: matrix(result)?,
-                    batches: product.batches.clone(),
-                    accumulate: product.accumulate,
-                };
-                (Stream::Compute, What::Matmul(Box::new(call)))
-            }
+            Piece::Matmul(product) => (Stream::Compute, What::Matmul(Box::new(matmul(product, find)?))),
             Piece::Collective { axes, kind, dtype, elements, from, to } => {
                 let (from, to, communicator) = (find(*from)?, find(*to)?, self.group(axes));
                 match self.communicators[communicator.0 as usize].ranks.len() {
@@ -581,6 +567,10 @@ impl<'a> Device<'a> {
         }
     }
 
+    fn staging(&mut self, dtype: DType, elements: u64) -> RegionId {
+        self.region(Content::Staging { call: self.call.unwrap_or(0) }, dtype, elements, false)
+    }
+
     /// Issues the messages of a transfer from and to this device, all sends before all receives.
     fn transfer(&mut self, id: TransferId, microbatch: Option<u32>, sends: bool, receives: bool) {
         let shared = self.shared;
@@ -590,23 +580,6 @@ impl<'a> Device<'a> {
         let me = self.rank;
         let rank = |program: u32, position: u32| shared.first_rank[program as usize] + position;
         let ends = |m: &program::Message| (rank(transfer.source.0, m.source), rank(transfer.target.0, m.target));
-        let whole = |lists: &[Vec<u64>]| -> (Vec<u64>, Vec<Vec<u64>>) {
-            let lengths: Vec<u64> = lists.iter().map(|l| l.len() as u64).collect();
-            let all = lengths.iter().map(|&n| (0..n).collect()).collect();
-            (lengths, all)
-        };
-        // The part of a region that holds a message's elements, if they are contiguous there.
-        let run = |copies: &[Strided], region: RegionId, is_source: bool| match copies {
-            [copy] => {
-                let (from, strides) =
-                    if is_source { (copy.from_offset, &copy.from) } else { (copy.to_offset, &copy.to) };
-                let packed = altiplano_ir::types::strides(&copy.sizes);
-                let dims = copy.sizes.iter().zip(strides).zip(packed);
-                let even = dims.into_iter().all(|((&size, stride), packed)| size == 1 || *stride == packed);
-                even.then(|| Part { region, from, elements: copy.sizes.iter().product() })
-            }
-            _ => None,
-        };
         let mut staged = Vec::new();
         let mut arrived: Vec<(Vec<Strided>, RegionId)> = Vec::new();
         let target = receives.then(|| {
@@ -617,12 +590,11 @@ impl<'a> Device<'a> {
         if let (true, Some(from)) = (sends, source) {
             let shape = self.local(transfer.source.1);
             for message in messages.iter().filter(|m| ends(m).0 == me && ends(m).1 != me) {
-                let (lengths, all) = whole(&message.source_indices);
+                let (lengths, all) = packed(&message.source_indices);
                 let copies = crossed(&shape.shape, &message.source_indices, &lengths, &all);
                 let part = run(&copies, from, true).unwrap_or_else(|| {
                     let elements = lengths.iter().product();
-                    let region =
-                        self.region(Content::Staging { call: self.call.unwrap_or(0) }, shape.dtype, elements, false);
+                    let region = self.staging(shape.dtype, elements);
                     self.copies(&copies, from, region);
                     staged.push(region);
                     Part { region, from: 0, elements }
@@ -652,12 +624,11 @@ impl<'a> Device<'a> {
                     }
                     continue;
                 }
-                let (lengths, all) = whole(&message.target_indices);
+                let (lengths, all) = packed(&message.target_indices);
                 let copies = crossed(&lengths, &all, &ty.shape, &message.target_indices);
                 let part = run(&copies, to, false).unwrap_or_else(|| {
                     let elements = lengths.iter().product();
-                    let region =
-                        self.region(Content::Staging { call: self.call.unwrap_or(0) }, ty.dtype, elements, false);
+                    let region = self.staging(ty.dtype, elements);
                     staged.push(region);
                     arrived.push((copies, region));
                     Part { region, from: 0, elements }
@@ -680,4 +651,33 @@ impl<'a> Device<'a> {
             self.release(source);
         }
     }
+}
+
+/// The sizes of a message's elements and their positions in it, for the positions of a tensor that it holds.
+fn packed(lists: &[Vec<u64>]) -> (Vec<u64>, Vec<Vec<u64>>) {
+    let lengths: Vec<u64> = lists.iter().map(|l| l.len() as u64).collect();
+    let all = lengths.iter().map(|&n| (0..n).collect()).collect();
+    (lengths, all)
+}
+
+/// The part of a region that holds a message's elements, if they are contiguous there.
+fn run(copies: &[Strided], region: RegionId, is_source: bool) -> Option<Part> {
+    let [copy] = copies else { return None };
+    let (from, strides) = if is_source { (copy.from_offset, &copy.from) } else { (copy.to_offset, &copy.to) };
+    let packed = altiplano_ir::types::strides(&copy.sizes);
+    let mut dims = copy.sizes.iter().zip(strides).zip(packed);
+    let even = dims.all(|((&size, stride), packed)| size == 1 || *stride == packed);
+    even.then(|| Part { region, from, elements: copy.sizes.iter().product() })
+}
+
+/// The call for a product whose operands are at the regions that `find` gives.
+fn matmul(product: &Product, find: impl Fn(Place) -> Result<RegionId, BuildError>) -> Result<MatmulCall, BuildError> {
+    let matrix = |operand: &Operand| -> Result<Matrix, BuildError> {
+        let Operand { place, dtype, from, leading, transposed } = *operand;
+        Ok(Matrix { region: find(place)?, dtype, from, leading, transposed })
+    };
+    let [m, n, k] = product.sizes;
+    let [lhs, rhs, result] = &product.operands;
+    let (lhs, rhs, result) = (matrix(lhs)?, matrix(rhs)?, matrix(result)?);
+    Ok(MatmulCall { m, n, k, lhs, rhs, result, batches: product.batches.clone(), accumulate: product.accumulate })
 }

@@ -189,7 +189,7 @@ fn needs(tape: &Tape, what: &What) -> Option<Vec<(RegionId, DType, u64)>> {
 fn races(tape: &Tape, flaws: &mut Vec<Flaw>) {
     let mut ranges = Ranges::default();
     for (region, id) in tape.regions.iter().zip(0u32..).filter(|(r, _)| r.lasts) {
-        ranges.there(RegionId(id), (region.offset, region.offset + region.bytes));
+        ranges.there(RegionId(id), region.offset..region.offset + region.bytes);
     }
     let streams = tape.streams.len();
     let mut number: Vec<u32> = Vec::with_capacity(tape.commands.len());
@@ -213,7 +213,7 @@ fn races(tape: &Tape, flaws: &mut Vec<Flaw>) {
                 flaws.push(Flaw::ConstantWritten { at: here, content });
             }
             before.clear();
-            match ranges.touch(&access, (at, stream as u32), &mut before) {
+            match ranges.touch(&access, at, stream as u32, &mut before) {
                 Found::Unwritten if !access.writes => flaws.push(Flaw::Unwritten { at: here, content }),
                 Found::Other(other) if !access.writes => {
                     flaws.push(Flaw::Overwritten { at: here, content, by: tape.region(other).content });

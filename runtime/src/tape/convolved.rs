@@ -11,7 +11,7 @@ use altiplano_ir::storage::gathered::{Products, Steps};
 use altiplano_ir::types::{TensorType, strides};
 
 /// A matrix of `rows` by `columns` elements at a place, with its strides in both directions, one of which is 1.
-fn operand((place, dtype): (Place, DType), from: u64, [rows, columns]: [u64; 2], [row, column]: [u64; 2]) -> Operand {
+fn operand(place: Place, dtype: DType, from: u64, [rows, columns]: [u64; 2], [row, column]: [u64; 2]) -> Operand {
     let transposed = column != 1 && columns > 1 || row == 1 && rows > 1 && columns > 1;
     let leading = if transposed { column } else { row.max(columns) };
     Operand { place, dtype, from, leading, transposed }
@@ -50,7 +50,7 @@ pub fn convolution(
         pieces.pieces.push(Piece::Launch { launch, params: vec![places[1], copy], starts: Vec::new() });
     }
     let kernel = kernel.unwrap_or(places[1]);
-    let to = sums.map_or((places[2], dtype), |sums| (sums, DType::F32));
+    let (to, sums_dtype) = sums.map_or((places[2], dtype), |sums| (sums, DType::F32));
     let (all_results, all_terms) = (products.num_before() * products.num_after(), products.num_terms());
     for tile in &products.tiles {
         let (results, terms) = (tile.results.1 - tile.results.0, tile.terms.1 - tile.terms.0);
@@ -73,22 +73,21 @@ pub fn convolution(
             true => (1, results),
             false => (results.div_ceil(products.num_after()), results.min(products.num_after())),
         };
-        let patches = (matrix, dtype);
         let sizes = [across, products.outputs, terms];
         let ([lhs, rhs, written], sizes, swapped) = match products.after.is_empty() {
             true => {
-                let lhs = operand(patches, laid.from, [across, terms], [laid.across, laid.along]);
+                let lhs = operand(matrix, dtype, laid.from, [across, terms], [laid.across, laid.along]);
                 let by = [of_kernel.along, of_kernel.across];
-                let rhs = operand((kernel, dtype), of_kernel.from, [terms, products.outputs], by);
+                let rhs = operand(kernel, dtype, of_kernel.from, [terms, products.outputs], by);
                 let by = [of_result.across, 1];
-                ([lhs, rhs, operand(to, of_result.from, [across, products.outputs], by)], sizes, false)
+                ([lhs, rhs, operand(to, sums_dtype, of_result.from, [across, products.outputs], by)], sizes, false)
             }
             false => {
                 let by = [of_kernel.across, of_kernel.along];
-                let lhs = operand((kernel, dtype), of_kernel.from, [products.outputs, terms], by);
-                let rhs = operand(patches, laid.from, [terms, across], [laid.along, laid.across]);
+                let lhs = operand(kernel, dtype, of_kernel.from, [products.outputs, terms], by);
+                let rhs = operand(matrix, dtype, laid.from, [terms, across], [laid.along, laid.across]);
                 let by = [of_result.along, 1];
-                let written = operand(to, of_result.from, [products.outputs, across], by);
+                let written = operand(to, sums_dtype, of_result.from, [products.outputs, across], by);
                 ([lhs, rhs, written], [products.outputs, across, terms], true)
             }
         };

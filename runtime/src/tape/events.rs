@@ -8,10 +8,10 @@ use super::ranges::Ranges;
 use super::{EventId, RegionId, Tape};
 
 /// Fills in the waits and events of a tape whose regions are placed.
-pub fn add(tape: &mut Tape) {
+pub(crate) fn add(tape: &mut Tape) {
     let mut ranges = Ranges::default();
     for (region, id) in tape.regions.iter().zip(0u32..).filter(|(r, _)| r.lasts) {
-        ranges.there(RegionId(id), (region.offset, region.offset + region.bytes));
+        ranges.there(RegionId(id), region.offset..region.offset + region.bytes);
     }
     let streams = tape.streams.len();
     // The position of each command in its stream, from 1, and its vector clock.
@@ -24,7 +24,7 @@ pub fn add(tape: &mut Tape) {
         before.clear();
         let stream = command.stream.0;
         for access in tape.accesses(&command.what) {
-            ranges.touch(&access, (at as u32, stream), &mut before);
+            ranges.touch(&access, at as u32, stream, &mut before);
         }
         before.sort_unstable_by(|a, b| b.cmp(a));
         before.dedup();

@@ -1,20 +1,14 @@
 //! Halo exchange: a block with the edges of its neighbours, taken from all blocks.
 
+use crate::collective::Halo;
 use crate::loops::{Coordinate, Launch, Param, Phase, Scalar, Scalars, Source, Spread, Store};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::Reducer;
 use altiplano_ir::types::{TensorType, strides};
 
-/// The launch that reads `n` consecutive blocks and writes this device's, with `low` elements of `dim` before it and
-/// `high` after it. Beyond the ends it writes the reducer's neutral element.
-pub fn launch(
-    block: &TensorType,
-    dim: usize,
-    n: u64,
-    (low, high, reducer): (u64, u64, Reducer),
-    axes: Vec<AxisId>,
-) -> Launch {
+/// The launch that reads `n` consecutive blocks and writes this device's, with its surroundings.
+pub(crate) fn launch(block: &TensorType, halo: &Halo, n: u64, axes: Vec<AxisId>) -> Launch {
+    let Halo { dim, low, high, reducer } = *halo;
     let (dtype, size) = (block.dtype, block.shape[dim]);
     let mut shape = block.shape.clone();
     shape[dim] += low + high;

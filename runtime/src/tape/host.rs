@@ -48,6 +48,15 @@ pub struct Host<'a> {
     arenas: Vec<Vec<u8>>,
 }
 
+/// A command that can run next on a stream.
+#[derive(Clone, Copy)]
+struct Ready {
+    rank: usize,
+    stream: usize,
+    /// Its position on the tape.
+    at: u32,
+}
+
 /// The progress of all devices within a step.
 struct Progress {
     /// For each device and stream, its commands and the number that are done.
@@ -191,15 +200,14 @@ impl<'a> Host<'a> {
         let mut progress = Progress { queues, recorded, losses: Vec::new() };
         let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         loop {
-            let mut ready: Vec<(usize, usize, u32)> = Vec::new();
+            let mut ready: Vec<Ready> = Vec::new();
             for rank in 0..self.tapes.len() {
                 for stream in 0..self.tapes[rank].streams.len() {
-                    ready.extend(self.head(&progress, rank, stream).map(|at| (rank, stream, at)));
+                    ready.extend(self.head(&progress, rank, stream).map(|at| Ready { rank, stream, at }));
                 }
             }
             // A joint operation is ready if all its members are; its first member represents it.
-            let choices: Vec<Vec<(usize, usize, u32)>> =
-                ready.iter().filter_map(|&(rank, stream, at)| self.together(&ready, (rank, stream, at))).collect();
+            let choices: Vec<Vec<Ready>> = ready.iter().filter_map(|&first| self.together(&ready, first)).collect();
             if choices.is_empty() {
                 break;
             }
@@ -208,7 +216,7 @@ impl<'a> Host<'a> {
             state ^= state << 17;
             let chosen = &choices[(state >> 11) as usize % choices.len()];
             self.execute(chosen, &inputs, scalars, &mut progress)?;
-            for &(rank, stream, at) in chosen {
+            for &Ready { rank, stream, at } in chosen {
                 progress.queues[rank][stream].1 += 1;
                 if let Some(event) = self.tapes[rank].commands[at as usize].records {
                     progress.recorded[rank][event.0 as usize] = true;
@@ -236,11 +244,7 @@ impl<'a> Host<'a> {
     }
 
     /// The members that run a command together, if all of them are ready and this is the first of them.
-    fn together(
-        &self,
-        ready: &[(usize, usize, u32)],
-        (rank, stream, at): (usize, usize, u32),
-    ) -> Option<Vec<(usize, usize, u32)>> {
+    fn together(&self, ready: &[Ready], first: Ready) -> Option<Vec<Ready>> {
         let communicator = |rank: usize, at: u32| {
             let tape = &self.tapes[rank];
             match &tape.commands[at as usize].what {
@@ -250,13 +254,12 @@ impl<'a> Host<'a> {
                 _ => None,
             }
         };
-        let Some(mine) = communicator(rank, at) else { return Some(vec![(rank, stream, at)]) };
-        if mine.ranks.first() != Some(&(rank as u32)) {
+        let Some(mine) = communicator(first.rank, first.at) else { return Some(vec![first]) };
+        if mine.ranks.first() != Some(&(first.rank as u32)) {
             return None;
         }
         let of = |&member: &u32| {
-            let is_it =
-                |r: &&(usize, usize, u32)| r.0 == member as usize && communicator(r.0, r.2).is_some_and(|c| c == mine);
+            let is_it = |r: &&Ready| r.rank == member as usize && communicator(r.rank, r.at).is_some_and(|c| c == mine);
             ready.iter().find(is_it).copied()
         };
         mine.ranks.iter().map(of).collect()
@@ -264,12 +267,12 @@ impl<'a> Host<'a> {
 
     fn execute(
         &mut self,
-        members: &[(usize, usize, u32)],
+        members: &[Ready],
         inputs: &BTreeMap<&str, (TensorType, Vec<f64>)>,
         scalars: &BTreeMap<String, f64>,
         progress: &mut Progress,
     ) -> Result<(), HostError> {
-        let (rank, _, at) = members[0];
+        let Ready { rank, at, .. } = members[0];
         let tapes = self.tapes;
         let tape = &tapes[rank];
         let buffers = &self.programs.programs[tape.program as usize].buffers;
@@ -358,11 +361,11 @@ impl<'a> Host<'a> {
         self.write(rank, call.result.region, &result);
     }
 
-    fn collective(&mut self, members: &[(usize, usize, u32)]) {
+    fn collective(&mut self, members: &[Ready]) {
         let mut given = Vec::with_capacity(members.len());
         let mut targets = Vec::with_capacity(members.len());
         let mut done = None;
-        for &(rank, _, at) in members {
+        for &Ready { rank, at, .. } in members {
             if let What::Collective { kind, dtype, elements, from, to, .. } =
                 self.tapes[rank].commands[at as usize].what
             {
@@ -389,8 +392,8 @@ impl<'a> Host<'a> {
         }
     }
 
-    fn exchange(&mut self, members: &[(usize, usize, u32)]) {
-        let messages = |i: usize| match &self.tapes[members[i].0].commands[members[i].2 as usize].what {
+    fn exchange(&mut self, members: &[Ready]) {
+        let messages = |i: usize| match &self.tapes[members[i].rank].commands[members[i].at as usize].what {
             What::Exchange { sends, receives, .. } => (sends.as_slice(), receives.as_slice()),
             _ => (&[][..], &[][..]),
         };
@@ -400,9 +403,9 @@ impl<'a> Host<'a> {
                 let sent = messages(from).0.iter().filter(|m| m.member as usize == to);
                 let received = messages(to).1.iter().filter(|m| m.member as usize == from);
                 for (sent, received) in sent.zip(received) {
-                    let all = self.read(members[from].0, sent.part.region);
+                    let all = self.read(members[from].rank, sent.part.region);
                     let (start, n) = (sent.part.from as usize, sent.part.elements as usize);
-                    moved.push((members[to].0, received.part, all[start..start + n].to_vec()));
+                    moved.push((members[to].rank, received.part, all[start..start + n].to_vec()));
                 }
             }
         }

@@ -32,13 +32,9 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::program::BufferId;
-use altiplano_ir::storage::BLOCK_BYTES;
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
 use std::sync::Arc;
-
-/// Offsets of regions are multiples of this many bytes.
-pub const ALIGNMENT: u64 = BLOCK_BYTES;
 
 /// A region of a [`Tape`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -248,7 +244,7 @@ pub enum What {
 
 impl What {
     /// The name of the operation.
-    pub fn verb(&self) -> &'static str {
+    pub(crate) fn verb(&self) -> &'static str {
         match self {
             What::Launch { .. } => "launch",
             What::Matmul(_) => "matmul",
@@ -297,7 +293,7 @@ pub struct Arena {
 
 impl Arena {
     /// Bytes of both memories.
-    pub fn all_bytes(&self) -> u64 {
+    pub(crate) fn all_bytes(&self) -> u64 {
         self.bytes + self.host_bytes
     }
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 /// A move of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Move {
+pub(crate) enum Move {
     /// A body runs.
     Run { call: u32, body: u32, microbatch: Option<u32> },
     /// Keeps a buffer's instance for a transfer; with `free`, nothing else needs it any more.
@@ -27,7 +27,7 @@ pub struct Stuck {
 }
 
 /// The moves of each program; all these orders are parts of one total order.
-pub fn order(programs: &Programs) -> Result<Vec<Vec<Move>>, Stuck> {
+pub(crate) fn order(programs: &Programs) -> Result<Vec<Vec<Move>>, Stuck> {
     let mut moves: Vec<Vec<Move>> = vec![Vec::new(); programs.programs.len()];
     let mut next: Vec<usize> = vec![0; moves.len()];
     // Clocks in arbitrary units; only their order matters.

@@ -7,12 +7,13 @@
 use super::convolved::convolution;
 use super::strided::Strided;
 use super::{Batch, CollectiveKind, LaunchId};
+use crate::collective::Halo;
 use crate::loops::{Launch, Scalar, Source, launches};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::kernels::{Kernel, KernelKind};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{DotGeneral, HostRoute, Op, Reducer};
+use altiplano_ir::op::{DotGeneral, HostRoute, Op};
 use altiplano_ir::program::{Body, Program};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::gathered::TILE_BYTES;
@@ -520,7 +521,8 @@ impl OfBody<'_> {
                 pieces.pieces.push(Piece::Shift { axes, by: by % n, dtype, elements: ty.elements(), from, to });
             }
             Collective::Halo { dim, low, high, reducer, .. } => {
-                self.halo(pieces, (&ty, dim), (low, high, reducer), axes, from, to);
+                let halo = Halo { dim: usize::from(dim), low, high, reducer };
+                self.halo(pieces, &ty, &halo, axes, from, to);
             }
             Collective::LocalSlice { .. } | Collective::KeepFirst { .. } => return Err(self.missing(v)),
         }
@@ -528,21 +530,13 @@ impl OfBody<'_> {
     }
 
     /// A halo exchange: all blocks are gathered, and each device takes its own and its surroundings.
-    fn halo(
-        &mut self,
-        pieces: &mut Pieces,
-        (ty, dim): (&TensorType, u8),
-        (low, high, reducer): (u64, u64, Reducer),
-        axes: Vec<AxisId>,
-        from: Place,
-        to: Place,
-    ) {
-        let (n, dim) = (self.mesh.product(&axes), usize::from(dim));
+    fn halo(&mut self, pieces: &mut Pieces, ty: &TensorType, halo: &Halo, axes: Vec<AxisId>, from: Place, to: Place) {
+        let n = self.mesh.product(&axes);
         let gathered = pieces.scratch(&TensorType::new(ty.dtype, vec![n * ty.elements()]));
         let kind = CollectiveKind::AllGather;
         let (dtype, elements) = (ty.dtype, ty.elements());
         pieces.pieces.push(Piece::Collective { axes: axes.clone(), kind, dtype, elements, from, to: gathered });
-        let launch = super::halo::launch(ty, dim, n, (low, high, reducer), axes);
+        let launch = super::halo::launch(ty, halo, n, axes);
         let launch = self.table.add(launch);
         pieces.pieces.push(Piece::Launch { launch, params: vec![gathered, to], starts: Vec::new() });
     }

@@ -3,6 +3,7 @@
 use super::RegionId;
 use super::access::Access;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// The history of a run of bytes.
 #[derive(Clone, Debug)]
@@ -33,9 +34,9 @@ pub struct Ranges {
 
 impl Ranges {
     /// Marks bytes that exist before the first command.
-    pub fn there(&mut self, region: RegionId, (from, to): (u64, u64)) {
-        if from < to {
-            self.runs.insert(from, Run { end: to, region, writer: None, readers: Vec::new() });
+    pub fn there(&mut self, region: RegionId, bytes: Range<u64>) {
+        if !bytes.is_empty() {
+            self.runs.insert(bytes.start, Run { end: bytes.end, region, writer: None, readers: Vec::new() });
         }
     }
 
@@ -50,7 +51,7 @@ impl Ranges {
 
     /// Records that a command touches bytes, and adds the commands that must come before it. A read comes after the
     /// writers, a write also after the readers.
-    pub fn touch(&mut self, access: &Access, (command, stream): (u32, u32), before: &mut Vec<u32>) -> Found {
+    pub(crate) fn touch(&mut self, access: &Access, command: u32, stream: u32, before: &mut Vec<u32>) -> Found {
         let Access { region, from, to, writes } = *access;
         if from >= to {
             return Found::Own;

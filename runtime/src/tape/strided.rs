@@ -7,7 +7,7 @@ use altiplano_ir::graph::ValueId;
 
 /// Element `[i0, i1, ..]` of `sizes` goes from `from_offset + sum(i * from)` to `to_offset + sum(i * to)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Strided {
+pub(crate) struct Strided {
     pub sizes: Vec<u64>,
     pub from_offset: u64,
     pub from: Vec<u64>,
@@ -17,20 +17,20 @@ pub struct Strided {
 
 impl Strided {
     /// A copy from the given strides to row-major order.
-    pub fn gathered(sizes: Vec<u64>, from_offset: u64, from: Vec<u64>) -> Strided {
+    pub(crate) fn gathered(sizes: Vec<u64>, from_offset: u64, from: Vec<u64>) -> Strided {
         let to = altiplano_ir::types::strides(&sizes);
         Strided { sizes, from_offset, from, to_offset: 0, to }
     }
 
     /// A copy that permutes the dimensions of a row-major tensor.
-    pub fn transposed(shape: &[u64], permutation: &[usize]) -> Strided {
+    pub(crate) fn transposed(shape: &[u64], permutation: &[usize]) -> Strided {
         let strides = altiplano_ir::types::strides(shape);
         let sizes = permutation.iter().map(|&d| shape[d]).collect();
         Strided::gathered(sizes, 0, permutation.iter().map(|&d| strides[d]).collect())
     }
 
     /// The launch that reads its first parameter, of `read` elements, and writes its second, of `written` elements.
-    pub fn launch(&self, dtype: DType, read: u64, written: u64) -> Launch {
+    pub(crate) fn launch(&self, dtype: DType, read: u64, written: u64) -> Launch {
         let rows = self.sizes.iter().product();
         let mut scalars = Scalars::default();
         let row = scalars.counter(Scalar::Row, rows);
@@ -60,7 +60,7 @@ impl Strided {
 
 /// Copies between cross products of index lists of two row-major tensors. There is one copy for each combination of
 /// runs in which both lists advance evenly.
-pub fn crossed(from_shape: &[u64], from: &[Vec<u64>], to_shape: &[u64], to: &[Vec<u64>]) -> Vec<Strided> {
+pub(crate) fn crossed(from_shape: &[u64], from: &[Vec<u64>], to_shape: &[u64], to: &[Vec<u64>]) -> Vec<Strided> {
     let (from_strides, to_strides) = (altiplano_ir::types::strides(from_shape), altiplano_ir::types::strides(to_shape));
     let nothing = Strided { sizes: vec![], from_offset: 0, from: vec![], to_offset: 0, to: vec![] };
     let mut made = vec![nothing];

@@ -174,15 +174,7 @@ fn lookups_and_scatters() {
         let mut g = Graph::new("lookup");
         let table = input(&mut g, DType::F32, &[3, 8]);
         let rows = input(&mut g, DType::I32, &[2, 5, 1]);
-        let dims = GatherDims {
-            offset_dims: vec![2],
-            collapsed_slice_dims: vec![0],
-            operand_batching_dims: Vec::new(),
-            indices_batching_dims: Vec::new(),
-            start_index_map: vec![0],
-            index_vector_dim: 2,
-            slice_sizes: vec![1, 8],
-        };
+        let dims = GatherDims::rows(&[3, 8], 2);
         let found = g.emit(Op::Gather(Gather { dims: dims.clone(), out_of_bounds }), &[table, rows]);
         let scaled = g.mul(found, found);
         let back = g.emit(Op::ScatterAdd(ScatterAdd { dims, shape: vec![3, 8] }), &[rows, scaled]);

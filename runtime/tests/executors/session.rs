@@ -319,15 +319,7 @@ fn predicted_memory_is_held_memory() {
                 7 => {
                     let row = graph.reduce(v, Reducer::Max, &[0]);
                     let index = graph.constant(Literal::splat(TensorType::scalar(DType::I32), 3.0));
-                    let dims = GatherDims {
-                        offset_dims: vec![0],
-                        collapsed_slice_dims: vec![0],
-                        operand_batching_dims: vec![],
-                        indices_batching_dims: vec![],
-                        start_index_map: vec![0],
-                        index_vector_dim: 0,
-                        slice_sizes: vec![1, 64],
-                    };
+                    let dims = GatherDims::rows(&[64, 64], 0);
                     graph.emit(Op::Scatter(Scatter { dims, combine: Combine::Replace }), &[v, index, row])
                 }
                 _ => {

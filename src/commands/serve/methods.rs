@@ -1,11 +1,12 @@
 //! The methods: commands by their names, whose plans and models may be handles, and a few of handles alone.
 
 use crate::commands::options::ModelOptions;
+use crate::commands::serve::answers;
 use crate::commands::serve::arguments::{self, command_line, definition, has, matches};
 use crate::commands::serve::calls::Call;
 use crate::commands::serve::failure::Failure;
 use crate::commands::serve::judging::{self, Judge};
-use crate::commands::serve::session::{Session, Source};
+use crate::commands::serve::session::{Found, Session, Source};
 use crate::commands::{advise, compare, explained, export, inspect, plan, scale, simulate, verify, why, why_not};
 use altiplano::cost_models::Rooflines;
 use altiplano::ir::plan::{MadeBy, Plan};
@@ -17,6 +18,7 @@ use clap::{ArgMatches, Args, Command, FromArgMatches};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Read a model once; later questions name it by the handle
 #[derive(Args)]
@@ -61,12 +63,27 @@ struct Question<'a> {
     keeps: bool,
     /// Plan changes with which there is a plan, where there is none.
     has_remedies: bool,
+    /// The text by which the answer may be kept.
+    key: Option<&'a str>,
 }
 
 impl Question<'_> {
     /// The options of a command.
     fn options<T: FromArgMatches>(&self) -> Result<T, Failure> {
         T::from_arg_matches(self.matches).map_err(|error| Failure::params(error.to_string()))
+    }
+
+    /// The result that an equal question found before, or that of a search, which is kept unless it was stopped.
+    fn search(&self, search: impl FnOnce() -> Result<Found, Failure>) -> Result<Arc<Found>, Failure> {
+        let searches = &self.session.searches;
+        if let Some(known) = self.key.and_then(|key| searches.get(key)) {
+            return Ok(known);
+        }
+        let found = Arc::new(search()?);
+        if let Some(key) = self.key.filter(|_| !self.call.stopped()) {
+            searches.keep(key.to_string(), found.clone(), found.weight());
+        }
+        Ok(found)
     }
 
     /// The failure of a search, with changes that help.
@@ -140,6 +157,9 @@ const REMEDIES: (&str, [&str; 3], &str) = (
     "Where there is no plan, find changes with which there is one [default: true]",
 );
 
+/// Methods whose answers are words and figures alone, which are kept for equal questions.
+const VALUES: [&str; 4] = ["judge", "why", "advise", "compare"];
+
 /// The methods with their parsed definitions.
 pub struct Methods {
     all: Vec<(Method, Command)>,
@@ -204,12 +224,22 @@ impl Methods {
             params.entry("json").or_insert(json!(true));
         }
         let line = command_line(command, &params)?;
+        let key = answers::question(name, &line, [keeps, has_remedies]);
+        let is_value = VALUES.contains(&name);
+        if let Some(known) = key.as_deref().filter(|_| is_value).and_then(|key| session.answers.get(key)) {
+            return Ok(known);
+        }
         let matches = matches(command, &line)?;
-        let question = Question { session, call, matches: &matches, line: &line, keeps, has_remedies };
-        match &self.quick {
+        let key_of = key.as_deref();
+        let question = Question { session, call, matches: &matches, line: &line, keeps, has_remedies, key: key_of };
+        let answer = match &self.quick {
             Some(threads) if method.is_quick => threads.install(|| (method.answer)(&question)),
             _ => (method.answer)(&question),
+        }?;
+        if let Some(key) = key.filter(|_| is_value && !call.stopped()) {
+            session.answers.keep(key, answer.clone(), answers::weight(&answer));
         }
+        Ok(answer)
     }
 }
 
@@ -264,16 +294,19 @@ fn planned(q: &Question<'_>) -> Result<Value, Failure> {
     [&output, &html].into_iter().flatten().try_for_each(|file| expect_writable(file))?;
     let source = q.session.source(&model, &options)?;
     let (request, warnings) = q.session.request(&source, &plan)?;
-    let mut found = plan.plan(&request, q.call).map_err(|error| q.failure(&request, &error))?;
-    found.made_by = Some(q.made_by("plan", Some(&source)));
+    let found = q.search(|| {
+        let mut found = plan.plan(&request, q.call).map_err(|error| q.failure(&request, &error))?;
+        found.made_by = Some(q.made_by("plan", Some(&source)));
+        Ok(Found { plan: found, answer: notes(&warnings) })
+    })?;
     if let Some(file) = &output {
-        write_file(file, &found.to_json())?;
+        write_file(file, &found.plan.to_json())?;
     }
     if let Some(file) = &html {
-        write_file(file, &page_html(&found)?)?;
+        write_file(file, &page_html(&found.plan)?)?;
     }
-    let mut answer = held(q.session, found)?;
-    answer["notes"] = notes(&warnings);
+    let mut answer = held(q.session, found.plan.clone())?;
+    answer["notes"] = found.answer.clone();
     answer["stopped"] = json!(q.call.stopped());
     Ok(answer)
 }
@@ -310,12 +343,16 @@ fn why_not(q: &Question<'_>) -> Result<Value, Failure> {
     let chosen = q.session.plan_to_ask(&question.plan)?;
     let mut request = question.request(&chosen)?;
     q.session.share(&mut request);
-    let asked = plan_or_closest(&request, &Rooflines::of(&request.cluster), q.call).map_err(Error::from);
-    let mut asked = asked.map_err(|error| q.failure(&request, &error))?;
-    asked.made_by = Some(q.made_by("why-not", None));
-    let mut answer = answered(&question.answer(&chosen, &asked)?);
+    let found = q.search(|| {
+        let asked = plan_or_closest(&request, &Rooflines::of(&request.cluster), q.call).map_err(Error::from);
+        let mut plan = asked.map_err(|error| q.failure(&request, &error))?;
+        plan.made_by = Some(q.made_by("why-not", None));
+        let answer = answered(&question.answer(&chosen, &plan)?);
+        Ok(Found { plan, answer })
+    })?;
+    let mut answer = found.answer.clone();
     if q.keeps {
-        answer["kept"] = held(q.session, asked)?;
+        answer["kept"] = held(q.session, found.plan.clone())?;
     }
     Ok(answer)
 }

@@ -1,6 +1,7 @@
 //! `altiplano serve --stdio`: a resident process that answers questions, a JSON-RPC message a line. Models and plans stay
 //! loaded between questions, and with them what questions share. The same lines are MCP's, for agents (docs/serve.md).
 
+mod answers;
 mod arguments;
 mod calls;
 mod failure;

@@ -1,21 +1,27 @@
 //! The state of the process: models and plans by handle, and what questions about them share.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
+use crate::commands::serve::answers::Answers;
 use crate::commands::serve::failure::Failure;
 use altiplano::ir::plan::Plan;
 use altiplano::planner::Request;
 use altiplano::planner::cache::Cache;
 use altiplano::planner::search::judge::Judge;
 use altiplano::{Error, Format, ImportOptions, Model, Warning, by_cluster, load_plan, model_of, read_bytes};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 /// Most models, and most plans, that are held.
 const MOST_HELD: usize = 1024;
 /// Most imports, and most judges, that a model keeps. The oldest goes first.
 const MOST_KEPT: usize = 8;
+/// Half of the bytes of answers that are kept, and of plans that searches found.
+const ANSWER_BYTES: usize = 8 << 20;
+const SEARCH_BYTES: usize = 48 << 20;
 
 /// Values by handle, such as `plan:3`.
 struct Handles<T> {
@@ -65,11 +71,36 @@ pub struct Session {
     models: Handles<Source>,
     plans: Handles<Plan>,
     cache: Arc<Cache>,
+    /// Answers without plans of their own.
+    pub answers: Answers<Value>,
+    /// Searches, by question.
+    pub searches: Answers<Arc<Found>>,
+}
+
+/// The result of a search.
+pub struct Found {
+    pub plan: Plan,
+    /// The rest of the answer, without the plan's handle.
+    pub answer: Value,
+}
+
+impl Found {
+    /// About how many bytes it has in memory.
+    pub fn weight(&self) -> usize {
+        const EACH_NODE: usize = 1024;
+        EACH_NODE * self.plan.graph.len() + super::answers::weight(&self.answer)
+    }
 }
 
 impl Session {
     pub fn new() -> Session {
-        Session { models: Handles::new("model"), plans: Handles::new("plan"), cache: Arc::new(Cache::in_memory()) }
+        Session {
+            models: Handles::new("model"),
+            plans: Handles::new("plan"),
+            cache: Arc::new(Cache::in_memory()),
+            answers: Answers::new(ANSWER_BYTES),
+            searches: Answers::new(SEARCH_BYTES),
+        }
     }
 
     pub fn add_model(&self, source: Source) -> Result<String, Failure> {
@@ -141,7 +172,7 @@ pub struct Source {
     /// The options as a command line.
     pub line: Vec<String>,
     models: Kept<ImportOptions, Model>,
-    judges: Kept<(PlanOptions, Option<u64>), Judge>,
+    judges: Kept<(PlanOptions, Option<u64>, Vec<(PathBuf, Option<SystemTime>)>), Judge>,
 }
 
 impl Source {
@@ -168,7 +199,7 @@ impl Source {
     pub fn judge(&self, options: &PlanOptions) -> Result<Arc<Judge>, Error> {
         let batch = options.batch_of_model(self.format);
         let open = options.with_open_choices();
-        self.judges.get(&(open.clone(), batch), || {
+        self.judges.get(&(open.clone(), batch, open.files()), || {
             let read = |import: &ImportOptions| self.model(&ImportOptions { batch, ..import.clone() });
             let (mut request, ..) = open.request_by(&self.file, self.format, &self.options, read)?;
             // Judging is faster than looking up an earlier answer.

@@ -33,11 +33,11 @@ fn share(category: Category) -> usize {
 }
 
 /// A simulated call: stage, call, start and end.
-pub type Played = (usize, PipelineCall, f64, f64);
+pub(crate) type Played = (usize, PipelineCall, f64, f64);
 
 /// A block of devices that do the same work at the same time.
 #[derive(Serialize)]
-pub struct Lane {
+pub(crate) struct Lane {
     pub name: String,
     pub group: u32,
     pub submesh: (u32, u32),
@@ -56,7 +56,7 @@ pub struct Lane {
 
 /// Calls with the same time and memory.
 #[derive(Serialize)]
-pub struct Kind {
+pub(crate) struct Kind {
     pub stage: usize,
     /// `forward`, `backward`, `weights`, or `finish`: the work done once after the last of these.
     pub phase: &'static str,
@@ -70,7 +70,7 @@ pub struct Kind {
 
 /// A kernel or a collective of a body.
 #[derive(Serialize)]
-pub struct OpFacts {
+pub(crate) struct OpFacts {
     /// The model's name for it, with `*` for the first number.
     pub name: String,
     /// The ops that it computes.
@@ -85,17 +85,17 @@ pub struct OpFacts {
 
 /// An op in a body: its number, its offset to the first number (negative if its name has none), and the seconds since
 /// the end of the previous op that computes or, for a communicating op, communicates.
-pub type Placed = (usize, i64, f64);
+pub(crate) type Placed = (usize, i64, f64);
 
 /// The bodies of all lanes. Bodies with the same ops are shared.
 #[derive(Default)]
-pub struct Bodies {
+pub(crate) struct Bodies {
     pub ops: Table<OpFacts>,
     pub lists: Table<Vec<Placed>>,
 }
 
 /// A plan with its predictions.
-pub struct PlayedPlan<'a> {
+pub(crate) struct PlayedPlan<'a> {
     pub plan: &'a Plan,
     pub programs: &'a Programs,
     pub work: &'a [Vec<BodyWork>],
@@ -113,7 +113,7 @@ struct Spanned {
 
 impl PlayedPlan<'_> {
     /// A lane, from its simulated calls and its memory, with the fraction of the step that it works.
-    pub fn lane(
+    pub(crate) fn lane(
         &self,
         lane: usize,
         played: &[Played],
@@ -263,7 +263,7 @@ fn facts(
 }
 
 /// `all_reduce over tensor`.
-pub fn over(collective: &Collective, mesh: &Mesh) -> String {
+pub(crate) fn over(collective: &Collective, mesh: &Mesh) -> String {
     let axes: Vec<&str> = collective.axes().iter().map(|&a| mesh.name(a)).collect();
     format!("{} over {}", collective.name(), axes.join(", "))
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// The rows, and a table of their texts, to which they refer by number.
 #[derive(Serialize)]
-pub struct Parameters {
+pub(crate) struct Parameters {
     texts: Vec<String>,
     rows: Vec<Row>,
 }
@@ -36,7 +36,7 @@ struct Row {
 }
 
 impl Parameters {
-    pub fn new(plan: &Plan, programs: &Programs, questions: &Questions) -> Parameters {
+    pub(crate) fn new(plan: &Plan, programs: &Programs, questions: &Questions) -> Parameters {
         let users = plan.graph.users();
         let mut texts = Vec::new();
         let mut known: BTreeMap<String, usize> = BTreeMap::new();

@@ -103,12 +103,19 @@ impl Questions {
     }
 
     /// The answer for a parameter of a stage, if there is one.
-    pub fn of_parameter(&self, plan: &Plan, stage: &Stage, v: ValueId, name: &str, storage: &Storage) -> Option<usize> {
+    pub(crate) fn of_parameter(
+        &self,
+        plan: &Plan,
+        stage: &Stage,
+        v: ValueId,
+        name: &str,
+        storage: &Storage,
+    ) -> Option<usize> {
         self.numbers.get(&key_of_parameter(plan, stage, v, name, storage)).copied()
     }
 
     /// The same for a computed value.
-    pub fn of_value(&self, plan: &Plan, stage: &Stage, v: ValueId, value: &ValueSharding) -> Option<usize> {
+    pub(crate) fn of_value(&self, plan: &Plan, stage: &Stage, v: ValueId, value: &ValueSharding) -> Option<usize> {
         self.numbers.get(&key_of_value(plan, stage, v, value)).copied()
     }
 }
@@ -169,7 +176,7 @@ fn distinct(plan: &Plan) -> Vec<Asked> {
 }
 
 /// Returns whether a value's layout determines those of values computed from it.
-pub fn is_asked(plan: &Plan, v: ValueId) -> bool {
+pub(crate) fn is_asked(plan: &Plan, v: ValueId) -> bool {
     let node = plan.graph.node(v);
     node.ty.rank() > 0 && (node.op.is_contraction() || matches!(node.op, Op::Gather(_)))
 }

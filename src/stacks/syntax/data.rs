@@ -9,7 +9,7 @@ const DEEPEST: usize = 64;
 
 /// The settings of a JSON text.
 pub fn json(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
-    let mut flow = Flow::new(text, 1);
+    let mut flow = Flow { whole: Some(text), ..Flow::new(text, 1) };
     let mut settings = Vec::new();
     flow.entries(&mut Vec::new(), &mut settings, 0)?;
     flow.blank();
@@ -21,17 +21,27 @@ pub fn json(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
 
 /// Reads what stands in brackets and braces, with the line of each value.
 struct Flow<'a> {
+    /// The whole file, if the reader began at its start: problems then have columns.
+    whole: Option<&'a str>,
     rest: &'a str,
     line: usize,
 }
 
 impl<'a> Flow<'a> {
     fn new(text: &'a str, line: usize) -> Flow<'a> {
-        Flow { rest: text, line }
+        Flow { whole: None, rest: text, line }
     }
 
     fn problem(&self, problem: impl Into<String>) -> SyntaxProblem {
-        SyntaxProblem::at(self.line, problem)
+        self.problem_at((self.line, self.rest), problem)
+    }
+
+    /// A problem at a line, and at what was left of the text there.
+    fn problem_at(&self, (line, rest): (usize, &str), problem: impl Into<String>) -> SyntaxProblem {
+        match self.whole {
+            Some(whole) => SyntaxProblem::behind(whole, whole.len() - rest.len(), problem),
+            None => SyntaxProblem::at(line, problem),
+        }
     }
 
     fn peek(&self) -> Option<char> {
@@ -158,11 +168,11 @@ impl<'a> Flow<'a> {
         self.blank();
         let mut word = String::new();
         if let Some(quote @ ('"' | '\'')) = self.peek() {
-            let line = self.line;
+            let start = (self.line, self.rest);
             self.take();
             loop {
                 match self.take() {
-                    None => return Err(SyntaxProblem::at(line, "a text that begins here does not end")),
+                    None => return Err(self.problem_at(start, "a text that begins here does not end")),
                     Some(c) if c == quote => return Ok(word),
                     Some('\\') if quote == '"' => word.extend(self.take()),
                     Some(c) => word.push(c),
@@ -389,8 +399,7 @@ impl Block<'_> {
 /// The settings of a TOML text.
 pub fn toml(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-        let before = error.span().map_or("", |span| text.get(..span.start).unwrap_or(""));
-        SyntaxProblem::at(before.matches('\n').count() + 1, error.message().to_string())
+        SyntaxProblem::behind(text, error.span().map_or(0, |span| span.start), error.message())
     })?;
     let mut settings = Vec::new();
     of_table(text, &table, &mut Vec::new(), &mut settings);

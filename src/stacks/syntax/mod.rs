@@ -48,15 +48,24 @@ impl Setting {
 
 /// A place that cannot be read.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[error("{line}: {problem}")]
+#[error("{line}{}: {problem}", column.map_or(String::new(), |column| format!(":{column}")))]
 pub struct SyntaxProblem {
     pub line: usize,
+    /// Counted from 1 in characters, where the reader knows it.
+    pub column: Option<usize>,
     pub problem: String,
 }
 
 impl SyntaxProblem {
     fn at(line: usize, problem: impl Into<String>) -> SyntaxProblem {
-        SyntaxProblem { line, problem: problem.into() }
+        SyntaxProblem { line, column: None, problem: problem.into() }
+    }
+
+    /// A problem behind the first `bytes` of a text.
+    fn behind(text: &str, bytes: usize, problem: impl Into<String>) -> SyntaxProblem {
+        let before = text.get(..bytes).unwrap_or("");
+        let (line, start) = (before.matches('\n').count() + 1, before.rfind('\n').map_or(0, |end| end + 1));
+        SyntaxProblem { line, column: Some(before[start..].chars().count() + 1), problem: problem.into() }
     }
 }
 
@@ -200,11 +209,14 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_named_by_line() {
         let problem = |syntax: Syntax, text: &str| syntax.settings(text).expect_err("unreadable").to_string();
-        assert_eq!(problem(Syntax::Json, "{\"a\": 1,\n \"b\": }"), "2: expected a value, found `}`");
+        assert_eq!(problem(Syntax::Json, "{\"a\": 1,\n \"b\": }"), "2:7: expected a value, found `}`");
+        assert_eq!(problem(Syntax::Json, "{\"ä\" 1}"), "1:6: expected `:`, found `1`");
+        assert_eq!(problem(Syntax::Json, "{\"a\": 1}\n]"), "2:1: expected the end, found `]`");
+        assert_eq!(problem(Syntax::Json, "{\"a\":\n \"b"), "2:2: a text that begins here does not end");
         assert_eq!(problem(Syntax::Yaml, "a: 1\n b: 2"), "2: this line is indented unlike those above it");
         assert_eq!(problem(Syntax::Python, "a = 'x"), "1: a text that begins here does not end");
         assert_eq!(problem(Syntax::Shell, "a --x 'y"), "1: a quote that begins here does not end");
-        assert!(problem(Syntax::Toml, "[a]\nb = = 1").starts_with("2: "));
+        assert!(problem(Syntax::Toml, "[a]\nb = = 1").starts_with("2:"));
         // No input makes a reader panic or run forever.
         for text in ["(((((", "--", "a: *b", "f(a=[[[", "$((1/0))", "x=${", "{{{{", "'", "a:\n- b:\n  - c", "\u{0}\n\t"]
         {

@@ -9,6 +9,9 @@ use std::str::Chars;
 /// The deepest nesting of options in variables that is read.
 const DEEPEST: usize = 4;
 
+/// The most bytes of text that variables expand to. Each may hold another twice, so that their lengths double by lines.
+const MOST_EXPANDED: usize = 1 << 20;
+
 /// A word of a script, with quotes removed. A separator ends the values of an option.
 enum Word {
     /// The text, its line, and true if it follows a line's start or a separator.
@@ -19,13 +22,33 @@ enum Word {
 /// The options of a script.
 pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
     let mut variables: BTreeMap<String, String> = BTreeMap::new();
-    let mut settings = options(text, &mut variables, 0)?;
+    let mut settings = options(text, &mut variables, &mut { MOST_EXPANDED }, 0)?;
     settings.extend(of_launcher(&variables, text));
     Ok(settings)
 }
 
-/// Reads a part of a script. Texts of options that a variable holds are parts of their own.
-fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -> Result<Vec<Setting>, SyntaxProblem> {
+/// A word with its variables replaced, whose growth is taken from what is `left`.
+fn expanded(
+    word: &str,
+    variables: &BTreeMap<String, String>,
+    left: &mut usize,
+    line: usize,
+) -> Result<String, SyntaxProblem> {
+    let text = substituted(word, variables, 0);
+    let grown = text.len().saturating_sub(word.len());
+    let too_long = || SyntaxProblem::at(line, format!("its variables expand to more than {MOST_EXPANDED} bytes"));
+    *left = left.checked_sub(grown).ok_or_else(too_long)?;
+    Ok(text)
+}
+
+/// Reads a part of a script. Texts of options that a variable holds are parts of their own. `left`: bytes to which
+/// variables may still expand.
+fn options(
+    text: &str,
+    variables: &mut BTreeMap<String, String>,
+    left: &mut usize,
+    depth: usize,
+) -> Result<Vec<Setting>, SyntaxProblem> {
     let mut settings: Vec<Setting> = Vec::new();
     let mut held: Vec<Setting> = Vec::new();
     let mut option: Option<(String, usize, Vec<String>)> = None;
@@ -41,7 +64,7 @@ fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -
             continue;
         };
         let raw = word.clone();
-        let word = substituted(&word, variables, 0);
+        let word = expanded(&word, variables, left, line)?;
         let named = raw.strip_prefix("--").filter(|rest| rest.starts_with(|c: char| c.is_ascii_alphabetic()));
         if named.is_some() {
             finish(&mut option);
@@ -67,15 +90,15 @@ fn options(text: &str, variables: &mut BTreeMap<String, String>, depth: usize) -
             (Some((name, value)), _) if is_first || name.chars().all(|c| !c.is_ascii_lowercase()) => {
                 finish(&mut option);
                 if value.split_whitespace().any(|word| word.starts_with("--")) && depth < DEEPEST {
-                    let inner = options(value, variables, depth + 1).unwrap_or_default();
+                    let inner = options(value, variables, left, depth + 1).unwrap_or_default();
                     held.extend(inner.into_iter().map(|s| Setting { line: s.line + line - 1, ..s }));
                 }
-                let value = substituted(value, variables, 0);
+                let value = expanded(value, variables, left, line)?;
                 variables.insert(name.to_string(), value);
             }
             // `key=value`, as some programs take their options.
             (Some((name, value)), None) => {
-                option = Some((name.to_string(), line, vec![substituted(value, variables, 0)]));
+                option = Some((name.to_string(), line, vec![expanded(value, variables, left, line)?]));
                 finish(&mut option);
             }
             (None, None) if raw.contains('=') && !raw.starts_with(['-', '$']) => {
@@ -295,4 +318,24 @@ fn factor(words: &mut Vec<&str>, variables: &BTreeMap<String, String>, depth: us
         return (words.pop()? == ")").then_some(value);
     }
     word.parse().ok().or_else(|| variables.get(word)?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_that_double_are_refused_by_their_line() {
+        let doubled = (1..40).map(|i| format!("V{i}=$V{0}$V{0}\n", i - 1));
+        let script = |lines: usize| {
+            let end = format!("train --name $V{}\n", lines - 1);
+            ["V0=xxxxxxxx\n".to_string()].into_iter().chain(doubled.clone().take(lines - 1)).chain([end]).collect()
+        };
+        let few: String = script(8);
+        assert_eq!(settings(&few).expect("a script").last().expect("an option").path, ["name"]);
+        let many: String = script(40);
+        let problem = settings(&many).expect_err("it is refused");
+        assert_eq!(problem.problem, "its variables expand to more than 1048576 bytes");
+        assert!((15..20).contains(&problem.line), "{}", problem.line);
+    }
 }

@@ -2,10 +2,12 @@
 //! died.
 
 use crate::error::Error;
-use crate::training::checkpoint::{CheckpointProblem, Checkpoints, MANIFEST, Manifest, Shard, hex};
+use crate::training::checkpoint::{CheckpointProblem, Checkpoints, MANIFEST, Manifest, Shard, hex, wide_hex};
+use altiplano_runtime::files;
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::Xxh3;
 
 /// Suffix of folders that are being written or removed, and are no checkpoints.
 const PART: &str = ".part";
@@ -78,10 +80,13 @@ impl Folder {
         Ok(place)
     }
 
-    /// Removes all but the newest `keep` checkpoints up to `step`.
-    pub(super) fn prune(folder: &Path, step: u64, keep: u64) -> Result<(), Error> {
+    /// Removes all but the newest `keep` checkpoints up to `step`, once `newest` was read back and is whole.
+    pub(super) fn prune(folder: &Path, newest: &Path, step: u64, keep: u64) -> Result<(), Error> {
         let older: Vec<Found> = list(folder)?.into_iter().filter(|found| found.step <= step).collect();
         let surplus = older.len().saturating_sub(usize::try_from(keep.max(1)).unwrap_or(usize::MAX));
+        if surplus > 0 {
+            verify(newest)?;
+        }
         for found in &older[..surplus] {
             discard(&found.place).map_err(|error| CheckpointProblem::Io(error).at(&found.place))?;
         }
@@ -107,7 +112,7 @@ pub fn list(folder: &Path) -> Result<Vec<Found>, Error> {
 
 /// Reads the manifest of a checkpoint and verifies all of its files.
 pub fn verify(place: &Path) -> Result<Manifest, Error> {
-    let text = match std::fs::read(place.join(MANIFEST)) {
+    let text = match files::read(&place.join(MANIFEST)) {
         Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return Err(CheckpointProblem::Missing { file: MANIFEST.to_string() }.at(place));
@@ -127,7 +132,7 @@ fn check_shard(place: &Path, shard: &Shard) -> Result<(), CheckpointProblem> {
     if Path::new(&file).file_name().is_none_or(|name| name != file.as_str()) {
         return Err(CheckpointProblem::Missing { file });
     }
-    let mut open = match File::open(place.join(&file)) {
+    let mut open = match files::open(&place.join(&file)) {
         Ok(open) => open,
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(CheckpointProblem::Missing { file }),
         Err(error) => return Err(CheckpointProblem::Io(error)),
@@ -136,15 +141,24 @@ fn check_shard(place: &Path, shard: &Shard) -> Result<(), CheckpointProblem> {
     if found != shard.bytes {
         return Err(CheckpointProblem::Length { file, expected: shard.bytes, found });
     }
-    let mut crc = crc32fast::Hasher::new();
+    let (mut crc, mut wide) = (crc32fast::Hasher::new(), Xxh3::new());
+    let is_wide = shard.xxh3.is_some();
     let mut chunk = vec![0; 1 << 20];
     loop {
-        match open.read(&mut chunk).map_err(CheckpointProblem::Io)? {
-            0 => break,
-            n => crc.update(&chunk[..n]),
+        match open.read(&mut chunk) {
+            Ok(0) => break,
+            Ok(n) if is_wide => wide.update(&chunk[..n]),
+            Ok(n) => crc.update(&chunk[..n]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(CheckpointProblem::Io(error)),
         }
     }
-    if hex(crc.finalize()) == shard.crc32 { Ok(()) } else { Err(CheckpointProblem::Checksum { file }) }
+    let holds = match (&shard.xxh3, &shard.crc32) {
+        (Some(expected), _) => *expected == wide_hex(wide.digest128()),
+        (None, Some(expected)) => *expected == hex(crc.finalize()),
+        (None, None) => false,
+    };
+    if holds { Ok(()) } else { Err(CheckpointProblem::Checksum { file }) }
 }
 
 /// Renames before it removes, so that no half-removed folder has a checkpoint's name.

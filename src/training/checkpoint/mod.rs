@@ -23,10 +23,12 @@ use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, graph_hash};
 use altiplano_ir::program::ALL_PARAMETERS;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_128;
 
 pub const FORMAT: &str = "altiplano.checkpoint";
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 pub const MANIFEST: &str = "manifest.json";
 
 /// Options of a run's checkpoints.
@@ -70,7 +72,7 @@ pub struct Manifest {
     pub loss_scale: Option<LossScale>,
     pub data: DataState,
     pub files: Vec<Shard>,
-    /// CRC-32 of the manifest without this field, in hex.
+    /// XXH3 (128 bits, hex) of the manifest's text with this field empty. Before version 2, CRC-32 of its fields.
     pub checksum: String,
 }
 
@@ -124,8 +126,12 @@ pub struct Position {
 pub struct Shard {
     pub name: String,
     pub bytes: u64,
-    /// CRC-32 of the file, in hex.
-    pub crc32: String,
+    /// XXH3 (128 bits) of the file, in hex.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub xxh3: Option<String>,
+    /// CRC-32 of the file, in hex, before version 2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub crc32: Option<String>,
 }
 
 /// The identity of a checkpoint's tensor.
@@ -299,30 +305,43 @@ impl Manifest {
 
     /// The manifest as JSON, with its checksum.
     pub fn to_json(&self) -> String {
-        let sealed = Manifest { checksum: self.expected_checksum(), ..self.clone() };
+        let open = Manifest { checksum: String::new(), ..self.clone() };
         // Strings and numbers always have a JSON form.
-        serde_json::to_string_pretty(&sealed).unwrap_or_default() + "\n"
+        let text = serde_json::to_string_pretty(&open).unwrap_or_default() + "\n";
+        let seal = wide_hex(xxh3_128(text.as_bytes()));
+        match checksum_in(&text) {
+            Some(place) => [&text[..place.start], &seal, &text[place.end..]].concat(),
+            None => text,
+        }
     }
 
-    /// Parses a manifest and verifies its checksum.
+    /// Parses a manifest and verifies its checksum, before anything in it is believed.
     pub fn from_json(text: &str) -> Result<Manifest, CheckpointProblem> {
         let value: serde_json::Value = serde_json::from_str(text).map_err(|_| CheckpointProblem::NotAManifest)?;
         if value.get("format").and_then(|f| f.as_str()) != Some(FORMAT) {
             return Err(CheckpointProblem::NotAManifest);
         }
-        match value.get("version").and_then(|v| v.as_u64()) {
-            Some(found) if found > u64::from(VERSION) => return Err(CheckpointProblem::Version { found }),
-            Some(_) => {}
-            None => return Err(CheckpointProblem::NotAManifest),
-        }
-        let manifest: Manifest = serde_json::from_value(value).map_err(|_| CheckpointProblem::NotAManifest)?;
-        if manifest.checksum != manifest.expected_checksum() {
+        let sealed = value.get("checksum").and_then(|c| c.as_str()).is_some_and(|c| c.len() == WIDE);
+        // The seal of a text holds for later versions, whose fields are unknown here.
+        if sealed && !is_sealed(text) {
             return Err(CheckpointProblem::ManifestChecksum);
         }
-        Ok(manifest)
+        let found = value.get("version").and_then(|v| v.as_u64()).ok_or(CheckpointProblem::NotAManifest)?;
+        let newer = CheckpointProblem::Version { found };
+        let is_newer = found > u64::from(VERSION);
+        if sealed && is_newer {
+            return Err(newer);
+        }
+        let manifest: Manifest = serde_json::from_value(value).map_err(|_| CheckpointProblem::NotAManifest)?;
+        match () {
+            _ if !sealed && manifest.checksum != manifest.narrow_checksum() => Err(CheckpointProblem::ManifestChecksum),
+            _ if is_newer => Err(newer),
+            _ => Ok(manifest),
+        }
     }
 
-    fn expected_checksum(&self) -> String {
+    /// The checksum before version 2.
+    fn narrow_checksum(&self) -> String {
         let bare = Manifest { checksum: String::new(), ..self.clone() };
         hex(crc32fast::hash(&serde_json::to_vec(&bare).unwrap_or_default()))
     }
@@ -349,6 +368,28 @@ impl Manifest {
 
 fn hex(crc: u32) -> String {
     format!("{crc:08x}")
+}
+
+/// Digits of a checksum of 128 bits.
+const WIDE: usize = 32;
+
+fn wide_hex(hash: u128) -> String {
+    format!("{hash:032x}")
+}
+
+/// The place of a checksum in the text of a manifest, without its quotes. Quotes inside strings are escaped, so that no
+/// string looks like it.
+fn checksum_in(text: &str) -> Option<Range<usize>> {
+    const KEY: &str = "\"checksum\": \"";
+    let start = text.rfind(KEY)? + KEY.len();
+    Some(start..start + text[start..].find('"')?)
+}
+
+/// Returns whether a text has the checksum of what it is without.
+fn is_sealed(text: &str) -> bool {
+    let Some(place) = checksum_in(text) else { return false };
+    let open = [&text[..place.start], &text[place.end..]].concat();
+    text[place] == wide_hex(xxh3_128(open.as_bytes()))
 }
 
 /// A fingerprint of a model that all its plans share: of the graph for one sample, without pins. Constants that scale

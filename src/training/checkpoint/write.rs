@@ -4,7 +4,7 @@
 use crate::error::Error;
 use crate::training::checkpoint::folder::sync_folder;
 use crate::training::checkpoint::{
-    CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, TensorOf, hex, tensors_of,
+    CheckpointProblem, Checkpoints, Folder, MANIFEST, Manifest, Shard, TensorOf, tensors_of, wide_hex,
 };
 use altiplano_ir::plan::Plan;
 use altiplano_runtime::data::encode_safetensors;
@@ -14,6 +14,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
+use xxhash_rust::xxh3::xxh3_128;
 
 /// Maximum number of files waiting to be written; training blocks beyond it.
 const WAITING: usize = 2;
@@ -129,7 +130,7 @@ fn write(folder: &Path, step: u64, keep: Option<u64>, parts: &Receiver<Part>) ->
     }
     let place = written?;
     if let Some(keep) = keep {
-        Folder::prune(folder, step, keep)?;
+        Folder::prune(folder, &place, step, keep)?;
     }
     Ok(place)
 }
@@ -147,7 +148,8 @@ fn write_part(folder: &Path, part: &Path, step: u64, parts: &Receiver<Part>) -> 
                 let name = format!("tensors-{:05}.safetensors", files.len());
                 let bytes = encode_safetensors(&part.join(&name), tensors)?;
                 write_synced(&part.join(&name), &bytes)?;
-                files.push(Shard { name, bytes: bytes.len() as u64, crc32: hex(crc32fast::hash(&bytes)) });
+                let xxh3 = Some(wide_hex(xxh3_128(&bytes)));
+                files.push(Shard { name, bytes: bytes.len() as u64, xxh3, crc32: None });
             }
             Part::Manifest(manifest) => {
                 let manifest = Manifest { files, ..*manifest };

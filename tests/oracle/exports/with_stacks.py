@@ -1,6 +1,6 @@
 """Files that `altiplano export` writes for configured stacks, read by these stacks themselves: Megatron's own classes accept
-degrees and layouts, and so do torchtitan's, Accelerate's and DeepSpeed's. A model of Transformers with an exported plan has
-on two processes the loss of one. What is not installed is skipped, visibly.
+degrees and layouts, and so do torchtitan's, Accelerate's and DeepSpeed's. Models with exported plans train on processes of
+Transformers, Accelerate, DeepSpeed and torchtitan as on one device (`trained.py`). What is not installed is skipped, visibly.
 
     with_stacks.py ALTIPLANO FOLDER
 """
@@ -36,7 +36,10 @@ SUFFIXES = {"megatron": "sh", "torchtitan": "py", "accelerate": "yaml", "deepspe
 def run(*command):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
-        raise AssertionError(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        # The first error of a launched process is the cause.
+        of_worker = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
+        error = "\n".join(of_worker[-12:]) or done.stderr[-2000:]
+        raise AssertionError(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{error}")
     return done.stdout
 
 
@@ -201,6 +204,68 @@ def trained_on_two(altiplano, folder):
     run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29533, worker, folder, folder / "tiny")
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512, "n_positions": 64}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHORT = {**LLAMA, "num_hidden_layers": 4}
+# Plans that are trained: a name, a model, the options of the plan and the number of its devices.
+TRAINED = {
+    "accelerate": [
+        ("dp", SHORT, "--dp 2 --zero 0", 2),
+        ("zero2", GPT2, "--dp 2 --zero 2 --num-microbatches 2", 2),
+        ("fsdp", SHORT, "--dp 2 --zero 3", 2),
+        ("fsdp-experts", {**MIXTRAL, "num_hidden_layers": 2}, "--dp 2 --zero 3 --recompute full", 2),
+    ],
+    "deepspeed": [
+        ("dp", SHORT, "--dp 2 --zero 0", 2),
+        ("zero1", GPT2, "--dp 2 --zero 1 --num-microbatches 2", 2),
+        ("zero2", {**MIXTRAL, "num_hidden_layers": 2}, "--dp 2 --zero 2", 2),
+        ("zero3", SHORT, "--dp 2 --zero 3 --num-microbatches 2", 2),
+    ],
+    "torchtitan": [
+        ("fsdp", SHORT, "--dp 2 --zero 3 --num-microbatches 2 --recompute full", 2),
+        ("tp", SHORT, "--dp 1 --tp 2", 2),
+        ("pp", SHORT, "--dp 2 --pp 2 --zero 2 --num-microbatches 4 --virtual-stages 1", 4),
+        ("interleaved", SHORT, "--dp 1 --pp 2 --virtual-stages 2 --num-microbatches 4", 2),
+    ],
+}
+
+
+def untrained(model, folder):
+    """A model with random weights, as Transformers saves it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(folder)
+    return folder
+
+
+def trained(altiplano, folder, stack, name, model, given, processes):
+    """Trains a plan in a stack, which starts the processes."""
+    config, plan = folder / f"{stack}-{name}.json", folder / f"{stack}-{name}.plan.json"
+    config.write_text(json.dumps(model))
+    fixed = "".join(f" --{degree} 1" for degree in ("tp", "pp") if f"--{degree} " not in given)
+    batch = ["--global-batch", 8, "--allow-microbatch-semantics", "--seq", 64]
+    target = ["--target", "torchtitan"] if stack == "torchtitan" else []
+    run(altiplano, "plan", config, *batch, *target, "--cluster", f"dgx-a100/{processes}", *given.split(), *fixed.split(), "-o", plan)
+    file = folder / f"{stack}-{name}.{SUFFIXES[stack]}"
+    run(altiplano, "export", plan, "--to", stack, "-o", file)
+    worker = Path(__file__).parent / "trained.py"
+    told = json.loads(plan.read_text())
+    environment = {"PASSES": told["num_microbatches"], "SAMPLES": told["global_batch"], "DS_ACCELERATOR": "cpu"}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    port = 29540 + os.getpid() % 400
+    if stack == "accelerate":
+        # CPU processes, of the number that the file states.
+        file.write_text(file.read_text() + "use_cpu: true\n")
+        launch = ["accelerate.commands.launch", "--config_file", file, "--main_process_port", port]
+    else:
+        launch = ["torch.distributed.run", "--nproc-per-node", processes, "--master-port", port]
+    layers_or_weights = model["num_hidden_layers"] if stack == "torchtitan" else untrained(model, folder / f"{stack}-{name}")
+    run(sys.executable, "-m", *launch, worker, stack, file, layers_or_weights)
+
+
 def main():
     altiplano, folder = sys.argv[1], Path(sys.argv[2])
     failed = False
@@ -221,6 +286,13 @@ def main():
             except Exception as error:
                 failed = True
                 print(f"FAILED       {stack} {name}: {type(error).__name__}: {error}")
+        for name, model, given, processes in TRAINED.get(stack, []):
+            try:
+                trained(altiplano, folder, stack, name, model, given, processes)
+                print(f"ok           {stack} trains {name} on {processes} processes as on one", flush=True)
+            except Exception as error:
+                failed = True
+                print(f"FAILED       {stack} trains {name}: {error}")
         if stack == "transformers":
             try:
                 trained_on_two(altiplano, folder)

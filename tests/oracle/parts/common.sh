@@ -1,4 +1,4 @@
-# What parts share. Each is a program that this file begins: it stands in the root of the repository, has a folder $scratch of its own,
+# Functions that the parts share. Each part sources this file first: it stands in the root of the repository, has a folder $scratch of its own,
 # the built $altiplano and $evaluate, and exits with $failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

@@ -1,4 +1,4 @@
-# What the parts mpi and hosts need: $with_mpi are options of cargo test.
+# The needs of the parts mpi and hosts: $with_mpi are options of cargo test.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 if ! command -v mpicc > /dev/null || ! command -v mpirun > /dev/null; then
     { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin; } > /dev/null 2>&1 ||
@@ -11,5 +11,5 @@ if [ -z "${LIBCLANG_PATH:-}" ] && ! compgen -G '/usr/lib/llvm-*/lib/libclang.so*
     BINDGEN_EXTRA_CLANG_ARGS="-I$(gcc -print-file-name=include)"
     export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS
 fi
-# Of both, so that what they are built on is built once.
-with_mpi=(--quiet -p altiplano -p altiplano-runtime --features mpi)
+# The whole workspace, as in other builds: dependencies of one crate alone have other features and are built again.
+with_mpi=(--quiet --workspace --features altiplano/mpi)

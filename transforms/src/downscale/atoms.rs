@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// A factor of some dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Atom(u32);
+pub(crate) struct Atom(u32);
 
 #[derive(Clone, Debug, PartialEq)]
 enum State {
@@ -36,14 +36,14 @@ const DEEPEST: usize = 256;
 
 /// All atoms of a graph.
 #[derive(Default)]
-pub struct Atoms {
+pub(crate) struct Atoms {
     sizes: Vec<u64>,
     states: Vec<State>,
 }
 
 impl Atoms {
     /// The atoms of a new dimension without known relations.
-    pub fn dimension(&mut self, size: u64) -> Vec<Atom> {
+    pub(crate) fn dimension(&mut self, size: u64) -> Vec<Atom> {
         match size {
             1 => Vec::new(),
             0 => vec![self.add(0, State::Fixed)],
@@ -65,12 +65,12 @@ impl Atoms {
         self.states[atom.0 as usize] = state;
     }
 
-    pub fn size(&self, atom: Atom) -> u64 {
+    pub(crate) fn size(&self, atom: Atom) -> u64 {
         self.sizes[atom.0 as usize]
     }
 
     /// The leaf atoms that these consist of.
-    pub fn leaves(&self, atoms: &[Atom]) -> Vec<Atom> {
+    pub(crate) fn leaves(&self, atoms: &[Atom]) -> Vec<Atom> {
         let mut leaves = Vec::new();
         let mut pending: Vec<Atom> = atoms.iter().rev().copied().collect();
         while let Some(atom) = pending.pop() {
@@ -83,7 +83,7 @@ impl Atoms {
     }
 
     /// Fixes the sizes of these atoms. Returns true if they could have changed.
-    pub fn fix(&mut self, atoms: &[Atom]) -> bool {
+    pub(crate) fn fix(&mut self, atoms: &[Atom]) -> bool {
         let mut changed = false;
         let mut pending = self.leaves(atoms);
         while let Some(atom) = pending.pop() {
@@ -100,7 +100,7 @@ impl Atoms {
     }
 
     /// Sets a lower bound for the size of a dimension.
-    pub fn at_least(&mut self, atoms: &[Atom], size: u64) {
+    pub(crate) fn at_least(&mut self, atoms: &[Atom], size: u64) {
         match self.leaves(atoms).as_slice() {
             [only] => match &mut self.states[only.0 as usize] {
                 State::Free { least, .. } => *least = size.max(*least),
@@ -115,7 +115,7 @@ impl Atoms {
     }
 
     /// Records that two dimensions have the same size.
-    pub fn equate(&mut self, a: &[Atom], b: &[Atom]) {
+    pub(crate) fn equate(&mut self, a: &[Atom], b: &[Atom]) {
         let (mut left, mut right) = (a.to_vec(), b.to_vec());
         left.reverse();
         right.reverse();
@@ -228,7 +228,7 @@ impl Atoms {
 
     /// Records that the size of `whole` is the sum of the products `terms` and of a constant, which is today's
     /// difference.
-    pub fn sum(&mut self, whole: &[Atom], terms: &[Vec<Atom>]) {
+    pub(crate) fn sum(&mut self, whole: &[Atom], terms: &[Vec<Atom>]) {
         let product = |atoms: &[Atom]| atoms.iter().map(|&a| self.size(a)).product::<u64>() as i64;
         let size = product(whole);
         let rest = size - terms.iter().map(|t| product(t)).sum::<i64>();
@@ -247,7 +247,7 @@ impl Atoms {
     }
 
     /// Records the weights of a dimension's free atoms, after all relations are known.
-    pub fn weigh(&mut self, atoms: &[Atom]) {
+    pub(crate) fn weigh(&mut self, atoms: &[Atom]) {
         let leaves = self.leaves(atoms);
         let is_fixed = |a: &&Atom| *self.state(**a) == State::Fixed;
         let fixed: u64 = leaves.iter().filter(is_fixed).map(|&a| self.size(a)).product();
@@ -259,7 +259,7 @@ impl Atoms {
     }
 
     /// The atoms that are part of sums. If these change, no index tells where the elements of other terms go.
-    pub fn in_sums(&self) -> BTreeSet<Atom> {
+    pub(crate) fn in_sums(&self) -> BTreeSet<Atom> {
         let terms = |state: &State| match state {
             State::Sum { terms, .. } => terms.concat(),
             _ => Vec::new(),
@@ -268,18 +268,18 @@ impl Atoms {
     }
 
     /// Returns true if an atom may have another size.
-    pub fn is_free(&self, atom: Atom) -> bool {
+    pub(crate) fn is_free(&self, atom: Atom) -> bool {
         matches!(self.state(atom), State::Free { .. })
     }
 
     /// All sizes if free atoms have the sizes of `goal`.
-    pub fn resized<'a>(&'a self, goal: &'a Sizing) -> Resized<'a> {
+    pub(crate) fn resized<'a>(&'a self, goal: &'a Sizing) -> Resized<'a> {
         Resized { atoms: self, goal, sums: BTreeMap::new() }
     }
 }
 
 /// The sizes that free atoms get.
-pub enum Sizing {
+pub(crate) enum Sizing {
     /// No free atom, times its weight, is larger. Atoms of two or more elements keep at least two.
     AtMost(u64),
     /// These atoms get these sizes, and the others keep theirs.
@@ -287,7 +287,7 @@ pub enum Sizing {
 }
 
 /// The sizes of atoms after free ones have changed.
-pub struct Resized<'a> {
+pub(crate) struct Resized<'a> {
     atoms: &'a Atoms,
     goal: &'a Sizing,
     /// The sums that were asked for, each computed once.
@@ -296,7 +296,7 @@ pub struct Resized<'a> {
 
 impl Resized<'_> {
     /// The size of a dimension. `None` if a sum becomes empty.
-    pub fn size(&mut self, dimension: &[Atom]) -> Option<u64> {
+    pub(crate) fn size(&mut self, dimension: &[Atom]) -> Option<u64> {
         self.size_at(dimension, 0)
     }
 

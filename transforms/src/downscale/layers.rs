@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 const KEPT: usize = 2;
 
 /// A graph with fewer layers.
-pub struct FewerLayers {
+pub(crate) struct FewerLayers {
     pub graph: Graph,
     /// For each value of the original graph, the same value here or its counterpart in a remaining layer.
     pub map: Vec<Option<ValueId>>,
@@ -19,12 +19,12 @@ pub struct FewerLayers {
 
 impl FewerLayers {
     /// All layers of a graph, unshortened.
-    pub fn all(graph: &Graph) -> FewerLayers {
+    pub(crate) fn all(graph: &Graph) -> FewerLayers {
         FewerLayers { graph: graph.clone(), map: graph.values().map(Some).collect(), layers: (0, 0) }
     }
 
     /// Shortens every run of more than two equal layers, the longest first.
-    pub fn shorten(&mut self) {
+    pub(crate) fn shorten(&mut self) {
         while let Some((shorter, map, count)) = shortened(&self.graph) {
             self.map.iter_mut().for_each(|v| *v = v.and_then(|v| map[v.index()]));
             self.graph = shorter;

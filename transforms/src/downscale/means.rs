@@ -9,7 +9,7 @@ type Count = Option<(u64, u64)>;
 
 /// `reduced`, which has the nodes of `graph` at other sizes, with adapted constants that count summed elements. Also
 /// returns the new place of its values.
-pub fn with_means(graph: &Graph, reduced: &Graph) -> (Graph, Vec<ValueId>) {
+pub(crate) fn with_means(graph: &Graph, reduced: &Graph) -> (Graph, Vec<ValueId>) {
     let mut to = Graph { name: reduced.name.clone(), batch: reduced.batch, ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
     let mut counts: Vec<Count> = Vec::with_capacity(graph.len());

@@ -40,10 +40,12 @@ impl Default for Goal {
 /// A twin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Downscaled {
+    /// The small graph.
     pub graph: Graph,
     /// For each value of the model, its value here or that of its counterpart in another layer. `None` if it was
     /// removed.
     pub map: Vec<Option<ValueId>>,
+    /// The sizes before and after.
     pub downscaling: Downscaling,
 }
 

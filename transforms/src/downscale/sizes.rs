@@ -9,18 +9,22 @@ use altiplano_ir::rule::{FactorKind, ShardingRule};
 use std::collections::BTreeSet;
 
 /// The sizes of all values, as far as they may change.
-pub struct Sizes {
+pub(crate) struct Sizes {
     pub atoms: Atoms,
     /// For each value and dimension, its atoms, major first.
     dims: Vec<Vec<Vec<Atom>>>,
 }
+
+/// A dimension of a value.
+#[derive(Clone, Copy)]
+pub(crate) struct Dim(pub ValueId, pub usize);
 
 /// The dimensions of a node that a special relation describes: the operand (`None` for the result) and the dimension.
 type Described = BTreeSet<(Option<usize>, usize)>;
 
 impl Sizes {
     /// Relates all sizes. The batch keeps its size, which is chosen elsewhere.
-    pub fn of(graph: &Graph) -> Sizes {
+    pub(crate) fn of(graph: &Graph) -> Sizes {
         let mut atoms = Atoms::default();
         let dims = graph.values().map(|v| graph.shape(v).iter().map(|&d| atoms.dimension(d)).collect()).collect();
         let mut sizes = Sizes { atoms, dims };
@@ -48,22 +52,22 @@ impl Sizes {
             Op::Concatenate(op) => self.concatenate(graph, v, op, &mut described),
             Op::ReduceWindow(op) => {
                 for (d, window) in op.window.iter().enumerate() {
-                    self.window(graph, (node.operands[0], d), (v, d), window);
+                    self.window(graph, Dim(node.operands[0], d), Dim(v, d), window);
                     described.extend([(Some(0), d), (None, d)]);
                 }
             }
             Op::SelectAndScatter(op) => {
                 for (d, window) in op.window.iter().enumerate() {
-                    self.window(graph, (node.operands[0], d), (node.operands[1], d), window);
-                    self.equate((node.operands[0], d), (v, d));
+                    self.window(graph, Dim(node.operands[0], d), Dim(node.operands[1], d), window);
+                    self.equate(Dim(node.operands[0], d), Dim(v, d));
                     described.extend([(Some(0), d), (Some(1), d), (None, d)]);
                 }
             }
             Op::Convolution(op) => {
                 for (i, window) in op.window.iter().enumerate() {
                     let (from, to) = (op.lhs.spatial[i], op.result.spatial[i]);
-                    self.window(graph, (node.operands[0], from), (v, to), window);
-                    self.fix((node.operands[1], op.rhs.spatial[i]));
+                    self.window(graph, Dim(node.operands[0], from), Dim(v, to), window);
+                    self.fix(Dim(node.operands[1], op.rhs.spatial[i]));
                     described.extend([(Some(0), from), (Some(1), op.rhs.spatial[i]), (None, to)]);
                 }
             }
@@ -113,27 +117,27 @@ impl Sizes {
         }
     }
 
-    fn dim(&self, (value, dim): (ValueId, usize)) -> Vec<Atom> {
-        self.dims[value.index()][dim].clone()
+    fn dim(&self, dim: Dim) -> Vec<Atom> {
+        self.dims[dim.0.index()][dim.1].clone()
     }
 
-    fn equate(&mut self, a: (ValueId, usize), b: (ValueId, usize)) {
+    fn equate(&mut self, a: Dim, b: Dim) {
         self.atoms.equate(&self.dim(a), &self.dim(b));
     }
 
     /// The leaf atoms of a dimension, major first.
-    pub fn leaves(&self, (value, dim): (ValueId, usize)) -> Vec<Atom> {
-        self.atoms.leaves(&self.dims[value.index()][dim])
+    pub(crate) fn leaves(&self, dim: Dim) -> Vec<Atom> {
+        self.atoms.leaves(&self.dims[dim.0.index()][dim.1])
     }
 
     /// Fixes the size of a dimension. Returns true if it could have changed.
-    pub fn fix(&mut self, dim: (ValueId, usize)) -> bool {
+    pub(crate) fn fix(&mut self, dim: Dim) -> bool {
         self.atoms.fix(&self.dim(dim))
     }
 
     /// Relates a part to a larger dimension. It is one of a few long blocks, all but a few elements at the ends, or a
     /// few elements.
-    fn part(&mut self, part: (ValueId, usize), size: u64, whole: (ValueId, usize), total: u64, start: u64) {
+    fn part(&mut self, part: Dim, size: u64, whole: Dim, total: u64, start: u64) {
         let blocks = total.checked_div(size).unwrap_or(0);
         if size == total {
             self.equate(part, whole);
@@ -154,14 +158,14 @@ impl Sizes {
         for (d, (&kept, &total)) in graph.shape(v).iter().zip(graph.shape(from)).enumerate() {
             described.extend([(Some(0), d), (None, d)]);
             if op.stride[d] == 1 {
-                self.part((v, d), kept, (from, d), total, op.start[d]);
+                self.part(Dim(v, d), kept, Dim(from, d), total, op.start[d]);
             } else if op.stride[d].checked_mul(kept) == Some(total) {
                 let stride = self.atoms.dimension(op.stride[d]);
                 self.atoms.fix(&stride);
-                self.atoms.equate(&self.dim((from, d)), &[self.dim((v, d)), stride].concat());
+                self.atoms.equate(&self.dim(Dim(from, d)), &[self.dim(Dim(v, d)), stride].concat());
             } else {
-                self.fix((v, d));
-                self.fix((from, d));
+                self.fix(Dim(v, d));
+                self.fix(Dim(from, d));
             }
         }
     }
@@ -170,7 +174,7 @@ impl Sizes {
         let from = graph.node(v).operands[0];
         for (d, (&size, &total)) in graph.shape(from).iter().zip(graph.shape(v)).enumerate() {
             described.extend([(Some(0), d), (None, d)]);
-            let (part, whole) = ((from, d), (v, d));
+            let (part, whole) = (Dim(from, d), Dim(v, d));
             let blocks = op.low[d] >= 0 && op.high[d] >= 0 && size > 0 && (op.low[d] as u64).is_multiple_of(size);
             match op.interior[d] {
                 0 if size > total / 2 && total > size / 2 => self.atoms.sum(&self.dim(whole), &[self.dim(part)]),
@@ -194,14 +198,14 @@ impl Sizes {
         }
         described.insert((None, op.dim));
         described.extend((0..operands.len()).map(|i| (Some(i), op.dim)));
-        let terms: Vec<Vec<Atom>> = operands.iter().map(|&o| self.dim((o, op.dim))).collect();
-        self.atoms.sum(&self.dim((v, op.dim)), &terms);
+        let terms: Vec<Vec<Atom>> = operands.iter().map(|&o| self.dim(Dim(o, op.dim))).collect();
+        self.atoms.sum(&self.dim(Dim(v, op.dim)), &terms);
     }
 
     /// Sizes before and after a window that are in proportion stay so. A window that moves by single steps subtracts a
     /// constant.
-    fn window(&mut self, graph: &Graph, from: (ValueId, usize), to: (ValueId, usize), window: &WindowDim) {
-        let [n, m] = [from, to].map(|(v, d)| graph.shape(v)[d]);
+    fn window(&mut self, graph: &Graph, from: Dim, to: Dim, window: &WindowDim) {
+        let [n, m] = [from, to].map(|Dim(v, d)| graph.shape(v)[d]);
         if window.follows_result(n, m) {
             let [stride, dilation] = [window.stride, window.base_dilation].map(|s| {
                 let factor = self.atoms.dimension(s);
@@ -221,13 +225,13 @@ impl Sizes {
     fn table(&mut self, table: ValueId, dims: &GatherDims) {
         for (d, &slice) in dims.slice_sizes.iter().enumerate() {
             if dims.start_index_map.contains(&d) {
-                self.atoms.at_least(&self.dim((table, d)), slice);
+                self.atoms.at_least(&self.dim(Dim(table, d)), slice);
             }
         }
     }
 
     /// The graph in which no free size is larger than `most`. If an op cannot be rewritten for it, its sizes stay.
-    pub fn capped(&mut self, graph: &Graph, most: u64) -> Graph {
+    pub(crate) fn capped(&mut self, graph: &Graph, most: u64) -> Graph {
         let goal = Sizing::AtMost(most);
         loop {
             match self.rebuilt(graph, &goal) {
@@ -237,7 +241,7 @@ impl Sizes {
                     for v in failed {
                         for &value in graph.node(v).operands.iter().chain([&v]) {
                             for d in 0..graph.shape(value).len() {
-                                changed |= self.fix((value, d));
+                                changed |= self.fix(Dim(value, d));
                             }
                         }
                     }
@@ -250,7 +254,7 @@ impl Sizes {
     }
 
     /// The graph with other sizes, node by node, or the nodes whose ops do not produce these sizes.
-    pub fn rebuilt(&self, graph: &Graph, goal: &Sizing) -> Result<Graph, Vec<ValueId>> {
+    pub(crate) fn rebuilt(&self, graph: &Graph, goal: &Sizing) -> Result<Graph, Vec<ValueId>> {
         let mut to = Graph {
             name: graph.name.clone(),
             batch: graph.batch,

@@ -8,7 +8,7 @@ use altiplano_ir::op::{Binary, Compare, Direction, DotGeneral, Op};
 use altiplano_ir::simplify::without_dead_nodes;
 
 /// The graph with such products grouped. `None` if there are none.
-pub fn grouped(graph: &Graph) -> Option<Graph> {
+pub(crate) fn grouped(graph: &Graph) -> Option<Graph> {
     let mut to = Graph { name: graph.name.clone(), ..Default::default() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
     let mut any = false;

@@ -13,7 +13,7 @@ use altiplano_ir::simplify::without_dead_nodes;
 use std::collections::BTreeMap;
 
 /// The graph with such terms merged. `None` if there are none.
-pub fn joined(graph: &Graph) -> Option<Graph> {
+pub(crate) fn joined(graph: &Graph) -> Option<Graph> {
     if graph.nodes.iter().filter(|n| matches!(n.op, Op::Select(_))).count() < 2 {
         return None;
     }

@@ -80,19 +80,6 @@ fn check([written, found]: [Graph; 2]) {
     assert_eq!(products, routing + 2 * 2 * TOKENS * CHOSEN * HIDDEN * INNER, "{found}");
 }
 
-/// Rows of a tensor by an index of one dimension.
-fn rows_of(shape: &[u64]) -> GatherDims {
-    GatherDims {
-        offset_dims: (1..shape.len()).collect(),
-        collapsed_slice_dims: vec![0],
-        operand_batching_dims: Vec::new(),
-        indices_batching_dims: Vec::new(),
-        start_index_map: vec![0],
-        index_vector_dim: 1,
-        slice_sizes: [&[1], &shape[1..]].concat(),
-    }
-}
-
 fn sorted_by(g: &mut Graph, key: ValueId) -> ValueId {
     g.push(Op::ArgSort(ArgSort { dim: 0, descending: vec![false] }), &[key]).unwrap()
 }
@@ -108,7 +95,7 @@ fn ends(g: &mut Graph, key: ValueId, by_scatter: bool) -> ValueId {
         let moved = a::with_number(g, Binary::Add, clipped, EXPERTS as f64).unwrap();
         let index = a::select(g, negative, moved, clipped).unwrap();
         let index = a::unsqueeze(g, index, 1).unwrap();
-        let add = ScatterAdd { dims: rows_of(&[EXPERTS]), shape: vec![EXPERTS] };
+        let add = ScatterAdd { dims: GatherDims::rows(&[EXPERTS], 1), shape: vec![EXPERTS] };
         g.push(Op::ScatterAdd(add), &[index, ones]).unwrap()
     } else {
         let hot = a::one_hot(g, key, EXPERTS, DType::I32).unwrap();
@@ -157,7 +144,7 @@ fn sorted(by_scatter: bool, back: &str) -> [Graph; 2] {
             let (none, count) =
                 (a::full(g, &[rows], 0.0, DType::I32).unwrap(), a::iota(g, &[rows], 0, DType::I32).unwrap());
             let at = index(g, order);
-            let write = Scatter { dims: rows_of(&[rows]), combine: Combine::Replace };
+            let write = Scatter { dims: GatherDims::rows(&[rows], 1), combine: Combine::Replace };
             let inverse = g.push(Op::Scatter(write), &[none, at, count]).unwrap();
             let made = a::take(g, made, 0, inverse, false).unwrap();
             summed(g, made)
@@ -165,13 +152,13 @@ fn sorted(by_scatter: bool, back: &str) -> [Graph; 2] {
         "written rows" => {
             let none = a::full(g, &[rows, HIDDEN], 0.0, DType::F32).unwrap();
             let at = index(g, order);
-            let write = Scatter { dims: rows_of(&[rows, HIDDEN]), combine: Combine::Replace };
+            let write = Scatter { dims: GatherDims::rows(&[rows, HIDDEN], 1), combine: Combine::Replace };
             let made = g.push(Op::Scatter(write), &[none, at, made]).unwrap();
             summed(g, made)
         }
         _ => {
             let at = index(g, token);
-            let add = ScatterAdd { dims: rows_of(&[TOKENS, HIDDEN]), shape: vec![TOKENS, HIDDEN] };
+            let add = ScatterAdd { dims: GatherDims::rows(&[TOKENS, HIDDEN], 1), shape: vec![TOKENS, HIDDEN] };
             g.push(Op::ScatterAdd(add), &[at, made]).unwrap()
         }
     };
@@ -258,9 +245,12 @@ fn products_with_looked_up_matrices_are_grouped() {
     }
 }
 
-/// Rows repeated for all groups and masked, as XLA writes runs of rows for CPUs.
-#[test]
-fn products_of_masked_rows_are_grouped() {
+/// Checks experts over sorted rows, by a product of rows with the matrices of all experts. `groups` has what the product
+/// needs to know of the experts of the rows.
+fn check_sorted_rows(
+    groups: impl Fn(&mut Graph, ValueId) -> ValueId,
+    product: impl Fn(&mut Graph, ValueId, ValueId, ValueId) -> ValueId,
+) {
     let mut m = model();
     let g = &mut m.g;
     let rows = TOKENS * CHOSEN;
@@ -268,9 +258,26 @@ fn products_of_masked_rows_are_grouped() {
     let order = sorted_by(g, key);
     let token = a::with_number(g, Binary::Divide, order, CHOSEN as f64).unwrap();
     let x = a::take(g, m.tokens, 0, token, false).unwrap();
-    let ends = ends(g, key, true);
-    let masked = |g: &mut Graph, x: ValueId, w: ValueId| {
-        let shape = [EXPERTS, rows, g.shape(x)[1]];
+    let groups = groups(g, key);
+    let up = weight(g, "up", &[EXPERTS, HIDDEN, INNER]);
+    let down = weight(g, "down", &[EXPERTS, INNER, HIDDEN]);
+    let inner = product(g, groups, x, up);
+    let inner = a::silu(g, inner).unwrap();
+    let made = product(g, groups, inner, down);
+    let inverse = sorted_by(g, order);
+    let made = a::take(g, made, 0, inverse, false).unwrap();
+    let made = a::reshape(g, made, &[TOKENS, CHOSEN, HIDDEN]).unwrap();
+    let gates = a::unsqueeze(g, m.gates, 2).unwrap();
+    let made = a::binary(g, Binary::Multiply, made, gates).unwrap();
+    let result = a::sum(g, made, &[1], false).unwrap();
+    check(finished(m, result));
+}
+
+/// Rows repeated for all groups and masked, as XLA writes runs of rows for CPUs.
+#[test]
+fn products_of_masked_rows_are_grouped() {
+    let masked = |g: &mut Graph, ends: ValueId, x: ValueId, w: ValueId| {
+        let shape = [EXPERTS, TOKENS * CHOSEN, g.shape(x)[1]];
         let zero = a::full(g, &[1], 0.0, DType::I32).unwrap();
         let most = a::slice_dim(g, ends, 0, 0, EXPERTS as i64 - 1, 1).unwrap();
         let starts = a::concat(g, &[zero, most], 0).unwrap();
@@ -291,18 +298,7 @@ fn products_of_masked_rows_are_grouped() {
         };
         g.push(Op::DotGeneral(dot), &[kept, w]).unwrap()
     };
-    let up = weight(g, "up", &[EXPERTS, HIDDEN, INNER]);
-    let down = weight(g, "down", &[EXPERTS, INNER, HIDDEN]);
-    let inner = masked(g, x, up);
-    let inner = a::silu(g, inner).unwrap();
-    let made = masked(g, inner, down);
-    let inverse = sorted_by(g, order);
-    let made = a::take(g, made, 0, inverse, false).unwrap();
-    let made = a::reshape(g, made, &[TOKENS, CHOSEN, HIDDEN]).unwrap();
-    let gates = a::unsqueeze(g, m.gates, 2).unwrap();
-    let made = a::binary(g, Binary::Multiply, made, gates).unwrap();
-    let result = a::sum(g, made, &[1], false).unwrap();
-    check(finished(m, result));
+    check_sorted_rows(|g, key| ends(g, key, true), masked);
 }
 
 /// A loop over experts, with separate weights or with parts of one tensor.
@@ -426,16 +422,11 @@ fn masks_of_tokens_and_one_hot_masks_are_grouped() {
 /// Runs of rows that are multiplied one after the other, as XLA writes them for GPUs.
 #[test]
 fn products_of_runs_are_grouped() {
-    let mut m = model();
-    let g = &mut m.g;
-    let rows = TOKENS * CHOSEN;
-    let key = a::reshape(g, m.chosen, &[rows]).unwrap();
-    let order = sorted_by(g, key);
-    let token = a::with_number(g, Binary::Divide, order, CHOSEN as f64).unwrap();
-    let x = a::take(g, m.tokens, 0, token, false).unwrap();
-    let hot = a::one_hot(g, key, EXPERTS, DType::I32).unwrap();
-    let counts = a::sum(g, hot, &[0], false).unwrap();
-    let in_runs = |g: &mut Graph, x: ValueId, w: ValueId| {
+    let counts = |g: &mut Graph, key: ValueId| {
+        let hot = a::one_hot(g, key, EXPERTS, DType::I32).unwrap();
+        a::sum(g, hot, &[0], false).unwrap()
+    };
+    let in_runs = |g: &mut Graph, counts: ValueId, x: ValueId, w: ValueId| {
         let row = a::iota(g, g.shape(x).to_vec().as_slice(), 0, DType::I32).unwrap();
         let mut start = a::scalar(g, 0.0, DType::I32).unwrap();
         let mut total: Option<ValueId> = None;
@@ -456,16 +447,5 @@ fn products_of_runs_are_grouped() {
         }
         total.unwrap()
     };
-    let up = weight(g, "up", &[EXPERTS, HIDDEN, INNER]);
-    let down = weight(g, "down", &[EXPERTS, INNER, HIDDEN]);
-    let inner = in_runs(g, x, up);
-    let inner = a::silu(g, inner).unwrap();
-    let made = in_runs(g, inner, down);
-    let inverse = sorted_by(g, order);
-    let made = a::take(g, made, 0, inverse, false).unwrap();
-    let made = a::reshape(g, made, &[TOKENS, CHOSEN, HIDDEN]).unwrap();
-    let gates = a::unsqueeze(g, m.gates, 2).unwrap();
-    let made = a::binary(g, Binary::Multiply, made, gates).unwrap();
-    let result = a::sum(g, made, &[1], false).unwrap();
-    check(finished(m, result));
+    check_sorted_rows(counts, in_runs);
 }

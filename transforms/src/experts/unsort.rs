@@ -10,7 +10,7 @@ use altiplano_ir::array::{self, Built};
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::literal::Values;
 use altiplano_ir::op::{
-    ArgSort, Binary, Combine, Compare, Direction, Gather, GatherDims, Op, Operator, Reducer, ScatterAdd,
+    ArgSort, Binary, Combine, Compare, Direction, DotGeneral, Gather, GatherDims, Op, Operator, Reducer, ScatterAdd,
 };
 use altiplano_ir::simplify::without_dead_nodes;
 use altiplano_ir::tensor::Tensor;
@@ -44,7 +44,7 @@ struct Unsort {
 }
 
 /// The graph without sorts that have no effect.
-pub fn unsorted(graph: &Graph) -> Graph {
+pub(crate) fn unsorted(graph: &Graph) -> Graph {
     let to = Graph { name: graph.name.clone(), ..Default::default() };
     let (permuted, inverse, keys) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     let mut pass = Unsort { to, permuted, inverse, keys, bounds: Vec::new() };
@@ -249,33 +249,37 @@ impl Unsort {
                 let all: Option<Vec<ValueId>> = operands.iter().map(|o| same(o).map(|p| p.value)).collect();
                 self.same_op(&node, rows, &all?, rows.dim)
             }
-            Op::DotGeneral(dot) => {
-                let batch = dot.lhs_batch.len();
-                let lhs_free = dot.lhs_free(self.to.shape(operands[0]).len());
-                match (self.of(operands[0]), self.of(operands[1])) {
-                    (Some(rows), None) => {
-                        let dim = batch + lhs_free.iter().position(|&d| d == rows.dim)?;
-                        self.same_op(&node, rows, &[rows.value, operands[1]], dim)
-                    }
-                    (None, Some(rows)) => {
-                        let free = dot.rhs_free(self.to.shape(operands[1]).len());
-                        let dim = batch + lhs_free.len() + free.iter().position(|&d| d == rows.dim)?;
-                        self.same_op(&node, rows, &[operands[0], rows.value], dim)
-                    }
-                    (Some(lhs), Some(rhs)) if lhs.order == rhs.order => {
-                        let dim = dot.lhs_batch.iter().position(|&d| d == lhs.dim)?;
-                        let same = dot.rhs_batch[dim] == rhs.dim;
-                        same.then(|| self.same_op(&node, lhs, &[lhs.value, rhs.value], dim)).flatten()
-                    }
-                    _ => None,
-                }
-            }
+            Op::DotGeneral(dot) => self.product(&node, dot),
             Op::GroupedDot(_) => {
                 let (rows, group) = (self.of(operands[0])?, self.of(operands[2])?);
                 let same = rows.order == group.order && rows.dim == group.dim && self.of(operands[1]).is_none();
                 same.then(|| self.same_op(&node, rows, &[rows.value, operands[1], group.value], rows.dim)).flatten()
             }
             Op::Gather(gather) => self.looked_up(&node, gather),
+            _ => None,
+        }
+    }
+
+    /// A product of which a free dimension, or a batch dimension of both factors, is permuted.
+    fn product(&mut self, node: &Node, dot: &DotGeneral) -> Option<Permuted> {
+        let operands = &node.operands;
+        let batch = dot.lhs_batch.len();
+        let lhs_free = dot.lhs_free(self.to.shape(operands[0]).len());
+        match (self.of(operands[0]), self.of(operands[1])) {
+            (Some(rows), None) => {
+                let dim = batch + lhs_free.iter().position(|&d| d == rows.dim)?;
+                self.same_op(node, rows, &[rows.value, operands[1]], dim)
+            }
+            (None, Some(rows)) => {
+                let free = dot.rhs_free(self.to.shape(operands[1]).len());
+                let dim = batch + lhs_free.len() + free.iter().position(|&d| d == rows.dim)?;
+                self.same_op(node, rows, &[operands[0], rows.value], dim)
+            }
+            (Some(lhs), Some(rhs)) if lhs.order == rhs.order => {
+                let dim = dot.lhs_batch.iter().position(|&d| d == lhs.dim)?;
+                let same = dot.rhs_batch[dim] == rhs.dim;
+                same.then(|| self.same_op(node, lhs, &[lhs.value, rhs.value], dim)).flatten()
+            }
             _ => None,
         }
     }

@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 /// An op, by its number in [`Terms`], applied to classes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Term {
+pub(crate) struct Term {
     pub op: u32,
     pub children: Vec<Id>,
 }
@@ -36,7 +36,7 @@ impl Language for Term {
 
 /// A value from outside the region.
 #[derive(Clone, Debug)]
-pub struct Leaf {
+pub(crate) struct Leaf {
     pub ty: TensorType,
     pub batch_dims: u32,
     pub fact: Option<Fact>,
@@ -52,7 +52,7 @@ struct Meaning {
 
 /// The properties of a class, which all its terms share.
 #[derive(Clone, Debug)]
-pub struct Data {
+pub(crate) struct Data {
     pub ty: Rc<TensorType>,
     pub batch_dims: u32,
     pub fact: Option<Fact>,
@@ -62,7 +62,7 @@ pub struct Data {
 
 /// The meanings of all term numbers.
 #[derive(Debug, Default)]
-pub struct Terms {
+pub(crate) struct Terms {
     meanings: Vec<Meaning>,
     numbers: HashMap<String, u32>,
     leaves: usize,
@@ -88,17 +88,17 @@ impl Analysis<Term> for Terms {
 }
 
 /// An op of a class, and its operands.
-pub type Found = (Rc<Op>, Vec<Id>);
+pub(crate) type Found = (Rc<Op>, Vec<Id>);
 
 /// Matmuls that can be slices of a single one. This only pays if all or most of them are taken from it.
-pub struct Stack {
+pub(crate) struct Stack {
     pub matmul: DotGeneral,
     pub x: Id,
     /// The class of each matmul, and the class of its slice of the whole.
     pub parts: Vec<(Id, Id)>,
 }
 
-pub struct Builder {
+pub(crate) struct Builder {
     pub egraph: EGraph<Term, Terms>,
     pub stacks: Vec<Stack>,
     /// The results of earlier additions. Rules ask for the same ones again in each round.
@@ -106,11 +106,11 @@ pub struct Builder {
 }
 
 impl Builder {
-    pub fn new() -> Builder {
+    pub(crate) fn new() -> Builder {
         Builder { egraph: EGraph::new(Terms::default()), stacks: Vec::new(), added: HashMap::new() }
     }
 
-    pub fn leaf(&mut self, leaf: Leaf) -> Id {
+    pub(crate) fn leaf(&mut self, leaf: Leaf) -> Id {
         let terms = &mut self.egraph.analysis;
         let Leaf { ty, batch_dims, fact } = leaf;
         let data = Data { ty: Rc::new(ty), batch_dims, fact, name: None };
@@ -121,7 +121,7 @@ impl Builder {
     }
 
     /// Adds a node of the region, or a constant outside it.
-    pub fn original(&mut self, node: &Node, children: &[Id], name: Option<usize>, fact: Option<&Fact>) -> Id {
+    pub(crate) fn original(&mut self, node: &Node, children: &[Id], name: Option<usize>, fact: Option<&Fact>) -> Id {
         let ty = Rc::new(node.ty.clone());
         let id = self.term(&node.op, Data { ty, batch_dims: node.batch_dims, fact: None, name: None }, children);
         let class = self.egraph.find(id);
@@ -148,7 +148,7 @@ impl Builder {
     }
 
     /// Adds an op. Returns `None` if it does not accept these operands.
-    pub fn add(&mut self, op: impl Into<Op>, children: &[Id]) -> Option<Id> {
+    pub(crate) fn add(&mut self, op: impl Into<Op>, children: &[Id]) -> Option<Id> {
         let op = op.into();
         let children: Vec<Id> = children.iter().map(|&c| self.egraph.find(c)).collect();
         let key = (format!("{op:?}"), children);
@@ -170,33 +170,33 @@ impl Builder {
     }
 
     /// Records that two classes are equal. Values of different types are never equal, whatever a rule claims.
-    pub fn union(&mut self, a: Id, b: Id) -> bool {
+    pub(crate) fn union(&mut self, a: Id, b: Id) -> bool {
         self.ty(a) == self.ty(b) && self.egraph.union(a, b)
     }
 
-    pub fn data(&self, id: Id) -> &Data {
+    pub(crate) fn data(&self, id: Id) -> &Data {
         &self.egraph[self.egraph.find(id)].data
     }
 
-    pub fn ty(&self, id: Id) -> Rc<TensorType> {
+    pub(crate) fn ty(&self, id: Id) -> Rc<TensorType> {
         self.data(id).ty.clone()
     }
 
-    pub fn shape(&self, id: Id) -> Vec<u64> {
+    pub(crate) fn shape(&self, id: Id) -> Vec<u64> {
         self.data(id).ty.shape.clone()
     }
 
-    pub fn same(&self, a: Id, b: Id) -> bool {
+    pub(crate) fn same(&self, a: Id, b: Id) -> bool {
         self.egraph.find(a) == self.egraph.find(b)
     }
 
     /// The op of a term, or the index of its leaf as `Err`.
-    pub fn meaning(&self, term: &Term) -> Result<Rc<Op>, usize> {
+    pub(crate) fn meaning(&self, term: &Term) -> Result<Rc<Op>, usize> {
         self.egraph.analysis.meanings[term.op as usize].op.clone()
     }
 
     /// All ops of a class, oldest first.
-    pub fn ops(&self, id: Id) -> Vec<Found> {
+    pub(crate) fn ops(&self, id: Id) -> Vec<Found> {
         let class = &self.egraph[self.egraph.find(id)];
         let mut terms: Vec<&Term> = class.nodes.iter().collect();
         terms.sort();
@@ -204,7 +204,7 @@ impl Builder {
     }
 
     /// The classes that have an op on a class, in order.
-    pub fn users(&self, id: Id) -> Vec<Id> {
+    pub(crate) fn users(&self, id: Id) -> Vec<Id> {
         let parents = self.egraph[self.egraph.find(id)].parents();
         let mut users: Vec<Id> = parents.map(|user| self.egraph.find(user)).collect();
         users.sort_unstable();
@@ -213,25 +213,25 @@ impl Builder {
     }
 
     /// The results of `f` for all ops of a class that it matches.
-    pub fn find<T>(&self, id: Id, f: impl Fn(&Op, &[Id]) -> Option<T>) -> Vec<T> {
+    pub(crate) fn find<T>(&self, id: Id, f: impl Fn(&Op, &[Id]) -> Option<T>) -> Vec<T> {
         self.ops(id).iter().filter_map(|(op, children)| f(op, children)).collect()
     }
 
-    pub fn unary(&self, id: Id, wanted: Unary) -> Vec<Id> {
+    pub(crate) fn unary(&self, id: Id, wanted: Unary) -> Vec<Id> {
         self.find(id, |op, c| matches!(op, Op::Unary(u) if *u == wanted).then(|| c[0]))
     }
 
-    pub fn binary(&self, id: Id, wanted: Binary) -> Vec<(Id, Id)> {
+    pub(crate) fn binary(&self, id: Id, wanted: Binary) -> Vec<(Id, Id)> {
         self.find(id, |op, c| matches!(op, Op::Binary(b) if *b == wanted).then(|| (c[0], c[1])))
     }
 
     /// [`Builder::binary`] in either order.
-    pub fn commuted(&self, id: Id, wanted: Binary) -> Vec<(Id, Id)> {
+    pub(crate) fn commuted(&self, id: Id, wanted: Binary) -> Vec<(Id, Id)> {
         self.binary(id, wanted).into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect()
     }
 
     /// The number that all elements of a class have, if it does not depend on the batch.
-    pub fn number(&self, id: Id) -> Option<f64> {
+    pub(crate) fn number(&self, id: Id) -> Option<f64> {
         match &self.data(id).fact {
             Some(Fact::Number { value, batch_power: 0 }) => Some(*value),
             _ => None,
@@ -239,7 +239,7 @@ impl Builder {
     }
 
     /// The class and those that it is converted from, between float types. They are equal except for rounding.
-    pub fn unrounded(&self, id: Id) -> Vec<Id> {
+    pub(crate) fn unrounded(&self, id: Id) -> Vec<Id> {
         let mut all = vec![self.egraph.find(id)];
         let mut at = 0;
         while at < all.len() {
@@ -257,14 +257,14 @@ impl Builder {
     }
 
     /// `(x, c)` if the class is `c x`.
-    pub fn scaled(&self, id: Id) -> Vec<(Id, f64)> {
+    pub(crate) fn scaled(&self, id: Id) -> Vec<(Id, f64)> {
         let product = self.commuted(id, Binary::Multiply).into_iter().map(|(x, c)| (x, self.number(c)));
         let quotient = self.binary(id, Binary::Divide).into_iter().map(|(x, c)| (x, self.number(c).map(f64::recip)));
         product.chain(quotient).filter_map(|(x, c)| c.map(|c| (x, c))).collect()
     }
 
     /// `(x, dims)` if the class is a reduction of `x` over `dims`.
-    pub fn reduced(&self, id: Id, reducer: Reducer) -> Vec<(Id, Vec<usize>)> {
+    pub(crate) fn reduced(&self, id: Id, reducer: Reducer) -> Vec<(Id, Vec<usize>)> {
         self.find(id, |op, c| match op {
             Op::Reduce(r) if r.reducer == reducer => Some((c[0], r.dims.clone())),
             _ => None,
@@ -272,14 +272,14 @@ impl Builder {
     }
 
     /// The class and those that it is reshaped from, if only dimensions of size 1 are added or removed.
-    pub fn unsqueezed(&self, id: Id) -> Vec<Id> {
+    pub(crate) fn unsqueezed(&self, id: Id) -> Vec<Id> {
         let bare = |id: Id| self.shape(id).into_iter().filter(|&s| s != 1).collect::<Vec<u64>>();
         let from = self.find(id, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]));
         std::iter::once(id).chain(from.into_iter().filter(|&x| bare(x) == bare(id))).collect()
     }
 
     /// The values that the class repeats along exactly `dims`. Their shape lacks `dims`, or has size 1 there.
-    pub fn statistics(&self, id: Id, dims: &[usize]) -> Vec<Id> {
+    pub(crate) fn statistics(&self, id: Id, dims: &[usize]) -> Vec<Id> {
         let shape = self.shape(id);
         let wanted: Vec<usize> = (0..shape.len()).filter(|d| !dims.contains(d) && shape[*d] != 1).collect();
         let repeated = self.find(id, |op, c| match op {
@@ -298,18 +298,18 @@ impl Builder {
     }
 
     /// Returns true if the class is one number along `dims`, for each place in the other dimensions.
-    pub fn is_statistic(&self, id: Id, dims: &[usize]) -> bool {
+    pub(crate) fn is_statistic(&self, id: Id, dims: &[usize]) -> bool {
         self.number(id).is_some() || !self.statistics(id, dims).is_empty()
     }
 
-    pub fn reshape(&mut self, x: Id, shape: &[u64]) -> Option<Id> {
+    pub(crate) fn reshape(&mut self, x: Id, shape: &[u64]) -> Option<Id> {
         if self.shape(x) == shape {
             return Some(x);
         }
         self.add(Op::Reshape(Reshape { shape: shape.to_vec() }), &[x])
     }
 
-    pub fn transpose(&mut self, x: Id, permutation: &[usize]) -> Option<Id> {
+    pub(crate) fn transpose(&mut self, x: Id, permutation: &[usize]) -> Option<Id> {
         if permutation.is_sorted() {
             return Some(x);
         }
@@ -317,7 +317,7 @@ impl Builder {
     }
 
     /// `x` repeated to the shape of another value, with the batch dimensions of that value.
-    pub fn broadcast(&mut self, x: Id, like: Id, dims: &[usize]) -> Option<Id> {
+    pub(crate) fn broadcast(&mut self, x: Id, like: Id, dims: &[usize]) -> Option<Id> {
         let Data { ty, batch_dims, .. } = self.data(like).clone();
         if self.shape(x) == ty.shape && dims.is_sorted() {
             return Some(x);
@@ -327,7 +327,7 @@ impl Builder {
         Some(self.term(&op, Data { ty: Rc::new(ty), batch_dims, fact: None, name: None }, &[x]))
     }
 
-    pub fn convert(&mut self, x: Id, dtype: DType) -> Option<Id> {
+    pub(crate) fn convert(&mut self, x: Id, dtype: DType) -> Option<Id> {
         if self.ty(x).dtype == dtype {
             return Some(x);
         }
@@ -335,7 +335,7 @@ impl Builder {
     }
 
     /// A number in the shape of another value, rounded to its type.
-    pub fn filled(&mut self, like: Id, dtype: DType, number: f64) -> Id {
+    pub(crate) fn filled(&mut self, like: Id, dtype: DType, number: f64) -> Id {
         let Data { ty, batch_dims, .. } = self.data(like).clone();
         let ty = ty.with_dtype(dtype);
         let literal = Literal::splat(ty.clone(), altiplano_ir::simplify::rounded(number, DType::F64, dtype));
@@ -343,7 +343,7 @@ impl Builder {
     }
 
     /// `c x`.
-    pub fn times(&mut self, x: Id, c: f64) -> Option<Id> {
+    pub(crate) fn times(&mut self, x: Id, c: f64) -> Option<Id> {
         if c == 1.0 {
             return Some(x);
         }

@@ -147,7 +147,7 @@ fn chosen(builder: &Builder, outputs: &[Id]) -> HashMap<Id, Best> {
     best
 }
 
-pub fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
+pub(crate) fn extract(builder: &Builder, outputs: &[Id]) -> Rewritten {
     let best = chosen(builder, outputs);
     let mut rewritten = Rewritten { nodes: Vec::new(), outputs: Vec::new() };
     let mut done: BTreeMap<Id, Child> = BTreeMap::new();

@@ -14,7 +14,7 @@ const MAX_ELEMENTS: u64 = 1 << 22;
 const HIDDEN: f64 = -1e4;
 
 #[derive(Clone, Debug, PartialEq)]
-pub enum Fact {
+pub(crate) enum Fact {
     /// All elements are this number, which scales with the batch to the power `batch_power`.
     Number { value: f64, batch_power: i8 },
     /// A causal mask, repeated along all but two dimensions. It is true (or 0) where the position in `row` is at least
@@ -26,13 +26,13 @@ pub enum Fact {
     Count { dim: usize },
 }
 
-pub struct Facts {
+pub(crate) struct Facts {
     constant: Vec<bool>,
     known: BTreeMap<ValueId, Fact>,
 }
 
 impl Facts {
-    pub fn new(graph: &Graph) -> Facts {
+    pub(crate) fn new(graph: &Graph) -> Facts {
         let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();
         let mut facts = Facts { constant, known: BTreeMap::new() };
         let users = graph.users();
@@ -55,11 +55,11 @@ impl Facts {
     }
 
     /// Returns true if a value depends on no leaf.
-    pub fn is_constant(&self, v: ValueId) -> bool {
+    pub(crate) fn is_constant(&self, v: ValueId) -> bool {
         self.constant[v.index()]
     }
 
-    pub fn of(&self, v: ValueId) -> Option<&Fact> {
+    pub(crate) fn of(&self, v: ValueId) -> Option<&Fact> {
         self.known.get(&v)
     }
 }

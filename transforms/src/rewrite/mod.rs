@@ -1,7 +1,7 @@
 //! Rewriting to normal forms: frameworks write the same computation in many ways.
 //!
 //! A region of the graph (about a block of a layer) becomes an e-graph, i.e. classes of expressions that are known to
-//! be equal (Willsey et al. 2021, the crate `egg`). Each of [`RULES`] inspects a class and adds equal expressions: a
+//! be equal (Willsey et al. 2021, the crate `egg`). Each of the rules inspects a class and adds equal expressions: a
 //! cancelled transpose, a recognised softmax. At the end, the cheapest way to compute the region's results is
 //! extracted.
 //!
@@ -27,8 +27,6 @@ use altiplano_ir::simplify::{simplify, without_dead_nodes};
 use facts::Facts;
 use region::{Region, regions};
 use std::collections::BTreeMap;
-
-pub use rules::{RULES, Rule};
 
 /// The graph in the fewest and cheapest ops that the rules find. Pinned values and those in `keep` stay unchanged.
 pub fn rewrite(graph: &Graph, keep: &[ValueId]) -> Graph {

@@ -18,7 +18,7 @@ const MAX_NODES: usize = 800;
 const LONG_SPAN: usize = 16;
 
 /// Nodes that are rewritten together, and their surroundings.
-pub struct Region {
+pub(crate) struct Region {
     /// The nodes in order. Each depends on a leaf of the graph.
     pub nodes: Vec<ValueId>,
     /// Values from outside, and kept values inside, which their users treat as if they came from outside.
@@ -30,13 +30,13 @@ pub struct Region {
 }
 
 /// A rewritten region. Nodes come after their children.
-pub struct Rewritten {
+pub(crate) struct Rewritten {
     pub nodes: Vec<New>,
     pub outputs: Vec<Child>,
 }
 
 /// A node of a rewritten region.
-pub struct New {
+pub(crate) struct New {
     pub op: Op,
     pub children: Vec<Child>,
     pub ty: TensorType,
@@ -46,13 +46,13 @@ pub struct New {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Child {
+pub(crate) enum Child {
     Leaf(usize),
     Node(usize),
 }
 
 /// Cuts a graph into regions, in order.
-pub fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> Vec<Region> {
+pub(crate) fn regions(graph: &Graph, facts: &Facts, kept: impl Fn(ValueId) -> bool) -> Vec<Region> {
     let work: Vec<ValueId> = graph.values().filter(|&v| !facts.is_constant(v) && !graph.node(v).op.is_leaf()).collect();
     let users = graph.users();
     let place = |v: ValueId| work.partition_point(|w| *w < v);
@@ -129,12 +129,12 @@ impl Region {
         Region { nodes, leaves, outputs, kept }
     }
 
-    pub fn last(&self) -> ValueId {
+    pub(crate) fn last(&self) -> ValueId {
         self.nodes[self.nodes.len() - 1]
     }
 
     /// Everything that the rewriting depends on.
-    pub fn fingerprint(&self, graph: &Graph, facts: &Facts) -> String {
+    pub(crate) fn fingerprint(&self, graph: &Graph, facts: &Facts) -> String {
         let mut text = String::new();
         for &v in &self.leaves {
             let _ = write!(text, "{} {} {:?};", graph.ty(v), graph.node(v).batch_dims, facts.of(v));
@@ -163,48 +163,47 @@ impl Region {
     }
 
     /// The class of an operand: a leaf, an earlier node, or a value outside that is computed from leaves and numbers.
-    fn operand(
-        &self,
-        graph: &Graph,
-        facts: &Facts,
-        builder: &mut Builder,
-        (leaves, ids): (&[egg::Id], &[egg::Id]),
-        o: ValueId,
-    ) -> egg::Id {
+    fn operand(&self, graph: &Graph, facts: &Facts, builder: &mut Builder, classes: &Classes, o: ValueId) -> egg::Id {
         match (self.leaves.iter().position(|l| *l == o), self.nodes.binary_search(&o)) {
-            (Some(leaf), _) => leaves[leaf],
-            (None, Ok(at)) => ids[at],
+            (Some(leaf), _) => classes.leaves[leaf],
+            (None, Ok(at)) => classes.nodes[at],
             (None, Err(_)) => {
                 let node = graph.node(o);
                 let operands: Vec<egg::Id> =
-                    node.operands.iter().map(|&i| self.operand(graph, facts, builder, (leaves, ids), i)).collect();
+                    node.operands.iter().map(|&i| self.operand(graph, facts, builder, classes, i)).collect();
                 builder.original(node, &operands, None, facts.of(o))
             }
         }
     }
 
-    pub fn rewrite(&self, graph: &Graph, facts: &Facts) -> Rewritten {
+    pub(crate) fn rewrite(&self, graph: &Graph, facts: &Facts) -> Rewritten {
         let mut builder = Builder::new();
         let leaf = |&v: &ValueId| Leaf {
             ty: graph.ty(v).clone(),
             batch_dims: graph.node(v).batch_dims,
             fact: facts.of(v).cloned(),
         };
-        let leaves: Vec<egg::Id> = self.leaves.iter().map(|v| builder.leaf(leaf(v))).collect();
-        let mut ids: Vec<egg::Id> = Vec::with_capacity(self.nodes.len());
+        let leaves = self.leaves.iter().map(|v| builder.leaf(leaf(v))).collect();
+        let mut classes = Classes { leaves, nodes: Vec::with_capacity(self.nodes.len()) };
         for (i, &v) in self.nodes.iter().enumerate() {
             let node = graph.node(v);
             let operands: Vec<egg::Id> =
-                node.operands.iter().map(|&o| self.operand(graph, facts, &mut builder, (&leaves, &ids), o)).collect();
-            ids.push(builder.original(node, &operands, Some(i), None));
+                node.operands.iter().map(|&o| self.operand(graph, facts, &mut builder, &classes, o)).collect();
+            classes.nodes.push(builder.original(node, &operands, Some(i), None));
         }
         saturate(&mut builder, self.nodes.len());
         let outputs: Vec<egg::Id> =
-            self.outputs.iter().filter_map(|v| self.nodes.binary_search(v).ok()).map(|i| ids[i]).collect();
+            self.outputs.iter().filter_map(|v| self.nodes.binary_search(v).ok()).map(|i| classes.nodes[i]).collect();
         // A kept value is computed by its own node. Only its users see it as a leaf.
         debug_assert!(self.kept.iter().all(|v| self.outputs.contains(v)));
         extract(&builder, &outputs)
     }
+}
+
+/// The classes of a region's leaves, and of its nodes so far.
+struct Classes {
+    leaves: Vec<egg::Id>,
+    nodes: Vec<egg::Id>,
 }
 
 /// The value that an outside value repeats or reshapes. Rules may need its original form.

@@ -17,14 +17,14 @@ const TOLERANCE: f64 = 1e-5;
 
 /// The optimizer of all parameters.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found {
+pub(crate) struct Found {
     pub fitted: Fitted,
     /// The parameters that weight decay excludes.
     pub no_decay: Vec<ValueId>,
 }
 
 /// The optimizer of all these updates. `None` if this crate does not have it, or if it is not the same for all.
-pub fn fit(graph: &Graph, parameters: &[TrainedParameter], counts: &[ValueId]) -> Option<Found> {
+pub(crate) fn fit(graph: &Graph, parameters: &[TrainedParameter], counts: &[ValueId]) -> Option<Found> {
     let clip_norm = match parameters.iter().any(|p| p.gradient != p.applied) {
         true => Some(clip_norm(graph, parameters)?),
         false => None,
@@ -476,7 +476,7 @@ impl Reference {
 }
 
 /// The scalar arguments that count steps: integers, and floats that grow by one in a step.
-pub fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> Vec<ValueId> {
+pub(crate) fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> Vec<ValueId> {
     let counts = |v: ValueId| {
         let after = |x: f64| {
             let (updated, _) = updates.get(&v)?;
@@ -490,7 +490,7 @@ pub fn counts(graph: &Graph, updates: &BTreeMap<ValueId, (ValueId, usize)>) -> V
 }
 
 /// Returns true if a value equals the unchanged leaf.
-pub fn is_same(graph: &Graph, updated: ValueId, leaf: ValueId) -> bool {
+pub(crate) fn is_same(graph: &Graph, updated: ValueId, leaf: ValueId) -> bool {
     let value = value_of(graph, leaf, [0.3, -0.7]);
     evaluate(graph, &[updated], &BTreeMap::from([(leaf, value)])).is_some_and(|found| found[0] == value.lanes())
 }

@@ -12,18 +12,18 @@ use altiplano_ir::types::TensorType;
 use std::collections::BTreeMap;
 
 /// The values of the two lanes. They are equal for a value that is one number.
-pub type Lanes = [f64; 2];
+pub(crate) type Lanes = [f64; 2];
 
 /// A computed value.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Value {
+pub(crate) enum Value {
     /// The number of all elements, or of a scalar.
     One(f64),
     Two(Lanes),
 }
 
 impl Value {
-    pub fn lanes(self) -> Lanes {
+    pub(crate) fn lanes(self) -> Lanes {
         match self {
             Value::One(x) => [x, x],
             Value::Two(lanes) => lanes,
@@ -32,13 +32,13 @@ impl Value {
 }
 
 /// The lanes of a value of a graph.
-pub fn value_of(graph: &Graph, v: ValueId, lanes: Lanes) -> Value {
+pub(crate) fn value_of(graph: &Graph, v: ValueId, lanes: Lanes) -> Value {
     if graph.ty(v).rank() == 0 { Value::One(lanes[0]) } else { Value::Two(lanes) }
 }
 
 /// The values of `wanted`, computed from `given`. `None` if one of them depends on anything else, or on ops that lanes
 /// do not support.
-pub fn evaluate(graph: &Graph, wanted: &[ValueId], given: &BTreeMap<ValueId, Value>) -> Option<Vec<Lanes>> {
+pub(crate) fn evaluate(graph: &Graph, wanted: &[ValueId], given: &BTreeMap<ValueId, Value>) -> Option<Vec<Lanes>> {
     let mut known = given.clone();
     let mut stack: Vec<ValueId> = wanted.to_vec();
     while let Some(&at) = stack.last() {

@@ -72,16 +72,6 @@ impl Client {
         self.inner.devices.len()
     }
 
-    /// The kind of the devices, such as `cpu` or `cuda`, and its version.
-    pub fn platform(&self) -> Result<(String, String), PjrtError> {
-        let ask = |function| {
-            let mut arguments = sys::ClientText { client: self.inner.client, ..Default::default() };
-            self.inner.plugin.call("name its platform", function, &mut arguments)?;
-            Ok(text(arguments.text, arguments.size))
-        };
-        Ok((ask(Function::ClientPlatformName)?, ask(Function::ClientPlatformVersion)?))
-    }
-
     /// The name of a device.
     pub fn device(&self, device: usize) -> Result<String, PjrtError> {
         let plugin = &self.inner.plugin;

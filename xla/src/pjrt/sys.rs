@@ -9,11 +9,11 @@ use std::ffi::{c_char, c_int, c_void};
 
 /// The version of the API that these declarations are of: `0.MINOR`. Plugins from this one on have all functions that
 /// are used here.
-pub const LEAST_MINOR: c_int = 40;
+pub(crate) const LEAST_MINOR: c_int = 40;
 
 /// The head of the plugin's table, which pointers to functions follow.
 #[repr(C)]
-pub struct Api {
+pub(crate) struct Api {
     pub struct_size: usize,
     pub extension: *mut c_void,
     pub version: Version,
@@ -30,7 +30,7 @@ pub struct Version {
 /// Functions, each with its place in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
-pub enum Function {
+pub(crate) enum Function {
     ErrorDestroy = 0,
     ErrorMessage = 1,
     PluginInitialize = 3,
@@ -39,8 +39,6 @@ pub enum Function {
     EventAwait = 8,
     ClientCreate = 10,
     ClientDestroy = 11,
-    ClientPlatformName = 12,
-    ClientPlatformVersion = 14,
     ClientAddressableDevices = 16,
     ClientCompile = 20,
     ClientBufferFromHostBuffer = 22,
@@ -60,7 +58,7 @@ pub enum Function {
 
 impl Function {
     /// The place of the function in the table, in bytes.
-    pub fn offset(self) -> usize {
+    pub(crate) fn offset(self) -> usize {
         size_of::<Api>() + self as usize * size_of::<*mut c_void>()
     }
 }
@@ -106,7 +104,6 @@ arguments! {
         try_get_argument: *mut c_void,
     }
     ClientDestroy { client: *mut c_void }
-    ClientText { client: *mut c_void, text: *const c_char, size: usize }
     ClientAddressableDevices { client: *mut c_void, devices: *const *mut c_void, count: usize }
     Program { code: *const c_char, code_size: usize, format: *const c_char, format_size: usize }
     ClientCompile {

@@ -5,7 +5,7 @@ use super::{Printer, Value};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Direction, Reducer};
-use altiplano_ir::reshard::Collective;
+use altiplano_ir::reshard::{BlockedDim, Collective};
 use altiplano_ir::types::TensorType;
 
 impl Printer {
@@ -22,7 +22,7 @@ impl Printer {
             }
             Collective::ReduceScatter { reducer, dim, outer, .. } => {
                 let dim = usize::from(*dim);
-                let mut shape = blocks(&x.ty.shape, dim, *outer);
+                let mut shape = blocks(&x.ty.shape, BlockedDim { dim, outer: *outer });
                 let x = self.reshaped(x, &shape);
                 let attributes = format!("replica_groups = {groups}, scatter_dimension = {} : i64", dim + 1);
                 shape[dim + 1] /= n;
@@ -31,7 +31,7 @@ impl Printer {
             }
             Collective::AllGather { dim, outer, .. } => {
                 let dim = usize::from(*dim);
-                let mut shape = blocks(&x.ty.shape, dim, *outer);
+                let mut shape = blocks(&x.ty.shape, BlockedDim { dim, outer: *outer });
                 let x = self.reshaped(x, &shape);
                 let attributes = format!("all_gather_dim = {} : i64, replica_groups = {groups}", dim + 1);
                 shape[dim + 1] *= n;
@@ -39,11 +39,11 @@ impl Printer {
                 self.reshaped(&all, &ty.shape)
             }
             Collective::AllToAll { split_dim, split_outer, concat_dim, concat_outer, .. } => {
-                let split = (usize::from(*split_dim), *split_outer);
-                self.exchanged(x, n, split, (usize::from(*concat_dim), *concat_outer), &groups, ty)
+                let split = BlockedDim::new(*split_dim, *split_outer);
+                self.exchanged(x, n, split, BlockedDim::new(*concat_dim, *concat_outer), &groups, ty)
             }
             Collective::LocalSlice { axes, dim, outer } => {
-                self.local_slice(x, mesh, axes, (usize::from(*dim), *outer), ty)
+                self.local_slice(x, mesh, axes, BlockedDim::new(*dim, *outer), ty)
             }
             Collective::KeepFirst { axes, reducer } => {
                 let here = self.position(axes, mesh, DType::I32);
@@ -92,13 +92,13 @@ impl Printer {
         &mut self,
         x: &Value,
         n: u64,
-        (split, split_outer): (usize, u64),
-        (concat, concat_outer): (usize, u64),
+        split: BlockedDim,
+        concat: BlockedDim,
         groups: &str,
         ty: &TensorType,
     ) -> Value {
-        let parts = self.reshaped(x, &parts(&x.ty.shape, split, split_outer, n));
-        let rank = parts.ty.rank();
+        let parts = self.reshaped(x, &parts(&x.ty.shape, split, n));
+        let (rank, split) = (parts.ty.rank(), split.dim);
         let order: Vec<usize> = [split + 1].into_iter().chain((0..rank).filter(|&d| d != split + 1)).collect();
         let parts = self.transposed(&parts, &order);
         let mut shape = x.ty.shape.clone();
@@ -109,22 +109,17 @@ impl Printer {
             "concat_dimension = 0 : i64, replica_groups = {groups}, split_count = {n} : i64, split_dimension = 0 : i64"
         );
         let received = self.communicating("all_to_all", &attributes, &parts, &parts.ty.clone());
-        let shape = blocks(&received.ty.shape, concat + 1, concat_outer);
+        let BlockedDim { dim: concat, outer } = concat;
+        let shape = blocks(&received.ty.shape, BlockedDim { dim: concat + 1, outer });
         let received = self.reshaped(&received, &shape);
         let order: Vec<usize> = (1..concat + 2).chain([0]).chain(concat + 2..shape.len()).collect();
         let joined = self.transposed(&received, &order);
         self.reshaped(&joined, &ty.shape)
     }
 
-    fn local_slice(
-        &mut self,
-        x: &Value,
-        mesh: &Mesh,
-        axes: &[AxisId],
-        (dim, outer): (usize, u64),
-        ty: &TensorType,
-    ) -> Value {
-        let x = self.reshaped(x, &parts(&x.ty.shape, dim, outer, mesh.product(axes)));
+    fn local_slice(&mut self, x: &Value, mesh: &Mesh, axes: &[AxisId], along: BlockedDim, ty: &TensorType) -> Value {
+        let x = self.reshaped(x, &parts(&x.ty.shape, along, mesh.product(axes)));
+        let dim = along.dim;
         let here = self.position(axes, mesh, DType::I32);
         let zero = self.splat(here.ty.clone(), 0.0);
         let mut shape = x.ty.shape.clone();
@@ -156,7 +151,6 @@ impl Printer {
     }
 
     /// A block between the edges of its neighbours.
-    #[allow(clippy::too_many_arguments)]
     fn halo(
         &mut self,
         x: &Value,
@@ -219,19 +213,19 @@ impl Printer {
     }
 }
 
-/// Dimension `dim` as `outer` blocks.
-fn blocks(shape: &[u64], dim: usize, outer: u64) -> Vec<u64> {
+/// The shape with a dimension in front of `along` for its blocks.
+fn blocks(shape: &[u64], along: BlockedDim) -> Vec<u64> {
     let mut blocks = shape.to_vec();
-    blocks[dim] /= outer;
-    blocks.insert(dim, outer);
+    blocks[along.dim] /= along.outer;
+    blocks.insert(along.dim, along.outer);
     blocks
 }
 
-/// Dimension `dim` as `outer` blocks of `n` parts.
-fn parts(shape: &[u64], dim: usize, outer: u64, n: u64) -> Vec<u64> {
-    let mut parts = blocks(shape, dim, outer);
-    parts[dim + 1] /= n;
-    parts.insert(dim + 1, n);
+/// The same, with a further dimension for the `n` parts of a block.
+fn parts(shape: &[u64], along: BlockedDim, n: u64) -> Vec<u64> {
+    let mut parts = blocks(shape, along);
+    parts[along.dim + 1] /= n;
+    parts.insert(along.dim + 1, n);
     parts
 }
 

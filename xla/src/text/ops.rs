@@ -178,15 +178,14 @@ impl Printer {
     }
 
     fn gather(&mut self, dims: &GatherDims, x: &Value, indices: &Value, ty: &TensorType) -> Value {
-        let numbers = format!(
-            "#stablehlo.gather<offset_dims = {}, collapsed_slice_dims = {}, operand_batching_dims = {}, start_indices_batching_dims = {}, start_index_map = {}, index_vector_dim = {}>",
-            list(&dims.offset_dims),
-            list(&dims.collapsed_slice_dims),
-            list(&dims.operand_batching_dims),
-            list(&dims.indices_batching_dims),
-            list(&dims.start_index_map),
-            dims.index_vector_dim
-        );
+        let names = [
+            "offset_dims",
+            "collapsed_slice_dims",
+            "operand_batching_dims",
+            "start_indices_batching_dims",
+            "start_index_map",
+        ];
+        let numbers = dimension_numbers("gather", names, dims);
         let sizes = array(&dims.slice_sizes);
         let text = format!(
             "\"stablehlo.gather\"({}, {}) <{{dimension_numbers = {numbers}, indices_are_sorted = false, slice_sizes = {sizes}}}> : ({}) -> {}",
@@ -286,4 +285,12 @@ fn threefry_function(name: &str, ty: &TensorType) -> String {
         "  func.func private @{name}(%k0: {t}, %k1: {t}, %c0: {t}, %c1: {t}) -> ({t}, {t}) {{\n{body}    return {}, {} : {t}, {t}\n  }}\n",
         a.name, b.name
     )
+}
+
+/// The dimensions of a lookup, as an attribute whose fields have these names.
+pub(super) fn dimension_numbers(op: &str, names: [&str; 5], dims: &GatherDims) -> String {
+    let (operands, indices) = (&dims.operand_batching_dims, &dims.indices_batching_dims);
+    let all = [&dims.offset_dims, &dims.collapsed_slice_dims, operands, indices, &dims.start_index_map];
+    let fields: Vec<String> = names.iter().zip(all).map(|(name, dims)| format!("{name} = {}", list(dims))).collect();
+    format!("#stablehlo.{op}<{}, index_vector_dim = {}>", fields.join(", "), dims.index_vector_dim)
 }

@@ -1,5 +1,6 @@
 //! Ops with regions: reductions, windows, scatters and sorts.
 
+use super::ops::dimension_numbers;
 use super::types::{array, list, pairs, tensor, tensors};
 use super::{Printer, Value};
 use altiplano_ir::dtype::DType;
@@ -102,15 +103,14 @@ impl Printer {
     }
 
     fn scatter_by(&mut self, dims: &GatherDims, region: &str, [x, indices, updates]: [&Value; 3]) -> Value {
-        let numbers = format!(
-            "#stablehlo.scatter<update_window_dims = {}, inserted_window_dims = {}, input_batching_dims = {}, scatter_indices_batching_dims = {}, scatter_dims_to_operand_dims = {}, index_vector_dim = {}>",
-            list(&dims.offset_dims),
-            list(&dims.collapsed_slice_dims),
-            list(&dims.operand_batching_dims),
-            list(&dims.indices_batching_dims),
-            list(&dims.start_index_map),
-            dims.index_vector_dim
-        );
+        let names = [
+            "update_window_dims",
+            "inserted_window_dims",
+            "input_batching_dims",
+            "scatter_indices_batching_dims",
+            "scatter_dims_to_operand_dims",
+        ];
+        let numbers = dimension_numbers("scatter", names, dims);
         let text = format!(
             "\"stablehlo.scatter\"({}, {}, {}) <{{indices_are_sorted = false, scatter_dimension_numbers = {numbers}, unique_indices = false}}> ({{\n{region}    }}) : ({}) -> {}",
             x.name,

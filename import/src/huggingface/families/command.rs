@@ -31,7 +31,7 @@ fn decoder(fields: &Fields<'_>, b: &mut Builder, theta: f64) -> Result<Decoder, 
     Ok(decoder)
 }
 
-pub fn cohere(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn cohere(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = decoder(fields, b, 500_000.0)?;
     if fields.flag_or("use_qk_norm", false)? {
         let Some(norm) = decoder.final_norm else { return decoder.build(b) };
@@ -43,7 +43,7 @@ pub fn cohere(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Only layers with a window have positions.
-pub fn cohere2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn cohere2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = decoder(fields, b, 10_000.0)?;
     let period = fields.size_or("sliding_window_pattern", 4)?;
     let default = |i: u64| if (i + 1).is_multiple_of(period) { "full_attention" } else { "sliding_attention" };

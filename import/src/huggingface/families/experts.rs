@@ -11,20 +11,19 @@ use crate::huggingface::moe::{Experts, Gating, Mixture, Router, Scores, Shared};
 use crate::huggingface::rope::{Rope, sharpness};
 use altiplano_ir::array::RotaryHalves;
 
-/// The number of experts and the number chosen by each token, by the names of their fields.
-pub(super) fn counts(
-    fields: &Fields<'_>,
-    (key, count): (&'static str, u64),
-    (chosen_key, chosen): (&'static str, u64),
-) -> Result<(u64, u64), ConfigError> {
+/// The name of a field with a number, and the number of a config without it.
+pub(super) type Counted = (&'static str, u64);
+
+/// The number of experts and the number chosen by each token.
+pub(super) fn counts(fields: &Fields<'_>, count: Counted, chosen: Counted) -> Result<(u64, u64), ConfigError> {
     // Without `output_router_logits`, there is no load-balancing loss.
     fields.ignore(&["router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise"]);
     if fields.flag_or("output_router_logits", false)? {
         return Err(fields.unsupported("output_router_logits", &["false"]));
     }
-    let (count, chosen) = (fields.main_size(key, count)?, fields.main_size(chosen_key, chosen)?);
-    fields.at_most(chosen_key, chosen, key, count)?;
-    Ok((count, chosen))
+    let sizes = (fields.main_size(count.0, count.1)?, fields.main_size(chosen.0, chosen.1)?);
+    fields.at_most(chosen.0, sizes.1, count.0, sizes.0)?;
+    Ok(sizes)
 }
 
 /// Gives these experts to all layers for which `which` holds.
@@ -37,7 +36,7 @@ pub(super) fn mix(decoder: &mut Decoder, name: &'static str, mixture: &Mixture, 
 }
 
 /// Mixtral (Jiang et al. 2024).
-pub fn mixtral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn mixtral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { inner: 14_336, kv_heads: Some(8), positions: 131_072, eps: 1e-5, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { theta: 1e6, ..defaults })?;
     let (count, chosen) = counts(fields, ("num_local_experts", 8), ("num_experts_per_tok", 2))?;
@@ -61,7 +60,7 @@ fn sparse_layers(fields: &Fields<'_>) -> Result<impl Fn(u64) -> bool, ConfigErro
 }
 
 /// Qwen1.5 and Qwen2 with experts, and a shared perceptron with its own gate.
-pub fn qwen2_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn qwen2_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, hidden: 2048, inner: 5632, layers: 24, ..Defaults::LLAMA };
     let defaults = Defaults { heads: 16, kv_heads: Some(16), positions: 32_768, ..defaults };
     let mut decoder = Decoder::llama(fields, b, &defaults)?;
@@ -89,7 +88,7 @@ pub fn qwen2_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError
 }
 
 /// Qwen3 with experts.
-pub fn qwen3_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn qwen3_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, hidden: 2048, inner: 6144, layers: 24, ..Defaults::LLAMA };
     let mut defaults = Defaults { kv_heads: Some(4), positions: 32_768, ..defaults };
     let (mut count, mut chosen, mut width) = (128, 8, 768);
@@ -120,7 +119,7 @@ pub fn qwen3_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError
 }
 
 /// OLMoE (Muennighoff et al. 2024): norms over all queries and all keys of a token.
-pub fn olmoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn olmoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 50_304, hidden: 2048, inner: 2048, layers: 16, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { heads: 16, positions: 4096, eps: 1e-5, ..defaults })?;
     let bias = fields.flag_or("attention_bias", false)?;
@@ -139,7 +138,7 @@ pub fn olmoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Granite 3 with experts.
-pub fn granitemoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn granitemoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     let bias = fields.flag_or("attention_bias", false)?;
     decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, bias));
@@ -153,7 +152,7 @@ pub fn granitemoe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErro
 }
 
 /// gpt-oss (OpenAI 2025): attention sinks, windows in every other layer, and experts with clamped gates.
-pub fn gpt_oss(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gpt_oss(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 201_088,
         hidden: 2880,
@@ -208,7 +207,7 @@ pub fn gpt_oss(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
 
 /// The text model of Llama 4 (Meta 2025). Layers with positions attend within chunks, and layers without see all
 /// tokens. One in every few layers has experts and a shared perceptron.
-pub fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 202_048,
         hidden: 5120,
@@ -284,7 +283,7 @@ pub fn llama4(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 
 /// A router by sigmoids with a balancing buffer, the number of experts, and the number that each token is sent to. `count` and
 /// `groups` are the defaults of a config without these fields.
-pub fn sigmoid_router(
+pub(crate) fn sigmoid_router(
     fields: &Fields<'_>,
     count: (u64, u64),
     groups: (u64, u64),
@@ -310,7 +309,8 @@ pub fn sigmoid_router(
 fn sigmoid_experts(
     fields: &Fields<'_>,
     decoder: &mut Decoder,
-    (count, width): (u64, u64),
+    count: u64,
+    width: u64,
     groups: (u64, u64),
     scale: f64,
     dense: u64,
@@ -337,7 +337,7 @@ fn sigmoid_experts(
 }
 
 /// DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, and experts in groups with shared ones.
-pub fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 129_280,
         hidden: 7168,
@@ -365,12 +365,12 @@ pub fn deepseek_v3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErr
     // Pairs are interleaved as in the original, unless the config says that the matrices were permuted.
     let interleaved = fields.flag_or("rope_interleave", true)?;
     decoder.halves = if interleaved { RotaryHalves::Interleaved } else { RotaryHalves::Split };
-    sigmoid_experts(fields, &mut decoder, (256, 2048), (8, 4), 2.5, 3)?;
+    sigmoid_experts(fields, &mut decoder, 256, 2048, (8, 4), 2.5, 3)?;
     decoder.build(b)
 }
 
 /// GLM-4.5 and its successors: grouped attention with positions in half of each head, and experts like DeepSeek-V3's.
-pub fn glm4_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn glm4_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults {
         vocabulary: 151_552,
         inner: 10_944,
@@ -388,6 +388,6 @@ pub fn glm4_moe(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
     if fields.flag_or("use_qk_norm", false)? {
         qk_norms(&mut decoder, NormOver::Head);
     }
-    sigmoid_experts(fields, &mut decoder, (128, 1408), (1, 1), 1.0, 1)?;
+    sigmoid_experts(fields, &mut decoder, 128, 1408, (1, 1), 1.0, 1)?;
     decoder.build(b)
 }

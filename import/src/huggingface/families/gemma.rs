@@ -35,7 +35,7 @@ fn decoder(fields: &Fields<'_>, b: &mut Builder, defaults: &Defaults) -> Result<
     Ok(decoder)
 }
 
-pub fn gemma(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gemma(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { hidden: 3072, inner: 24_576, layers: 28, heads: 16, kv_heads: Some(16), ..DEFAULTS };
     let mut decoder = decoder(fields, b, &defaults)?;
     // Configs with `gelu` mean its tanh approximation, with which the models were trained.
@@ -65,7 +65,7 @@ fn newer(fields: &Fields<'_>, decoder: &mut Decoder, period: u64) -> Result<Vec<
     Ok(kinds.iter().map(|kind| *kind == "sliding_attention").collect())
 }
 
-pub fn gemma2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gemma2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = decoder(fields, b, &DEFAULTS)?;
     newer(fields, &mut decoder, 2)?;
     let cap = cap_or(fields, "attn_logit_softcapping", Some(50.0))?;
@@ -74,7 +74,7 @@ pub fn gemma2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     decoder.build(b)
 }
 
-pub fn gemma3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gemma3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 262_208, positions: 131_072, theta: 1e6, ..DEFAULTS };
     let mut decoder = decoder(fields, b, &defaults)?;
     let period = fields.size_or("sliding_window_pattern", 6)?;

@@ -7,7 +7,7 @@ use crate::huggingface::decoder::{Around, Decoder, Defaults, Order};
 use crate::huggingface::error::ConfigError;
 use altiplano_ir::array::RotaryHalves;
 
-pub fn glm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn glm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let around = fields.word_or("model_type", "")? == "glm4";
     let mut decoder = Decoder::llama(
         fields,

@@ -54,7 +54,7 @@ impl Sizes {
 }
 
 /// GPT-2 (Radford et al. 2019). Its linear layers are `[in, out]`, and q, k and v are joined.
-pub fn gpt2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gpt2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_257)?,
         hidden: fields.main_size("n_embd", 768)?,
@@ -90,7 +90,7 @@ pub fn gpt2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 
 /// GPT-J (Wang and Komatsuzaki 2021): both parts in parallel under one norm, with rotary positions in a part of each
 /// head.
-pub fn gptj(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gptj(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_400)?,
         hidden: fields.main_size("n_embd", 4096)?,
@@ -126,7 +126,7 @@ pub fn gptj(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// GPT-NeoX and Pythia (Black et al. 2022): both parts in parallel, each under its own norm.
-pub fn gpt_neox(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn gpt_neox(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_432)?,
         hidden: fields.main_size("hidden_size", 6144)?,
@@ -175,7 +175,7 @@ pub fn gpt_neox(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
 }
 
 /// Falcon (Almazrouei et al. 2023): joined projections whose keys have one head or a few, and both parts in parallel.
-pub fn falcon(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn falcon(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 65_024)?,
         hidden: fields.main_size("hidden_size", 4544)?,
@@ -233,7 +233,7 @@ pub fn falcon(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// BLOOM (Scao et al. 2022): linear biases, and a norm of the embeddings.
-pub fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 250_880)?,
         hidden: fields.main_size("hidden_size", 64)?,
@@ -271,7 +271,7 @@ pub fn bloom(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// MPT (MosaicML 2023): linear biases of the scores, and no bias of any matrix or norm.
-pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_368)?,
         hidden: fields.main_size("d_model", 2048)?,
@@ -328,7 +328,7 @@ pub fn mpt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// OPT (Zhang et al. 2022): learnt positions, whose table has two rows before the first position.
-pub fn opt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn opt(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let sizes = Sizes {
         vocabulary: fields.main_size("vocab_size", 50_272)?,
         hidden: fields.main_size("hidden_size", 768)?,

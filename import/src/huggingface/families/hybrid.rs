@@ -2,6 +2,7 @@
 
 use super::experts::sigmoid_router;
 use super::llama::multipliers;
+use super::mamba::{Stacked, stacked};
 use crate::huggingface::attention::SelfAttention;
 use crate::huggingface::blocks::{Activation, Builder, Norm};
 use crate::huggingface::config::{Fields, MAX_SIZE};
@@ -30,7 +31,7 @@ fn bounded(fields: &Fields<'_>, keys: [&str; 2], inner: u64, shared: u64) -> Res
 }
 
 /// Mamba-2 (Dao and Gu 2024): state spaces only.
-pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let hidden = fields.main_size("hidden_size", 4096)?;
     let heads = fields.main_size("num_heads", 128)?;
     let head_width = fields.size_or("head_dim", 64)?;
@@ -58,35 +59,8 @@ pub fn mamba2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     fields.ignore(&["rescale_prenorm_residual", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor"]);
     fields.ignore(&["time_step_scale", "time_step_init_scheme", "rms_norm", "norm_before_gate"]);
     let norm = Norm::rms(eps);
-    let layer = Layer {
-        mixer: ("mixer", Mixer::StateSpace(mixer)),
-        feeds: Vec::new(),
-        order: Order::Sequential { mixer: Around::before("norm"), feed: Around::default() },
-        norm,
-        residual: 1.0,
-        wide: fields.flag_or("residual_in_fp32", true)?,
-    };
-    let layers = fields.main_layers("num_hidden_layers", 64)?;
-    let decoder = Decoder {
-        names: Names {
-            model: "backbone",
-            embedding: "embeddings",
-            layers: "layers",
-            final_norm: "norm_f",
-            head: "lm_head",
-        },
-        vocabulary: fields.main_size("vocab_size", 32_768)?,
-        hidden,
-        // There is no limit. This is the length that the models were trained on.
-        positions: 2048,
-        embedding: Embedding::default(),
-        ropes: Vec::new(),
-        halves: RotaryHalves::Split,
-        layers: vec![layer; layers as usize],
-        final_norm: Some(norm),
-        head: Head { tied: fields.flag_or("tie_word_embeddings", false)?, bias: false, scale: 1.0, cap: None },
-    };
-    decoder.build(b)
+    let defaults = Stacked { layers: 64, vocabulary: 32_768, tied: false };
+    stacked(fields, b, Mixer::StateSpace(mixer), norm, hidden, defaults)
 }
 
 /// The state space of a hybrid, whose fields begin with `mamba_`.
@@ -121,7 +95,7 @@ fn state_space(fields: &Fields<'_>, hidden: u64, eps: f64) -> Result<StateSpace,
 }
 
 /// Bamba (IBM, Princeton and UIUC 2024): attention in a few layers.
-pub fn bamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn bamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 128_000, inner: 14_336, kv_heads: Some(8), eps: 1e-5, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { positions: 262_144, partial: 0.5, ..defaults })?;
     let (bias, mlp_bias) = (fields.flag_or("attention_bias", false)?, fields.flag_or("mlp_bias", false)?);
@@ -143,7 +117,7 @@ pub fn bamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Granite 4 (IBM 2025): attention in a few layers, with or without experts, and a shared perceptron.
-pub fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     let bias = fields.flag_or("attention_bias", false)?;
     decoder.each_attention(|_, attention| *attention = attention.clone().with_biases(bias, bias));
@@ -193,28 +167,10 @@ pub fn granitemoehybrid(fields: &Fields<'_>, b: &mut Builder) -> Result<(), Conf
 
 /// Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is one of a state space, attention without positions, a perceptron, and
 /// experts without gates.
-pub fn nemotron_h(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn nemotron_h(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let hidden = fields.main_size("hidden_size", 4096)?;
     let eps = fields.positive_or("layer_norm_epsilon", 1e-5)?;
-    let heads = fields.main_size("mamba_num_heads", 128)?;
-    let head_width = fields.size_or("mamba_head_dim", 64)?;
-    let groups = fields.size_or("n_groups", 8)?;
-    fields.divides("mamba_num_heads", heads, "n_groups", groups)?;
-    let state = fields.size_or("ssm_state_size", 128)?;
-    bounded(fields, ["mamba_head_dim", "ssm_state_size"], heads * head_width, groups * state)?;
-    let state_space = StateSpace {
-        heads,
-        head_width,
-        state,
-        groups,
-        kernel: fields.size_or("conv_kernel", 4)?,
-        chunk: fields.size_or("chunk_size", 128)?,
-        bias: fields.flag_or("use_bias", false)?,
-        conv_bias: fields.flag_or("use_conv_bias", true)?,
-        activation: Activation::read(fields, "mamba_hidden_act", "silu")?,
-        eps,
-        step_limits: (fields.positive_or("time_step_min", 0.001)?, f64::INFINITY),
-    };
+    let state_space = nemotron_state_space(fields, eps)?;
     let defaults = Defaults { kv_heads: Some(8), head_width: Some(128), ..Defaults::LLAMA };
     let attention = SelfAttention::read(fields, hidden, &defaults)?;
     let activation = Activation::read(fields, "mlp_hidden_act", "relu2")?;
@@ -283,6 +239,28 @@ pub fn nemotron_h(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErro
         head: Head { tied: false, bias: false, scale: 1.0, cap: None },
     };
     decoder.build(b)
+}
+
+fn nemotron_state_space(fields: &Fields<'_>, eps: f64) -> Result<StateSpace, ConfigError> {
+    let heads = fields.main_size("mamba_num_heads", 128)?;
+    let head_width = fields.size_or("mamba_head_dim", 64)?;
+    let groups = fields.size_or("n_groups", 8)?;
+    fields.divides("mamba_num_heads", heads, "n_groups", groups)?;
+    let state = fields.size_or("ssm_state_size", 128)?;
+    bounded(fields, ["mamba_head_dim", "ssm_state_size"], heads * head_width, groups * state)?;
+    Ok(StateSpace {
+        heads,
+        head_width,
+        state,
+        groups,
+        kernel: fields.size_or("conv_kernel", 4)?,
+        chunk: fields.size_or("chunk_size", 128)?,
+        bias: fields.flag_or("use_bias", false)?,
+        conv_bias: fields.flag_or("use_conv_bias", true)?,
+        activation: Activation::read(fields, "mamba_hidden_act", "silu")?,
+        eps,
+        step_limits: (fields.positive_or("time_step_min", 0.001)?, f64::INFINITY),
+    })
 }
 
 /// The experts of Nemotron 3, beside a shared perceptron.

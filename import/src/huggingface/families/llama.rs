@@ -7,7 +7,7 @@ use crate::huggingface::decoder::{Around, Decoder, Defaults, Feed, Order, Plain}
 use crate::huggingface::error::ConfigError;
 
 /// Llama 1 to 3 (Touvron et al. 2023).
-pub fn llama(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn llama(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     biases(fields, &mut decoder)?;
     decoder.build(b)
@@ -22,7 +22,7 @@ fn biases(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError>
 }
 
 /// Mistral (Jiang et al. 2023): all layers have a window.
-pub fn mistral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn mistral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { inner: 14_336, kv_heads: Some(8), positions: 131_072, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &defaults)?;
     let window = window_or(fields, 4096)?;
@@ -31,7 +31,7 @@ pub fn mistral(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
 }
 
 /// Qwen2 and Qwen2.5: biases of q, k and v, and optionally a window in the layers from `max_window_layers` on.
-pub fn qwen2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn qwen2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, inner: 22_016, positions: 32_768, ..Defaults::LLAMA };
     let mut defaults = Defaults { kv_heads: Some(32), ..defaults };
     if is_part(fields)? {
@@ -47,7 +47,7 @@ pub fn qwen2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Qwen3: norms of queries and keys.
-pub fn qwen3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn qwen3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 151_936, inner: 22_016, positions: 32_768, ..Defaults::LLAMA };
     let mut defaults = Defaults { kv_heads: Some(32), head_width: Some(128), ..defaults };
     if is_part(fields)? {
@@ -61,12 +61,12 @@ pub fn qwen3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Returns true if the fields are those of a decoder in a model of images and text.
-pub fn is_part(fields: &Fields<'_>) -> Result<bool, ConfigError> {
+pub(crate) fn is_part(fields: &Fields<'_>) -> Result<bool, ConfigError> {
     Ok(fields.word_or("model_type", "")?.contains("_vl"))
 }
 
 /// Adds norms `q_norm` and `k_norm` of the same kind as the layer's own.
-pub fn qk_norms(decoder: &mut Decoder, over: NormOver) {
+pub(crate) fn qk_norms(decoder: &mut Decoder, over: NormOver) {
     let Some(norm) = decoder.layers.first().map(|layer| layer.norm) else { return };
     let qk_norm = QkNorm { names: ["q_norm", "k_norm"], norm, over, after_rotary: false };
     decoder.each_attention(|_, attention| attention.qk_norm = Some(qk_norm));
@@ -84,13 +84,13 @@ fn qwen_windows(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), Config
 }
 
 /// `sliding_window`, or `default` if it is missing, or `None` if it is null.
-pub fn window_or(fields: &Fields<'_>, default: u64) -> Result<Option<u64>, ConfigError> {
+pub(crate) fn window_or(fields: &Fields<'_>, default: u64) -> Result<Option<u64>, ConfigError> {
     let stated = fields.optional_size("sliding_window")?;
     Ok(stated.or((!fields.is_null("sliding_window")).then_some(default)))
 }
 
 /// SmolLM3: every fourth layer has no positions.
-pub fn smollm3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn smollm3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(
         fields,
         b,
@@ -117,7 +117,7 @@ pub fn smollm3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
 }
 
 /// Removes positions from the layers that `no_rope_layers` marks with 0. Returns for each layer if it has positions.
-pub fn turned_layers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<Vec<bool>, ConfigError> {
+pub(crate) fn turned_layers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<Vec<bool>, ConfigError> {
     let layers = decoder.layers.len();
     let interval = fields.size_or("no_rope_layer_interval", 4)?;
     let turned = match fields.numbers("no_rope_layers")?.filter(|listed| !listed.is_empty()) {
@@ -130,7 +130,7 @@ pub fn turned_layers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<Vec<b
 }
 
 /// Ernie 4.5: interleaved rotary pairs.
-pub fn ernie4_5(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn ernie4_5(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(
         fields,
         b,
@@ -157,7 +157,7 @@ pub fn ernie4_5(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
 }
 
 /// Phi-3 and Phi-4: joined matrices.
-pub fn phi3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn phi3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 32_064, hidden: 3072, inner: 8192, positions: 4096, ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { eps: 1e-5, ..defaults })?;
     decoder.join_matrices();
@@ -167,7 +167,7 @@ pub fn phi3(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// OLMo (Groeneveld et al. 2024): layer norms without weights.
-pub fn olmo(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn olmo(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm { weight: false, bias: false, ..Norm::layer(1e-5) };
     let defaults = Defaults { vocabulary: 50_304, ..Defaults::LLAMA };
     let mut decoder = Decoder::with_norm(fields, b, &defaults, norm)?;
@@ -177,7 +177,7 @@ pub fn olmo(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Sets the limit to which `clip_qkv` clamps the projections.
-pub fn clip(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
+pub(crate) fn clip(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
     if fields.has("clip_qkv") {
         let most = fields.positive("clip_qkv")?;
         decoder.each_attention(|_, attention| attention.clip = Some(most));
@@ -186,7 +186,7 @@ pub fn clip(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigErro
 }
 
 /// OLMo 2 and 3 (OLMo team 2024): norms of each part's result, and of all queries and all keys of a token.
-pub fn olmo2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn olmo2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let newer = fields.word_or("model_type", "")? == "olmo3";
     let defaults = Defaults { vocabulary: 50_304, eps: 1e-5, ..Defaults::LLAMA };
     let theta = if newer { 500_000.0 } else { defaults.theta };
@@ -212,7 +212,7 @@ pub fn olmo2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 }
 
 /// Granite: factors of the embeddings, of the scores, of results added to the residual stream, and of the logits.
-pub fn granite(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn granite(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let mut decoder = Decoder::llama(fields, b, &Defaults::LLAMA)?;
     biases(fields, &mut decoder)?;
     multipliers(fields, &mut decoder)?;
@@ -220,7 +220,7 @@ pub fn granite(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> 
 }
 
 /// Sets the factors of Granite.
-pub fn multipliers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
+pub(crate) fn multipliers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), ConfigError> {
     decoder.embedding.scale = Some(fields.positive_or("embedding_multiplier", 1.0)?);
     decoder.head.scale = 1.0 / fields.positive_or("logits_scaling", 1.0)?;
     let (scores, residual) =
@@ -232,7 +232,7 @@ pub fn multipliers(fields: &Fields<'_>, decoder: &mut Decoder) -> Result<(), Con
 
 /// Nemotron-4 (Parmar et al. 2024): perceptrons with a squared ReLU and no gate, layer norms that store their weight
 /// minus one, and rotary positions in a part of each head.
-pub fn nemotron(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn nemotron(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm { less_one: true, ..Norm::layer(fields.positive_or("norm_eps", 1e-5)?) };
     let defaults = Defaults { vocabulary: 256_000, hidden: 6144, inner: 24_576, heads: 48, ..Defaults::LLAMA };
     let defaults = Defaults { positions: 4096, activation: "relu2", partial: 0.5, ..defaults };
@@ -243,7 +243,7 @@ pub fn nemotron(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
 }
 
 /// StarCoder2 (Lozhkov et al. 2024): layer norms, perceptrons without a gate, and biases.
-pub fn starcoder2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn starcoder2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm::layer(fields.positive_or("norm_epsilon", 1e-5)?);
     let defaults = Defaults { vocabulary: 49_152, hidden: 3072, inner: 12_288, layers: 30, ..Defaults::LLAMA };
     let defaults = Defaults { heads: 24, kv_heads: Some(2), activation: "gelu_pytorch_tanh", ..defaults };
@@ -260,7 +260,7 @@ pub fn starcoder2(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigErro
 
 /// StableLM: layer norms, and rotary positions in a part of each head. The larger models run both parts of a layer in
 /// parallel.
-pub fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm::layer(fields.positive_or("layer_norm_eps", 1e-5)?);
     let defaults = Defaults { vocabulary: 50_304, hidden: 2560, inner: 6912, kv_heads: Some(32), ..Defaults::LLAMA };
     let mut decoder = Decoder::with_norm(fields, b, &Defaults { positions: 4096, partial: 0.25, ..defaults }, norm)?;
@@ -280,7 +280,7 @@ pub fn stablelm(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError>
 }
 
 /// Phi-1 and Phi-2: both parts of a layer in parallel under one norm, and biases everywhere.
-pub fn phi(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn phi(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let norm = Norm::layer(fields.positive_or("layer_norm_eps", 1e-5)?);
     let defaults = Defaults { vocabulary: 51_200, hidden: 2048, inner: 8192, layers: 24, ..Defaults::LLAMA };
     let defaults = Defaults { activation: "gelu_new", partial: 0.5, ..defaults };
@@ -304,7 +304,7 @@ pub fn phi(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
 
 impl Decoder {
     /// Removes the gate from each perceptron and names its two matrices.
-    pub fn plain_feeds(&mut self, up: &'static str, down: &'static str) {
+    fn plain_feeds(&mut self, up: &'static str, down: &'static str) {
         self.each(|_, layer| {
             for (_, feed) in &mut layer.feeds {
                 if let Feed::Gated(gated) = *feed {

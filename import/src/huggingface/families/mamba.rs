@@ -24,12 +24,12 @@ fn bounded(fields: &Fields<'_>, keys: [&'static str; 2], mixer: &Selective) -> R
 }
 
 /// Mamba (Gu and Dao 2023).
-pub fn mamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn mamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     state_spaces(fields, b, None)
 }
 
 /// Falcon Mamba (TII 2024): norms without weights inside the state space.
-pub fn falcon_mamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn falcon_mamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let eps = fields.positive_or("mixer_rms_eps", 1e-6)?;
     state_spaces(fields, b, Some(Norm { weight: false, ..Norm::rms(eps) }))
 }
@@ -54,15 +54,35 @@ fn state_spaces(fields: &Fields<'_>, b: &mut Builder, inside: Option<Norm>) -> R
     fields.ignore(&["time_step_scale", "time_step_init_scheme", "rms_norm", "fused_add_norm"]);
     fields.ignore(&["use_mambapy", "use_associative_scan"]);
     let norm = Norm::rms(fields.positive_or("layer_norm_epsilon", 1e-5)?);
+    let defaults = Stacked { layers: 32, vocabulary: 50_280, tied: true };
+    stacked(fields, b, Mixer::Selective(mixer), norm, hidden, defaults)
+}
+
+/// Sizes of a config without them.
+pub(super) struct Stacked {
+    pub layers: u64,
+    pub vocabulary: u64,
+    pub tied: bool,
+}
+
+/// Builds a decoder whose layers are a norm and a mixer each.
+pub(super) fn stacked(
+    fields: &Fields<'_>,
+    b: &mut Builder,
+    mixer: Mixer,
+    norm: Norm,
+    hidden: u64,
+    defaults: Stacked,
+) -> Result<(), ConfigError> {
     let layer = Layer {
-        mixer: ("mixer", Mixer::Selective(mixer)),
+        mixer: ("mixer", mixer),
         feeds: Vec::new(),
         order: Order::Sequential { mixer: Around::before("norm"), feed: Around::default() },
         norm,
         residual: 1.0,
         wide: fields.flag_or("residual_in_fp32", true)?,
     };
-    let layers = fields.main_layers("num_hidden_layers", 32)?;
+    let layers = fields.main_layers("num_hidden_layers", defaults.layers)?;
     let decoder = Decoder {
         names: Names {
             model: "backbone",
@@ -71,7 +91,7 @@ fn state_spaces(fields: &Fields<'_>, b: &mut Builder, inside: Option<Norm>) -> R
             final_norm: "norm_f",
             head: "lm_head",
         },
-        vocabulary: fields.main_size("vocab_size", 50_280)?,
+        vocabulary: fields.main_size("vocab_size", defaults.vocabulary)?,
         hidden,
         // There is no limit. This is the length that the models were trained on.
         positions: 2048,
@@ -80,13 +100,13 @@ fn state_spaces(fields: &Fields<'_>, b: &mut Builder, inside: Option<Norm>) -> R
         halves: RotaryHalves::Split,
         layers: vec![layer; layers as usize],
         final_norm: Some(norm),
-        head: Head { tied: fields.flag_or("tie_word_embeddings", true)?, bias: false, scale: 1.0, cap: None },
+        head: Head { tied: fields.flag_or("tie_word_embeddings", defaults.tied)?, bias: false, scale: 1.0, cap: None },
     };
     decoder.build(b)
 }
 
 /// Jamba (AI21 2024): attention without positions in a few layers, experts in some, and norms inside state spaces.
-pub fn jamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
+pub(crate) fn jamba(fields: &Fields<'_>, b: &mut Builder) -> Result<(), ConfigError> {
     let defaults = Defaults { vocabulary: 65_536, inner: 14_336, kv_heads: Some(8), ..Defaults::LLAMA };
     let mut decoder = Decoder::llama(fields, b, &Defaults { positions: 262_144, ..defaults })?;
     let norm = decoder.layers.first().map_or(Norm::rms(1e-6), |layer| layer.norm);

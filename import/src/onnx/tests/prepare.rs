@@ -272,6 +272,6 @@ fn tables_are_bounded_in_all_and_new_opsets_are_told() {
     assert!(read(&file(3)).is_ok());
     refused(file(600), "have more than");
     let mut newer = file(1);
-    newer.opset_import[0].version = LAST_OPSET + 1;
-    assert_eq!(read(&newer).unwrap().notes, [Note::NewerOpset { version: LAST_OPSET + 1 }]);
+    newer.opset_import[0].version = report::LAST_OPSET + 1;
+    assert_eq!(read(&newer).unwrap().notes, [Note::NewerOpset { version: report::LAST_OPSET + 1 }]);
 }

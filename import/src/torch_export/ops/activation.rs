@@ -3,7 +3,7 @@
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("relu", Function(|c| of(c, a::relu))),
     ("relu6", Function(|c| of(c, a::relu6))),
     ("silu", Function(|c| of(c, a::silu))),

@@ -4,7 +4,7 @@ use super::*;
 use Lowering::Function;
 use altiplano_ir::op::DotGeneral;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("linear", Function(linear)),
     ("matmul", Function(|c| product(c, "self", "other"))),
     ("linalg_matmul", Function(|c| product(c, "self", "other"))),

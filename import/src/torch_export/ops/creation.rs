@@ -3,7 +3,7 @@
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("full", Function(|c| filled(c, None))),
     ("zeros", Function(|c| filled(c, Some(0.0)))),
     ("ones", Function(|c| filled(c, Some(1.0)))),

@@ -3,7 +3,7 @@
 use super::*;
 use Lowering::{Compare, Function, Logical, OfFloats, OfNumbers, ToWhole};
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("exp", OfFloats(Unary::Exponential)),
     ("expm1", OfFloats(Unary::ExponentialMinusOne)),
     ("special_expm1", OfFloats(Unary::ExponentialMinusOne)),

@@ -4,7 +4,7 @@ use super::*;
 use Lowering::Function;
 use altiplano_ir::types::TensorType;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("max_pool1d", Function(max_pool)),
     ("max_pool2d", Function(max_pool)),
     ("max_pool3d", Function(max_pool)),

@@ -6,7 +6,7 @@ use super::*;
 use Lowering::Function;
 use altiplano_ir::op::{Combine, Gather, GatherDims, OutOfBounds, Scatter, ScatterAdd};
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("embedding", Function(embedding)),
     ("embedding_bag", Function(embedding_bag)),
     ("_embedding_bag", Function(embedding_bag)),

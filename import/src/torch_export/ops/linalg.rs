@@ -7,7 +7,7 @@
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("linalg_cholesky", Function(cholesky)),
     ("cholesky", Function(cholesky)),
     ("linalg_cholesky_ex", Function(cholesky)),

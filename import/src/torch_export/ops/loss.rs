@@ -3,7 +3,7 @@
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("cross_entropy_loss", Function(cross_entropy)),
     ("nll_loss", Function(nll)),
     ("nll_loss2d", Function(nll)),

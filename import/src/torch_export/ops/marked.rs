@@ -81,7 +81,7 @@ const ENDS: &[&str] = &[
 ];
 
 /// True if an op may take marked rows. `keeps` means that all its results have the same number of rows.
-pub fn may_take(name: &str, keeps: bool) -> bool {
+pub(crate) fn may_take(name: &str, keeps: bool) -> bool {
     let name = name.trim_end_matches('_');
     let by_row = BY_ROW.contains(&name)
         || super::elementwise::TABLE.iter().chain(super::activation::TABLE).any(|(known, _)| *known == name);
@@ -90,7 +90,7 @@ pub fn may_take(name: &str, keeps: bool) -> bool {
 }
 
 /// The positions of all rows of a mask, one value for each of its dimensions.
-pub fn mark(c: &mut Call<'_>, condition: ValueId) -> Result<Vec<ValueId>, Reject> {
+pub(crate) fn mark(c: &mut Call<'_>, condition: ValueId) -> Result<Vec<ValueId>, Reject> {
     let mask = a::convert(c.g(), condition, DType::Bool)?;
     let shape = c.shape_of(mask);
     let count: u64 = shape.iter().product();
@@ -107,7 +107,7 @@ pub fn mark(c: &mut Call<'_>, condition: ValueId) -> Result<Vec<ValueId>, Reject
 }
 
 /// `nonzero`: the positions as the rows of one tensor.
-pub fn nonzero(c: &mut Call<'_>) -> Lowered {
+pub(crate) fn nonzero(c: &mut Call<'_>) -> Lowered {
     let x = c.first()?;
     if c.constant(x).is_some() {
         return Err(data_dependent());
@@ -194,7 +194,7 @@ fn parts(c: &Call<'_>, x: ValueId, at: &Indices) -> Result<[Vec<u64>; 3], Reject
 }
 
 /// `x[positions]` or `x[mask]`; `None` if no index is a position or a mask.
-pub fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
+pub(crate) fn index(c: &mut Call<'_>, x: ValueId) -> Result<Option<ValueId>, Reject> {
     let Some(at) = indices(c)? else { return Ok(None) };
     let [before, of_mask, behind] = parts(c, x, &at)?;
     let wide = [before.as_slice(), &of_mask, &behind].concat();
@@ -292,13 +292,13 @@ fn unmarked(c: &Call<'_>) -> Result<Option<ValueId>, Reject> {
 }
 
 /// `index_put` at marked positions; `None` if no index holds any.
-pub fn index_put(c: &mut Call<'_>, x: ValueId, values: ValueId, adds: bool) -> Result<Option<ValueId>, Reject> {
+pub(crate) fn index_put(c: &mut Call<'_>, x: ValueId, values: ValueId, adds: bool) -> Result<Option<ValueId>, Reject> {
     let Some(at) = indices(c)? else { return unmarked(c) };
     put(c, x, &at, values, adds).map(Some)
 }
 
 /// `index_add` at marked positions; `None` if the index is of another kind.
-pub fn index_add(c: &mut Call<'_>, source: ValueId) -> Result<Option<ValueId>, Reject> {
+pub(crate) fn index_add(c: &mut Call<'_>, source: ValueId) -> Result<Option<ValueId>, Reject> {
     let (x, index) = (c.first()?, c.tensor("index")?);
     let Some((mask, dim)) = positions(c, index) else { return unmarked(c) };
     let rank = c.rank(x);

@@ -10,7 +10,7 @@ use Lowering::{Function, Ignored, Sizes};
 use altiplano_ir::literal::Literal;
 use std::rc::Rc;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("sym_size", Function(size_of_dim)),
     ("sym_stride", Function(|_| Err(Reject::Unsupported("")))),
     ("sym_numel", Function(elements)),

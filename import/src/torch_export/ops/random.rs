@@ -7,7 +7,7 @@ use altiplano_ir::op::{Threefry, ThreefryWord};
 use altiplano_ir::rng::RANDOM_KEY;
 use altiplano_ir::types::TensorType;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("dropout", Function(dropout)),
     ("native_dropout", Function(dropout)),
     ("feature_dropout", Function(feature_dropout)),
@@ -63,7 +63,7 @@ fn chosen(c: &mut Call<'_>, shape: &[u64], p: f64) -> Result<ValueId, Reject> {
 }
 
 /// Zeros a fraction `p` of the elements of `x`, and scales up the others.
-pub fn dropped(c: &mut Call<'_>, x: ValueId, p: f64) -> Result<ValueId, Reject> {
+pub(crate) fn dropped(c: &mut Call<'_>, x: ValueId, p: f64) -> Result<ValueId, Reject> {
     let shape = c.shape_of(x);
     let keep = chosen(c, &shape, 1.0 - p)?;
     apply(c, x, keep, p)
@@ -192,7 +192,7 @@ fn scaled_uniform(c: &mut Call<'_>) -> Lowered {
 }
 
 /// Uniform numbers between two bounds, in the shape and type of `like`.
-pub fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<ValueId, Reject> {
+pub(crate) fn between(c: &mut Call<'_>, like: ValueId, from: f64, to: f64) -> Result<ValueId, Reject> {
     let (shape, dtype) = (c.shape_of(like), c.dtype_of(like));
     let x = uniform(c, &shape)?;
     let x = number(c, Binary::Multiply, x, to - from)?;

@@ -5,7 +5,7 @@ use super::*;
 use Lowering::Function;
 use altiplano_ir::array::{Cell, Gate, MOST_STEPS, Recurrent};
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("lstm", Function(|c| layers(c, &lstm()))),
     ("gru", Function(|c| layers(c, &gru()))),
     ("rnn_tanh", Function(|c| layers(c, &Cell::Rnn { activation: Gate::Tanh }))),

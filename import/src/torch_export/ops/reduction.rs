@@ -3,7 +3,7 @@
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("sum", Lowering::Reduce(Reducer::Sum)),
     ("prod", Lowering::Reduce(Reducer::Product)),
     ("amax", Lowering::Reduce(Reducer::Max)),
@@ -55,7 +55,7 @@ fn widened(c: &mut Call<'_>, x: ValueId) -> Result<ValueId, Reject> {
     Ok(a::convert(c.g(), x, dtype)?)
 }
 
-pub fn reduce(c: &mut Call<'_>, reducer: Reducer) -> Lowered {
+pub(crate) fn reduce(c: &mut Call<'_>, reducer: Reducer) -> Lowered {
     let x = c.first()?;
     let x = match reducer {
         Reducer::Sum | Reducer::Product => widened(c, x)?,

@@ -7,7 +7,7 @@ use super::*;
 use Lowering::Function;
 use altiplano_ir::op::{Gather, GatherDims, OutOfBounds};
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("grid_sampler", Function(grid_sampler)),
     ("grid_sampler_2d", Function(grid_sampler)),
     ("grid_sampler_3d", Function(grid_sampler)),
@@ -177,10 +177,23 @@ fn cubic(
         }
         taps.push(own);
     }
+    weighted(c, image, None, &taps[0], &taps[1])
+}
+
+/// The sum of pixels at all pairs of places, each with the product of its weights, in one image of several if `which`
+/// says so.
+fn weighted(
+    c: &mut Call<'_>,
+    image: ValueId,
+    which: Option<ValueId>,
+    rows: &[(ValueId, ValueId)],
+    columns: &[(ValueId, ValueId)],
+) -> Result<ValueId, Reject> {
     let mut sum: Option<ValueId> = None;
-    for &(y, of_y) in &taps[0] {
-        for &(x, of_x) in &taps[1] {
-            let found = pixels(c, image, &[y, x])?;
+    for &(y, of_y) in rows {
+        for &(x, of_x) in columns {
+            let place: Vec<ValueId> = which.into_iter().chain([y, x]).collect();
+            let found = pixels(c, image, &place)?;
             let weight = two(c, Binary::Multiply, of_y, of_x)?;
             let weight = a::unsqueeze(c.g(), weight, -1)?;
             let term = two(c, Binary::Multiply, found, weight)?;
@@ -355,7 +368,6 @@ fn roi_align(c: &mut Call<'_>) -> Lowered {
     // Images become a third spatial dimension, with integer positions.
     let stacked = a::move_dim(c.g(), image, 1, 0)?;
     let stacked = a::unsqueeze(c.g(), stacked, 0)?;
-    let mut sum = None;
     let mut sides = Vec::new();
     for at in [y, x] {
         let low = one(c, Unary::Floor, at)?;
@@ -363,19 +375,7 @@ fn roi_align(c: &mut Call<'_>) -> Lowered {
         let rest = times(c, share, -1.0)?;
         sides.push([(low, moved(c, rest, 1.0)?), (moved(c, low, 1.0)?, share)]);
     }
-    for (at_y, of_y) in sides[0] {
-        for (at_x, of_x) in sides[1] {
-            let found = pixels(c, stacked, &[which, at_y, at_x])?;
-            let weight = two(c, Binary::Multiply, of_y, of_x)?;
-            let weight = a::unsqueeze(c.g(), weight, -1)?;
-            let term = two(c, Binary::Multiply, found, weight)?;
-            sum = Some(match sum {
-                Some(sum) => two(c, Binary::Add, sum, term)?,
-                None => term,
-            });
-        }
-    }
-    let Some(sum) = sum else { return problem("has no samples") };
+    let sum = weighted(c, stacked, Some(which), &sides[0], &sides[1])?;
     let seen = two(c, Binary::And, y_seen, x_seen)?;
     let seen = a::unsqueeze(c.g(), seen, -1)?;
     let zero = a::full_like(c.g(), sum, 0.0)?;

@@ -5,7 +5,7 @@ use super::super::memory::View;
 use super::*;
 use Lowering::Function;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("view", Function(view)),
     ("_unsafe_view", Function(copy_of_view)),
     ("view_copy", Function(copy_of_view)),
@@ -296,7 +296,7 @@ fn select(c: &mut Call<'_>) -> Lowered {
 }
 
 /// The slice of a dimension for the bounds of a Python slice.
-pub fn part(dim: usize, size: u64, start: Option<i64>, end: Option<i64>, step: i64) -> Result<View, Reject> {
+pub(crate) fn part(dim: usize, size: u64, start: Option<i64>, end: Option<i64>, step: i64) -> Result<View, Reject> {
     let step = u64::try_from(step).ok().filter(|&s| s > 0).ok_or_else(|| other("slices with a step below one"))?;
     let inside = |at: i64| if at < 0 { at.saturating_add(size as i64).max(0) } else { at.min(size as i64) } as u64;
     let (start, end) = (inside(start.unwrap_or(0)), inside(end.unwrap_or(i64::MAX)));

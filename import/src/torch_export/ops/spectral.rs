@@ -9,7 +9,7 @@ use altiplano_ir::array::fourier as f;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::types::TensorType;
 
-pub const TABLE: &[(&str, Lowering)] = &[
+pub(crate) const TABLE: &[(&str, Lowering)] = &[
     ("fft_fftshift", Function(|c| shift(c, false))),
     ("fft_ifftshift", Function(|c| shift(c, true))),
     ("fft_fftfreq", Function(|c| frequencies(c, false))),
@@ -19,7 +19,7 @@ pub const TABLE: &[(&str, Lowering)] = &[
 ];
 
 /// Lowers transforms, which take or return complex numbers.
-pub fn complex(c: &mut Call<'_>, name: &str) -> Result<Option<Found>, Reject> {
+pub(crate) fn complex(c: &mut Call<'_>, name: &str) -> Result<Option<Found>, Reject> {
     let one = |c: &Call<'_>| Ok::<_, Reject>(vec![c.int("dim", -1)?]);
     let two = |c: &Call<'_>| Ok::<_, Reject>(c.maybe_ints("dim")?.unwrap_or(vec![-2, -1]));
     Ok(Some(match name {
@@ -107,7 +107,7 @@ fn of_complex(c: &mut Call<'_>, dims: Vec<i64>, inverse: bool) -> Result<Found, 
     let mut by = 1.0;
     for &dim in &dims {
         by *= factor(c, c.shape_of(x.0)[dim] as f64, inverse)?;
-        let [re, im] = f::fourier(c.g(), x, dim, inverse)?;
+        let [re, im] = f::fourier(c.g(), k::Operand { re: x.0, im: x.1 }, dim, inverse)?;
         x = (re, Some(im));
     }
     let pair = match x {
@@ -125,7 +125,7 @@ fn to_half(c: &mut Call<'_>, dims: Vec<i64>) -> Result<Found, Reject> {
     let mut pair = f::real_fourier(c.g(), x, last)?;
     for &dim in others.iter().rev() {
         by *= factor(c, c.shape_of(pair[0])[dim] as f64, false)?;
-        pair = f::fourier(c.g(), (pair[0], Some(pair[1])), dim, false)?;
+        pair = f::fourier(c.g(), pair, dim, false)?;
     }
     Ok(Found::Pair(k::scaled_by(c.g(), pair, by)?))
 }
@@ -153,7 +153,7 @@ fn from_half(c: &mut Call<'_>, dims: Vec<i64>) -> Result<Found, Reject> {
             (re, im) = (resized(c, re, dim, size)?, resized(c, im, dim, size)?);
         }
         by *= factor(c, c.shape_of(re)[dim] as f64, true)?;
-        [re, im] = f::fourier(c.g(), (re, Some(im)), dim, true)?;
+        [re, im] = f::fourier(c.g(), [re, im], dim, true)?;
     }
     let kept = size / 2 + 1;
     (re, im) = (resized(c, re, last, kept)?, resized(c, im, last, kept)?);
@@ -176,15 +176,14 @@ fn decomposed(c: &mut Call<'_>, name: &str) -> Result<Found, Reject> {
     if name == "_fft_r2c" {
         n *= size as f64;
         let whole = !c.bool("onesided", true)?;
-        let half =
-            if whole { f::fourier(c.g(), (x.0, None), last, false)? } else { f::real_fourier(c.g(), x.0, last)? };
+        let half = if whole { f::fourier(c.g(), x.0, last, false)? } else { f::real_fourier(c.g(), x.0, last)? };
         x = (half[0], Some(half[1]));
         pair = Some(half);
     }
     let rest: Vec<usize> = if name == "_fft_c2c" { dims.clone() } else { others.to_vec() };
     for dim in rest {
         n *= c.shape_of(x.0)[dim] as f64;
-        let done = f::fourier(c.g(), x, dim, inverse)?;
+        let done = f::fourier(c.g(), k::Operand { re: x.0, im: x.1 }, dim, inverse)?;
         x = (done[0], Some(done[1]));
         pair = Some(done);
     }
@@ -263,7 +262,7 @@ fn stft(c: &mut Call<'_>) -> Result<Found, Reject> {
     let half = c.bool("onesided", true)?;
     let mut pair = match half {
         true => f::real_fourier(c.g(), cut, rank)?,
-        false => f::fourier(c.g(), (cut, None), rank, false)?,
+        false => f::fourier(c.g(), cut, rank, false)?,
     };
     if c.bool("normalized", false)? {
         pair = k::scaled_by(c.g(), pair, 1.0 / (size as f64).sqrt())?;

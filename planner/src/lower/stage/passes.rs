@@ -171,13 +171,11 @@ impl<'a> StageLowering<'a> {
         let graph = &cx.training.graph;
         let operands = &graph.node(n).operands;
         let available: Vec<Available> = operands.iter().map(|&o| self.available(b, forward, o)).collect();
-        let strategy = cx.choose(n, &available, wanted.cloned());
-        let rule = graph.rule(n);
-        let shardings = rule.shardings(&strategy, &cx.mesh);
+        let (strategy, shardings) = cx.choose(n, &available, wanted.cloned());
         for (&o, to) in operands.iter().zip(&shardings.operands) {
             self.fetch(b, forward, o, to);
         }
-        b.emit(n, &rule, &strategy, &shardings);
+        b.emit(n, cx.rule(n), &strategy, &shardings);
     }
 
     /// Adds this microbatch's gradient of `p` to its accumulator, if there is one.

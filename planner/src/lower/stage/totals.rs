@@ -62,12 +62,11 @@ impl<'a> StageLowering<'a> {
                 _ => Available::Layouts(b.layouts(o).iter().map(|(s, _)| s.clone()).collect()),
             };
             let available: Vec<Available> = node.operands.iter().map(available).collect();
-            let (rule, strategy) = (graph.rule(v), cx.choose(v, &available, None));
-            let shardings = rule.shardings(&strategy, &cx.mesh);
+            let (strategy, shardings) = cx.choose(v, &available, None);
             for (&o, to) in node.operands.iter().zip(&shardings.operands) {
                 self.fetch_input(&mut b, o, to);
             }
-            b.emit(v, &rule, &strategy, &shardings);
+            b.emit(v, cx.rule(v), &strategy, &shardings);
         }
         let mut writes = Vec::new();
         for (v, buffer) in self.totals.clone() {

@@ -34,7 +34,7 @@ type Alignments = [u32; 3];
 
 /// cuBLASLt for one device, used by one thread at a time.
 #[derive(Debug)]
-pub struct Blas {
+pub(crate) struct Blas {
     functions: BlasFunctions,
     handle: sys::cublasLtHandle_t,
     precision: SinglePrecision,
@@ -48,7 +48,7 @@ unsafe impl Send for Blas {}
 
 /// The addresses of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Addresses {
+pub(crate) struct Addresses {
     pub lhs: u64,
     pub rhs: u64,
     pub result: u64,
@@ -70,10 +70,10 @@ struct Prepared {
 
 impl Blas {
     /// Enough for the algorithms of Hopper, by NVIDIA's advice.
-    pub const WORKSPACE_BYTES: u64 = 32 << 20;
+    pub(crate) const WORKSPACE_BYTES: u64 = 32 << 20;
 
     /// Opens cuBLASLt. The device's context must be current.
-    pub fn open(search: &Search, precision: SinglePrecision) -> Result<Blas, CudaError> {
+    pub(crate) fn open(search: &Search, precision: SinglePrecision) -> Result<Blas, CudaError> {
         let functions = BlasFunctions::of(&search.open(Kind::CublasLt)?)?;
         let mut handle = null_mut();
         // SAFETY: the call writes a handle.
@@ -83,7 +83,7 @@ impl Blas {
     }
 
     /// Prepares a call, so that running it later only launches.
-    pub fn prepare(&mut self, call: &MatmulCall) -> Result<(), CudaError> {
+    pub(crate) fn prepare(&mut self, call: &MatmulCall) -> Result<(), CudaError> {
         let (description, starts) = gemm(call);
         let types = [call.lhs.dtype, call.rhs.dtype, call.result.dtype];
         let alignments = alignments(&description, &starts, types);
@@ -94,7 +94,7 @@ impl Blas {
     ///
     /// # Safety
     /// The regions must hold the matrices of the call and stay allocated until it is done.
-    pub unsafe fn run(&mut self, stream: &Stream, call: &MatmulCall, at: Addresses) -> Result<(), CudaError> {
+    pub(crate) unsafe fn run(&mut self, stream: &Stream, call: &MatmulCall, at: Addresses) -> Result<(), CudaError> {
         let (description, starts) = gemm(call);
         let accumulate = description.accumulate;
         let types = [call.lhs.dtype, call.rhs.dtype, call.result.dtype];

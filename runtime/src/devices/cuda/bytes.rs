@@ -4,19 +4,19 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::op::Reducer;
 
 /// Encodes elements in the type's own format.
-pub fn encode(dtype: DType, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+pub(crate) fn encode(dtype: DType, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
     let width = dtype.bytes() as usize;
     let element = |value: f64| dtype.to_bits(dtype.round(value)).to_le_bytes().into_iter().take(width);
     values.into_iter().flat_map(element).collect()
 }
 
 /// Decodes elements from the type's own format.
-pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     bytes.chunks_exact(dtype.bytes() as usize).map(|chunk| element(dtype, chunk)).collect()
 }
 
 /// Reduces the elements of several members, in their order.
-pub fn reduced(dtype: DType, reducer: Reducer, members: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn reduced(dtype: DType, reducer: Reducer, members: &[&[u8]]) -> Vec<u8> {
     let size = dtype.bytes() as usize;
     let length = members.first().map_or(0, |first| first.len());
     let mut result = Vec::with_capacity(length);

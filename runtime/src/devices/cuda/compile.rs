@@ -7,13 +7,13 @@ use super::driver::Architecture;
 use super::error::CudaError;
 use super::functions::NvrtcFunctions;
 use super::library::{Found, Kind, Search};
+use crate::files;
 use crate::loops::cuda::{PRELUDE, Text};
 use cudarc::nvrtc::sys::nvrtcProgram;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 
 /// NVRTC with its cache.
 #[derive(Clone, Debug)]
@@ -210,19 +210,12 @@ fn kept(file: &Path, key: &str) -> Option<Vec<u8>> {
 
 /// Writes a cached file atomically: a reader sees all of it, or the old content.
 fn keep(file: &Path, key: &str, image: &[u8]) -> std::io::Result<()> {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
     let rest = [&(key.len() as u64).to_le_bytes(), key.as_bytes(), image].concat();
     let bytes = [MAGIC, &hash(&rest).to_le_bytes(), &rest].concat();
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let temporary = format!("{}-{}.part", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let temporary = file.with_extension(temporary);
-    let written = std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, file));
-    if written.is_err() {
-        let _ = std::fs::remove_file(&temporary);
-    }
-    written
+    files::replace(file, &bytes)
 }
 
 /// FNV-1a of 128 bits.

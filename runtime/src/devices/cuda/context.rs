@@ -247,7 +247,7 @@ impl Pinned {
 
     /// # Safety
     /// No copy from or to these bytes may be in progress.
-    pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and this is the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
@@ -341,7 +341,7 @@ impl Stream {
 
     /// Records the work that `work` enqueues, instead of running it. This includes other streams that wait for this one
     /// and for which it waits.
-    pub fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+    pub(crate) fn capture(&self, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
         let (f, mode) = (self.functions(), CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         // SAFETY: the stream exists.
         self.done("cuStreamBeginCapture", unsafe { (f.cuStreamBeginCapture_v2)(self.raw, mode) })?;
@@ -363,7 +363,7 @@ impl Stream {
 
     /// # Safety
     /// Everything that was guaranteed when the graph was recorded must hold again.
-    pub unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+    pub(crate) unsafe fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
         // SAFETY: both exist; the caller guarantees the rest.
         self.done("cuGraphLaunch", unsafe { (self.functions().cuGraphLaunch)(graph.raw, self.raw) })
     }

@@ -40,7 +40,7 @@ const OLDEST: Version = Version { major: 12, minor: 0, patch: None };
 
 impl Architecture {
     /// The oldest supported architecture: kernels use 16-bit atomic additions.
-    pub const OLDEST: Architecture = Architecture { major: 7, minor: 0 };
+    pub(crate) const OLDEST: Architecture = Architecture { major: 7, minor: 0 };
 }
 
 impl Driver {

@@ -45,7 +45,7 @@ pub enum ExecutorError {
 
 impl ExecutorError {
     /// Returns whether the device failed only because another did.
-    pub fn is_consequence(&self) -> bool {
+    pub(crate) fn is_consequence(&self) -> bool {
         matches!(self, ExecutorError::Exchange { error, .. } if **error == KernelError::Disconnected)
     }
 
@@ -357,6 +357,7 @@ impl Executor {
         if self.graph.is_none() {
             // A stream joins the capture when it waits for the first. The first must wait for it at the end.
             let streams = std::mem::take(&mut self.streams);
+            let mut blas = self.blas.take();
             let mut failure = None;
             let recorded = streams[0].capture(|| {
                 let joins = &self.events[self.tape.num_events as usize..];
@@ -365,15 +366,7 @@ impl Executor {
                 for index in 0..self.tape.commands.len() {
                     let call = self.tape.commands[index].call;
                     let _range = open.as_mut().map(|open| open.command(index, call));
-                    if let Err(why) = issue(
-                        &self.tape,
-                        &streams,
-                        &self.events,
-                        (&self.kernels, &self.fills),
-                        &mut self.blas,
-                        (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
-                        index,
-                    ) {
+                    if let Err(why) = self.issuer(&streams).issue(&mut blas, index) {
                         failure = Some((index, why));
                         break;
                     }
@@ -384,7 +377,7 @@ impl Executor {
                 }
                 Ok(())
             });
-            self.streams = streams;
+            (self.streams, self.blas) = (streams, blas);
             if let Some((index, why)) = failure {
                 return Err(self.failed(index, why));
             }
@@ -403,18 +396,30 @@ impl Executor {
         let command = &tape.commands[index];
         let issued = match &command.what {
             What::Collective { .. } | What::Exchange { .. } => self.exchange(command),
-            _ => issue(
-                &tape,
-                &self.streams,
-                &self.events,
-                (&self.kernels, &self.fills),
-                &mut self.blas,
-                (&self.arena, &self.workspace, &self.host, &self.offloaded, &self.staged),
-                index,
-            ),
+            _ => {
+                let mut blas = self.blas.take();
+                let issued = self.issuer(&self.streams).issue(&mut blas, index);
+                self.blas = blas;
+                issued
+            }
         };
         issued.map_err(|why| self.failed(index, why))?;
         if self.running.check_nan { self.check(index) } else { Ok(()) }
+    }
+
+    fn issuer<'a>(&'a self, streams: &'a [Stream]) -> Issuer<'a> {
+        Issuer {
+            tape: &self.tape,
+            streams,
+            events: &self.events,
+            kernels: &self.kernels,
+            fills: &self.fills,
+            arena: &self.arena,
+            workspace: &self.workspace,
+            host: &self.host,
+            offloaded: &self.offloaded,
+            staged: &self.staged,
+        }
     }
 
     /// Communicates, with the command's waits before and its event after.
@@ -449,7 +454,7 @@ impl Executor {
                 let (Some(from), Some(to)) = (start(*from), start(*to)) else { return Err(beyond) };
                 // SAFETY: regions are in the arena, as is checked, which stays allocated until all streams are done. The tape
                 // guarantees that nothing else uses them meanwhile.
-                unsafe { channel.collective(stream, *kind, *dtype, *elements, (from, to)) }?;
+                unsafe { channel.collective(stream, *kind, *dtype, *elements, from, to) }?;
             }
             What::Exchange { communicator, dtype, sends, receives } => {
                 let Some(channel) = channel(communicator) else { return Err(none) };
@@ -548,7 +553,7 @@ impl Executor {
     }
 
     /// Tells all devices to stop, so that none waits for this one.
-    pub fn stop_all(&self) {
+    pub(crate) fn stop_all(&self) {
         match &self.peers {
             Peers::Host(mailbox) => mailbox.stop_all(),
             Peers::Nccl(channels) => channels.iter().take(1).for_each(Channel::abort_all),
@@ -580,110 +585,129 @@ impl Drop for Executor {
     }
 }
 
-/// Issues a command without communication to its stream, with its waits before and its event after.
-fn issue(
-    tape: &Tape,
-    streams: &[Stream],
-    events: &[Event],
-    (kernels, fills): (&[Kernel], &[Option<Function>]),
-    blas: &mut Option<Blas>,
-    (arena, workspace, host, offloaded, staged): (&Memory, &Memory, &Pinned, &Pinned, &[Option<usize>]),
-    index: usize,
-) -> Result<(), Failure> {
-    let command = &tape.commands[index];
-    let StreamId(stream) = command.stream;
-    let stream = &streams[stream as usize];
-    for &EventId(event) in &command.waits {
-        stream.wait(&events[event as usize])?;
-    }
-    let address = |region: RegionId| {
-        let region = tape.region(region);
-        let bytes = region.elements * region.dtype.bytes();
-        let address = arena.range(region.offset, bytes).ok_or(Failure::Tape("a region exceeds the arena"))?;
-        Ok::<_, Failure>((address, bytes, region.dtype))
-    };
-    let in_host = |bytes: u64| {
-        let place = staged[index].and_then(|place| host.range(place, bytes as usize));
-        place.ok_or(Failure::Tape("it has no staging memory on the host"))
-    };
-    // SAFETY (of all below): regions are in the arena, as is checked. The arena, kernels and host memory stay allocated
-    // until all streams are done. The tape guarantees that nothing else uses the regions meanwhile.
-    match &command.what {
-        What::Launch { launch, regions, coordinates } => {
-            let kernel = &kernels[launch.0 as usize];
-            let mut arguments = Vec::with_capacity(regions.len() + coordinates.len());
-            for &region in regions {
-                arguments.push(Argument::Address(address(region)?.0));
+/// The parts of an executor that commands without communication use.
+#[derive(Clone, Copy)]
+struct Issuer<'a> {
+    tape: &'a Tape,
+    streams: &'a [Stream],
+    events: &'a [Event],
+    kernels: &'a [Kernel],
+    /// The kernels that fill elements, by the logarithm of their bytes.
+    fills: &'a [Option<Function>],
+    arena: &'a Memory,
+    workspace: &'a Memory,
+    host: &'a Pinned,
+    offloaded: &'a Pinned,
+    /// The place in host memory of each command that moves data from or to it.
+    staged: &'a [Option<usize>],
+}
+
+impl Issuer<'_> {
+    /// Issues a command to its stream, with its waits before and its event after.
+    fn issue(&self, blas: &mut Option<Blas>, index: usize) -> Result<(), Failure> {
+        let command = &self.tape.commands[index];
+        let StreamId(stream) = command.stream;
+        let stream = &self.streams[stream as usize];
+        for &EventId(event) in &command.waits {
+            stream.wait(&self.events[event as usize])?;
+        }
+        let in_host = |bytes: u64| {
+            let place = self.staged[index].and_then(|place| self.host.range(place, bytes as usize));
+            place.ok_or(Failure::Tape("it has no staging memory on the host"))
+        };
+        // SAFETY (of all below): regions are in the arena, as is checked. The arena, kernels and host memory stay allocated
+        // until all streams are done. The tape guarantees that nothing else uses the regions meanwhile.
+        match &command.what {
+            What::Launch { launch, regions, coordinates } => {
+                let kernel = &self.kernels[launch.0 as usize];
+                let mut arguments = Vec::with_capacity(regions.len() + coordinates.len());
+                for &region in regions {
+                    arguments.push(Argument::Address(self.address(region)?.0));
+                }
+                arguments.extend(coordinates.iter().map(|&at| Argument::Int(at as i32)));
+                expect_arguments(&self.tape.launches[launch.0 as usize], regions.len(), coordinates.len())?;
+                // SAFETY: as above, and the arguments match the parameters.
+                unsafe { stream.launch(&kernel.function, kernel.blocks, kernel.threads, &arguments) }?;
             }
-            arguments.extend(coordinates.iter().map(|&at| Argument::Int(at as i32)));
-            expect_arguments(&tape.launches[launch.0 as usize], regions.len(), coordinates.len())?;
-            // SAFETY: as above, and the arguments match the parameters.
-            unsafe { stream.launch(&kernel.function, kernel.blocks, kernel.threads, &arguments) }?;
-        }
-        What::Matmul(call) => {
-            let at = Addresses {
-                lhs: address(call.lhs.region)?.0,
-                rhs: address(call.rhs.region)?.0,
-                result: address(call.result.region)?.0,
-                workspace: workspace.range(0, workspace.bytes()).unwrap_or(0),
-            };
-            let blas = blas.as_mut().ok_or(Failure::Tape("no matmul was prepared"))?;
-            // SAFETY: as above.
-            unsafe { blas.run(stream, call, at) }?;
-        }
-        What::Fill { region, value } => {
-            let (to, bytes, dtype) = address(*region)?;
-            let element = encode(dtype, [*value]);
-            if element.iter().all(|&byte| byte == 0) {
+            What::Matmul(call) => {
+                let at = Addresses {
+                    lhs: self.address(call.lhs.region)?.0,
+                    rhs: self.address(call.rhs.region)?.0,
+                    result: self.address(call.result.region)?.0,
+                    workspace: self.workspace.range(0, self.workspace.bytes()).unwrap_or(0),
+                };
+                let blas = blas.as_mut().ok_or(Failure::Tape("no matmul was prepared"))?;
                 // SAFETY: as above.
-                unsafe { stream.zero(to, bytes) }?;
-            } else if bytes > 0 {
-                let mut word = [0; 8];
-                word[..element.len()].copy_from_slice(&element);
-                let fill = fills[dtype.bytes().trailing_zeros() as usize].as_ref();
-                let fill = fill.ok_or(Failure::Tape("no kernel fills elements of this size"))?;
-                let elements = bytes / dtype.bytes();
-                let arguments = [to, u64::from_le_bytes(word), elements].map(Argument::Address);
-                let blocks = elements.div_ceil(256).min(4096) as u32;
-                // SAFETY: as above; all arguments have eight bytes, or the kernel reads their first bytes.
-                unsafe { stream.launch(fill, blocks, (256, 1), &arguments) }?;
+                unsafe { blas.run(stream, call, at) }?;
+            }
+            What::Fill { region, value } => self.fill(stream, *region, *value)?,
+            What::Copy { from, to } => self.copy(stream, *from, *to)?,
+            What::Upload { to, .. } => {
+                let (to, bytes, _) = self.address(*to)?;
+                // SAFETY: as above.
+                unsafe { stream.upload(to, in_host(bytes)?, bytes) }?;
+            }
+            What::Download { from, .. } => {
+                let (from, bytes, _) = self.address(*from)?;
+                // SAFETY: as above.
+                unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
+            }
+            What::Collective { .. } | What::Exchange { .. } => {
+                return Err(Failure::Tape("communication cannot be recorded"));
             }
         }
-        What::Copy { from, to } => {
-            let used = |region: RegionId| tape.region(region).elements * tape.region(region).dtype.bytes();
-            let bytes = used(*from).min(used(*to));
-            let kept = |offset: u64| {
-                let place = offloaded.range(offset as usize, bytes as usize);
-                place.ok_or(Failure::Tape("a region exceeds the arena"))
-            };
-            match (tape.in_host(*from), tape.in_host(*to)) {
-                // SAFETY: regions are in the arena, which stays allocated until all streams are done.
-                (None, None) => unsafe { stream.copy(address(*to)?.0, address(*from)?.0, bytes) }?,
-                // SAFETY: as above, and offloaded memory stays allocated as long.
-                (Some(from), None) => unsafe { stream.upload(address(*to)?.0, kept(from)?, bytes) }?,
-                // SAFETY: as above, and offloaded memory stays allocated as long.
-                (None, Some(to)) => unsafe { stream.download(kept(to)?, address(*from)?.0, bytes) }?,
-                (Some(_), Some(_)) => return Err(Failure::Tape("it copies within host memory")),
-            }
+        if let Some(EventId(event)) = command.records {
+            stream.record(&self.events[event as usize])?;
         }
-        What::Upload { to, .. } => {
-            let (to, bytes, _) = address(*to)?;
-            // SAFETY: as above.
-            unsafe { stream.upload(to, in_host(bytes)?, bytes) }?;
-        }
-        What::Download { from, .. } => {
-            let (from, bytes, _) = address(*from)?;
-            // SAFETY: as above.
-            unsafe { stream.download(in_host(bytes)?, from, bytes) }?;
-        }
-        What::Collective { .. } | What::Exchange { .. } => {
-            return Err(Failure::Tape("communication cannot be recorded"));
-        }
+        Ok(())
     }
-    if let Some(EventId(event)) = command.records {
-        stream.record(&events[event as usize])?;
+
+    /// The address of a region, its bytes and its type.
+    fn address(&self, region: RegionId) -> Result<(u64, u64, DType), Failure> {
+        let region = self.tape.region(region);
+        let bytes = region.elements * region.dtype.bytes();
+        let address = self.arena.range(region.offset, bytes).ok_or(Failure::Tape("a region exceeds the arena"))?;
+        Ok((address, bytes, region.dtype))
     }
-    Ok(())
+
+    fn fill(&self, stream: &Stream, region: RegionId, value: f64) -> Result<(), Failure> {
+        let (to, bytes, dtype) = self.address(region)?;
+        let element = encode(dtype, [value]);
+        if element.iter().all(|&byte| byte == 0) {
+            // SAFETY: as in `issue`.
+            unsafe { stream.zero(to, bytes) }?;
+        } else if bytes > 0 {
+            let mut word = [0; 8];
+            word[..element.len()].copy_from_slice(&element);
+            let fill = self.fills[dtype.bytes().trailing_zeros() as usize].as_ref();
+            let fill = fill.ok_or(Failure::Tape("no kernel fills elements of this size"))?;
+            let elements = bytes / dtype.bytes();
+            let arguments = [to, u64::from_le_bytes(word), elements].map(Argument::Address);
+            let blocks = elements.div_ceil(256).min(4096) as u32;
+            // SAFETY: as in `issue`; all arguments have eight bytes, or the kernel reads their first bytes.
+            unsafe { stream.launch(fill, blocks, (256, 1), &arguments) }?;
+        }
+        Ok(())
+    }
+
+    fn copy(&self, stream: &Stream, from: RegionId, to: RegionId) -> Result<(), Failure> {
+        let used = |region: RegionId| self.tape.region(region).elements * self.tape.region(region).dtype.bytes();
+        let bytes = used(from).min(used(to));
+        let kept = |offset: u64| {
+            let place = self.offloaded.range(offset as usize, bytes as usize);
+            place.ok_or(Failure::Tape("a region exceeds the arena"))
+        };
+        match (self.tape.in_host(from), self.tape.in_host(to)) {
+            // SAFETY: as in `issue`.
+            (None, None) => unsafe { stream.copy(self.address(to)?.0, self.address(from)?.0, bytes) }?,
+            // SAFETY: as in `issue`, and offloaded memory stays allocated as long.
+            (Some(from), None) => unsafe { stream.upload(self.address(to)?.0, kept(from)?, bytes) }?,
+            // SAFETY: as in `issue`, and offloaded memory stays allocated as long.
+            (None, Some(to)) => unsafe { stream.download(kept(to)?, self.address(from)?.0, bytes) }?,
+            (Some(_), Some(_)) => return Err(Failure::Tape("it copies within host memory")),
+        }
+        Ok(())
+    }
 }
 
 /// Checks that a launch has as many arguments as its program has parameters and coordinates.

@@ -24,7 +24,7 @@ macro_rules! functions {
         }
 
         impl $table {
-            pub fn of(library: &Opened) -> Result<$table, CudaError> {
+            pub(crate) fn of(library: &Opened) -> Result<$table, CudaError> {
                 $(const _: unsafe fn($($arg),*) -> $sys::$status = $sys::$name;)*
                 const _: () = assert!(size_of::<$sys::$status>() == size_of::<u32>());
                 Ok($table {

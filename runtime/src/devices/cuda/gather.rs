@@ -11,7 +11,7 @@ use crate::tape::{CollectiveKind, Communicator, Purpose};
 use altiplano_ir::dtype::DType;
 
 /// Computes this member's result of a collective from the data of all members.
-pub fn collective(
+pub(crate) fn collective(
     mailbox: &mut Mailbox,
     communicator: &Communicator,
     kind: CollectiveKind,
@@ -42,14 +42,14 @@ pub fn collective(
 }
 
 /// Sends bytes to a rank without blocking.
-pub fn send(mailbox: &Mailbox, communicator: &Communicator, to: u32, bytes: &[u8]) {
+pub(crate) fn send(mailbox: &Mailbox, communicator: &Communicator, to: u32, bytes: &[u8]) {
     let mut words = vec![0u64; bytes.len().div_ceil(8)];
     bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..bytes.len()].copy_from_slice(bytes);
     mailbox.send(to as usize, tag(communicator), Payload::Words(words));
 }
 
 /// Receives the given number of bytes from a rank.
-pub fn receive(
+pub(crate) fn receive(
     mailbox: &mut Mailbox,
     communicator: &Communicator,
     from: u32,

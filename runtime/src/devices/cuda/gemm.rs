@@ -7,7 +7,7 @@ use crate::tape::{Batch, MatmulCall, Matrix};
 
 /// `c = a x b`, or `c += a x b`, column major: `c` is `m` by `n`, and `k` elements are summed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Gemm {
+pub(crate) struct Gemm {
     pub m: u64,
     pub n: u64,
     pub k: u64,
@@ -21,7 +21,7 @@ pub struct Gemm {
 
 /// A matrix as stored, before any transposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Stored {
+pub(crate) struct Stored {
     pub transposed: bool,
     /// Length of a column, whose elements are contiguous.
     pub rows: u64,
@@ -34,7 +34,7 @@ pub struct Stored {
 
 /// Indices of the first elements of the operands and the result of one library call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Starts {
+pub(crate) struct Starts {
     pub lhs: u64,
     pub rhs: u64,
     pub result: u64,
@@ -44,7 +44,7 @@ pub struct Starts {
 const REGION_BYTES: u64 = 256;
 
 /// Describes a call and the starts of all library calls. `a` is the right operand, `b` the left one.
-pub fn gemm(call: &MatmulCall) -> (Gemm, Vec<Starts>) {
+pub(crate) fn gemm(call: &MatmulCall) -> (Gemm, Vec<Starts>) {
     let one = Batch { count: 1, lhs: 0, rhs: 0, result: 0 };
     let (outer, last) = match call.batches.split_last() {
         Some((last, outer)) => (outer, *last),
@@ -76,7 +76,7 @@ pub fn gemm(call: &MatmulCall) -> (Gemm, Vec<Starts>) {
 }
 
 /// The common alignment in bytes of all matrices of an operand, at most that of regions.
-pub fn alignment(starts: impl Iterator<Item = u64>, stride: u64, element_bytes: u64) -> u32 {
+pub(crate) fn alignment(starts: impl Iterator<Item = u64>, stride: u64, element_bytes: u64) -> u32 {
     let odd = starts.chain([stride]).fold(REGION_BYTES, |all, elements| all | (elements * element_bytes));
     1 << odd.trailing_zeros()
 }

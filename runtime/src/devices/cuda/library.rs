@@ -49,7 +49,7 @@ pub(super) struct Opened {
 }
 
 impl Kind {
-    pub const ALL: [Kind; 4] = [Kind::Driver, Kind::Nvrtc, Kind::CublasLt, Kind::Nccl];
+    pub(crate) const ALL: [Kind; 4] = [Kind::Driver, Kind::Nvrtc, Kind::CublasLt, Kind::Nccl];
 
     /// File names, in the order in which they are tried.
     pub fn names(self) -> &'static [&'static str] {

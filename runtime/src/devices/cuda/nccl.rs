@@ -72,7 +72,7 @@ impl GroupId {
         words
     }
 
-    pub fn of_words(words: &[u64; GroupId::WORDS]) -> GroupId {
+    pub(crate) fn of_words(words: &[u64; GroupId::WORDS]) -> GroupId {
         // SAFETY: it is plain bytes.
         let mut id: sys::ncclUniqueId = unsafe { std::mem::zeroed() };
         for (bytes, word) in id.internal.chunks_exact_mut(8).zip(words) {
@@ -81,7 +81,7 @@ impl GroupId {
         GroupId(id)
     }
 
-    pub const WORDS: usize = size_of::<sys::ncclUniqueId>() / 8;
+    pub(crate) const WORDS: usize = size_of::<sys::ncclUniqueId>() / 8;
 }
 
 impl Nccl {
@@ -90,7 +90,7 @@ impl Nccl {
         Ok(Nccl { functions, members: Arc::default() })
     }
 
-    pub fn group_id(&self) -> Result<GroupId, CudaError> {
+    pub(crate) fn group_id(&self) -> Result<GroupId, CudaError> {
         // SAFETY: it is plain bytes.
         let mut id: sys::ncclUniqueId = unsafe { std::mem::zeroed() };
         // SAFETY: the call writes an id.
@@ -112,7 +112,7 @@ impl Nccl {
     }
 
     /// Aborts all communicators, which unblocks all waits for them.
-    pub fn abort_all(&self) {
+    pub(crate) fn abort_all(&self) {
         for member in lock(&self.members).iter() {
             if let Some(Handle(raw)) = lock(&member.raw).take() {
                 // SAFETY: it is taken, so that it is not used again.
@@ -123,7 +123,7 @@ impl Nccl {
 
     /// The first member that has an error, or whose operation takes longer than `limit`. The watchdog calls it
     /// periodically.
-    pub fn trouble(&self, limit: Duration) -> Option<CudaError> {
+    fn trouble(&self, limit: Duration) -> Option<CudaError> {
         for member in lock(&self.members).iter() {
             let busy = *lock(&member.busy);
             let op = busy.map_or("nothing", |(_, op)| op);
@@ -150,7 +150,7 @@ impl Nccl {
     }
 
     /// The operations in progress of this process's members, in words: `all-reduce among ranks 0, 1`.
-    pub fn under_way(&self) -> Option<String> {
+    pub(crate) fn under_way(&self) -> Option<String> {
         let members = lock(&self.members);
         let busy = members.iter().filter_map(|member| Some((member, (*lock(&member.busy))?)));
         let (member, (_, op)) = busy.min_by_key(|(_, (since, _))| *since)?;
@@ -221,7 +221,8 @@ impl Channel {
         kind: CollectiveKind,
         dtype: DType,
         elements: u64,
-        (from, to): (u64, u64),
+        from: u64,
+        to: u64,
     ) -> Result<(), CudaError> {
         let (from, to, count) = (from as *const c_void, to as *mut c_void, elements as usize);
         let data = self.data(dtype)?;
@@ -289,7 +290,7 @@ impl Channel {
     }
 
     /// See [`Nccl::abort_all`].
-    pub fn abort_all(&self) {
+    pub(crate) fn abort_all(&self) {
         self.nccl.abort_all();
     }
 

@@ -8,7 +8,7 @@ use super::library::{Found, Kind, Search};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Survey {
     pub gpus: Result<Vec<Gpu>, CudaError>,
-    /// Libraries in the order of [`Kind::ALL`].
+    /// Libraries in the order of `Kind::ALL`.
     pub libraries: Vec<(Kind, Result<Found, CudaError>)>,
 }
 

@@ -8,7 +8,7 @@ use egg::Id;
 use std::collections::BTreeMap;
 
 /// Rewrites small powers as products and roots.
-pub fn power(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn power(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
     }
@@ -26,7 +26,7 @@ pub fn power(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// `x / sqrt(y)` is `x rsqrt(y)`, with `y` repeated or not. `1 / sqrt(y)` is `rsqrt(y)`.
-pub fn division_by_root(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn division_by_root(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, y) in b.binary(id, Binary::Divide) {
         let mut inverses = Vec::new();
@@ -50,7 +50,7 @@ pub fn division_by_root(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// `x (1 / y)` is `x / y`.
-pub fn product_with_reciprocal(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn product_with_reciprocal(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     if !b.ty(id).dtype.is_float() {
         return found;
@@ -98,7 +98,7 @@ const PROBES: [f64; 13] = [-7.3, -4.1, -2.9, -1.7, -0.9, -0.31, 0.0, 0.17, 0.63,
 const MAX_CONE: usize = 24;
 
 /// A function of one value whose values equal those of a known one.
-pub fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn activation(b: &mut Builder, id: Id) -> Vec<Id> {
     let dtype = b.ty(id).dtype;
     if !dtype.is_float() || b.number(id).is_some() {
         return Vec::new();

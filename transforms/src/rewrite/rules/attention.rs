@@ -214,11 +214,12 @@ fn mask_of(b: &mut Builder, mask: Mask, roles: &[Role]) -> Option<Id> {
 }
 
 /// `softmax(q k^T scale + mask) v`.
-pub fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (dot, lhs, rhs) in dots(b, id) {
         for weights_left in [true, false] {
             let (weights, values) = if weights_left { (lhs, rhs) } else { (rhs, lhs) };
+            let mixing = Mixing { dot: &dot, values, weights_left };
             for weights in b.unrounded(weights) {
                 let softmaxes = b.find(weights, |op, c| match op {
                     Op::Composite(f) => match f.function {
@@ -232,7 +233,7 @@ pub fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
                     let mut all = Vec::new();
                     scores(b, x, &plain, MAX_DEPTH, &mut all);
                     for scores in all {
-                        found.extend(assembled(b, id, &scores, dim, &dot, values, weights_left));
+                        found.extend(assembled(b, id, &scores, dim, &mixing));
                     }
                 }
             }
@@ -241,39 +242,60 @@ pub fn attention(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-/// Builds the composite, in the layout of the product with the values.
-fn assembled(
-    b: &mut Builder,
-    id: Id,
-    scores: &Scores,
-    softmax_dim: usize,
-    dot: &DotGeneral,
+/// A product of attention's weights with the values.
+struct Mixing<'a> {
+    dot: &'a DotGeneral,
     values: Id,
+    /// True if the weights are the first factor.
     weights_left: bool,
-) -> Option<Id> {
-    let roles = roles(b, &scores.dot, softmax_dim)?;
-    let (weights_batch, weights_contract, values_batch, values_contract) = if weights_left {
-        (&dot.lhs_batch, &dot.lhs_contract, &dot.rhs_batch, &dot.rhs_contract)
-    } else {
-        (&dot.rhs_batch, &dot.rhs_contract, &dot.lhs_batch, &dot.lhs_contract)
-    };
-    if weights_contract[..] != [softmax_dim]
-        || weights_batch.len() != roles.scores.iter().filter(|r| matches!(r, Role::Batch | Role::Head)).count()
-    {
-        return None;
+}
+
+impl Mixing<'_> {
+    fn weights_batch(&self) -> &[usize] {
+        if self.weights_left { &self.dot.lhs_batch } else { &self.dot.rhs_batch }
     }
-    // The batch dimensions of the second product are those of the first.
-    let mut value_roles = vec![Role::Width; b.shape(values).len()];
-    for (&w, &v) in weights_batch.iter().zip(values_batch) {
-        if !matches!(roles.scores[w], Role::Batch | Role::Head) {
+
+    /// The roles of the values' dimensions. `None` if this is not the product of attention.
+    fn value_roles(&self, b: &Builder, roles: &Roles, softmax_dim: usize) -> Option<Vec<Role>> {
+        let (weights_contract, values_batch, values_contract) = if self.weights_left {
+            (&self.dot.lhs_contract, &self.dot.rhs_batch, &self.dot.rhs_contract)
+        } else {
+            (&self.dot.rhs_contract, &self.dot.lhs_batch, &self.dot.lhs_contract)
+        };
+        let is_batch = |r: &Role| matches!(r, Role::Batch | Role::Head);
+        if weights_contract[..] != [softmax_dim]
+            || self.weights_batch().len() != roles.scores.iter().filter(|r| is_batch(r)).count()
+        {
             return None;
         }
-        value_roles[v] = roles.scores[w];
+        // The batch dimensions of the second product are those of the first.
+        let mut value_roles = vec![Role::Width; b.shape(self.values).len()];
+        for (&w, &v) in self.weights_batch().iter().zip(values_batch) {
+            if !is_batch(&roles.scores[w]) {
+                return None;
+            }
+            value_roles[v] = roles.scores[w];
+        }
+        value_roles[values_contract[0]] = Role::Key;
+        (value_roles.iter().filter(|r| **r == Role::Width).count() == 1).then_some(value_roles)
     }
-    value_roles[values_contract[0]] = Role::Key;
-    if value_roles.iter().filter(|r| **r == Role::Width).count() != 1 {
-        return None;
+
+    /// The roles of the result's dimensions.
+    fn result_roles(&self, scores: &[Role], softmax_dim: usize) -> Vec<Role> {
+        let batch = self.weights_batch().iter().map(|&w| scores[w]);
+        let is_free = |d: &usize| !self.weights_batch().contains(d) && *d != softmax_dim;
+        let rest = (0..scores.len()).filter(is_free).map(|d| scores[d]);
+        match self.weights_left {
+            true => batch.chain(rest).chain([Role::Width]).collect(),
+            false => batch.chain([Role::Width]).chain(rest).collect(),
+        }
     }
+}
+
+/// Builds the composite, in the layout of the product with the values.
+fn assembled(b: &mut Builder, id: Id, scores: &Scores, softmax_dim: usize, mixing: &Mixing) -> Option<Id> {
+    let roles = roles(b, &scores.dot, softmax_dim)?;
+    let mut value_roles = mixing.value_roles(b, &roles, softmax_dim)?;
     let dtype = b.ty(id).dtype;
     let typed = |b: &mut Builder, x: Id| match b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == dtype) {
         Some(x) => Some(x),
@@ -281,7 +303,7 @@ fn assembled(
     };
     let grouped = roles.scores.contains(&Role::Group);
     let (mut keys, mut key_roles) = roles.keys;
-    let (mut values, mut value_roles) = (values, value_roles);
+    let mut values = mixing.values;
     if !grouped
         && let (Some(k), Some(v)) = (unrepeated(b, keys, &key_roles), unrepeated(b, values, &value_roles))
         && b.shape(k.0)[k.1.iter().position(|r| *r == Role::Head)?]
@@ -302,9 +324,9 @@ fn assembled(
     let k = arranged(b, keys, &key_roles, &k_order)?;
     let values = typed(b, values)?;
     let v = arranged(b, values, &value_roles, &k_order)?;
-    let q_shape = b.shape(q);
+    let mut shape = b.shape(q);
     if grouped {
-        q = b.reshape(q, &[q_shape[0], q_shape[1], q_shape[2] * q_shape[3], q_shape[4]])?;
+        q = b.reshape(q, &[shape[0], shape[1], shape[2] * shape[3], shape[4]])?;
     }
     let mut operands = vec![q, k, v];
     if let Some(mask) = scores.mask {
@@ -321,38 +343,28 @@ fn assembled(
     let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
     let function = Function::Attention { scale: Real(wide.round(scores.scale)), causal, blocks: 1 };
     let mixed = b.add(function, &operands)?;
-    // Bring [B, S, H, D] into the order of the product's dimensions.
-    let width = b.shape(mixed)[3];
-    let mut order: Vec<Role> = q_order.to_vec();
-    let mut shape = q_shape;
-    if let Some(last) = shape.last_mut() {
-        *last = width;
-    }
+    *shape.last_mut()? = b.shape(mixed)[3];
     let mixed = b.reshape(mixed, &shape)?;
-    let batch = weights_batch.iter().map(|&w| roles.scores[w]);
-    let rest =
-        (0..roles.scores.len()).filter(|d| !weights_batch.contains(d) && *d != softmax_dim).map(|d| roles.scores[d]);
-    let rest: Vec<Role> = rest.collect();
-    let wanted: Vec<Role> = match weights_left {
-        true => batch.chain(rest).chain([Role::Width]).collect(),
-        false => batch.chain([Role::Width]).chain(rest).collect(),
-    };
-    // A product without a head dimension has none in its result.
-    let mut mixed = mixed;
+    let result = in_order(b, mixed, q_order.to_vec(), &mixing.result_roles(&roles.scores, softmax_dim))?;
+    (b.ty(result) == b.ty(id)).then_some(result)
+}
+
+/// Brings a value with dimensions of the roles `order` into the order `wanted`. A product without a head or batch
+/// dimension has none in its result.
+fn in_order(b: &mut Builder, mut x: Id, mut order: Vec<Role>, wanted: &[Role]) -> Option<Id> {
     for gone in [Role::Head, Role::Batch] {
         if !wanted.contains(&gone) {
             let at = order.iter().position(|r| *r == gone)?;
-            let mut shape = b.shape(mixed);
+            let mut shape = b.shape(x);
             if shape.remove(at) != 1 {
                 return None;
             }
             order.remove(at);
-            mixed = b.reshape(mixed, &shape)?;
+            x = b.reshape(x, &shape)?;
         }
     }
     let permutation: Option<Vec<usize>> = wanted.iter().map(|r| order.iter().position(|o| o == r)).collect();
-    let result = b.transpose(mixed, &permutation?)?;
-    (b.ty(result) == b.ty(id)).then_some(result)
+    b.transpose(x, &permutation?)
 }
 
 /// `(x, start, limit)` if the class is elements `start..limit` of the last dimension of `x`.
@@ -442,7 +454,7 @@ fn rotated(b: &mut Builder, id: Id, x: Id, cosine: Id, sine: Id, halves: RotaryH
 }
 
 /// `x cos + (-x2, x1) sin`.
-pub fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     let sums = b.unrounded(id).into_iter().flat_map(|whole| b.commuted(whole, Binary::Add));
     for (along, across) in sums.collect::<Vec<_>>() {
@@ -484,7 +496,7 @@ fn turned(b: &Builder, low: Id, high: Id) -> Vec<[Id; 4]> {
 }
 
 /// `(x1 cos - x2 sin, x2 cos + x1 sin)`.
-pub fn rotary_of_halves(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn rotary_of_halves(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (low, high) in b.unrounded(id).into_iter().flat_map(|j| joined(b, j)).collect::<Vec<_>>() {
         for [first, second, cosine, sine] in turned(b, low, high) {
@@ -502,7 +514,7 @@ pub fn rotary_of_halves(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// `(x1 cos - x2 sin, x2 cos + x1 sin)` for even and odd elements.
-pub fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     let flattened =
         b.unrounded(id).into_iter().flat_map(|x| b.find(x, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0])));
@@ -520,7 +532,7 @@ pub fn rotary_of_pairs(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Moves a transpose of positions and heads from after a rotation to before it.
-pub fn transpose_of_rotary(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_rotary(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (y, permutation) in transposes(b, id) {
         let rotations = b.find(y, |op, c| match op {

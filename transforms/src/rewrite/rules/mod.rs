@@ -12,13 +12,15 @@ use super::egraph::Builder;
 use egg::Id;
 
 /// A rewrite. `apply` adds terms that equal a class and returns their classes.
-pub struct Rule {
+pub(crate) struct Rule {
+    /// The name by which tests report the rule.
+    #[cfg_attr(not(test), expect(dead_code))]
     pub name: &'static str,
     pub apply: fn(&mut Builder, Id) -> Vec<Id>,
 }
 
 /// All rules, in the order in which they are tried.
-pub const RULES: &[Rule] = &[
+pub(crate) const RULES: &[Rule] = &[
     Rule { name: "transpose of transpose", apply: structure::transpose_of_transpose },
     Rule { name: "transpose of nothing but ones", apply: structure::transpose_of_ones },
     Rule { name: "transpose of merged dimensions", apply: structure::transpose_of_merged },
@@ -69,12 +71,12 @@ const GROWTH: usize = 12;
 const MAX_TERMS: usize = 60_000;
 
 /// Applies the rules until none finds anything new, or until the limits are reached.
-pub fn saturate(builder: &mut Builder, nodes: usize) {
+pub(crate) fn saturate(builder: &mut Builder, nodes: usize) {
     saturate_with(builder, nodes, |_, _, _, _| {});
 }
 
 /// [`saturate`] with a callback for each equality before it is recorded: (terms, rule, class, new class).
-pub fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(&Builder, &Rule, Id, Id)) {
+pub(crate) fn saturate_with(builder: &mut Builder, nodes: usize, mut claim: impl FnMut(&Builder, &Rule, Id, Id)) {
     let most = (GROWTH * nodes + 2000).min(MAX_TERMS);
     for _ in 0..MAX_ROUNDS {
         let mut changed = false;

@@ -9,7 +9,7 @@ use altiplano_ir::op::{Binary, Function, Op, Reducer, Unary};
 use egg::Id;
 
 /// A mean: a sum divided by the number of its terms. That number must scale with the batch as the terms do.
-pub fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn mean(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
     }
@@ -138,7 +138,7 @@ fn in_type_of(b: &Builder, x: Id, like: Id) -> Option<Id> {
     b.unrounded(x).into_iter().find(|&x| b.ty(x).dtype == b.ty(like).dtype)
 }
 
-pub fn layer_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn layer_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
     }
@@ -186,7 +186,7 @@ pub fn layer_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-pub fn rms_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn rms_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() {
         return Vec::new();
     }
@@ -268,7 +268,7 @@ fn feature_factors(b: &Builder, values: &[Id], others: &[usize]) -> Vec<Factor> 
 
 /// `(x - mean) / sqrt(variance + eps) weight + bias` for each feature, or `x scale + shift` with scale and shift
 /// computed from these. Mean and variance are those of `x`, or any others.
-pub fn batch_norm(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn batch_norm(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     if !b.ty(id).dtype.is_float() || shape.len() < 2 {
         return Vec::new();

@@ -33,7 +33,7 @@ fn alike(b: &Builder, dot: &DotGeneral, x: Id, weight: Id) -> Vec<(Id, Id)> {
 }
 
 /// `x w1`, `x w2`, .. are parts of `x [w1, w2, ..]`.
-pub fn parallel_matmuls(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn parallel_matmuls(b: &mut Builder, id: Id) -> Vec<Id> {
     let id = b.egraph.find(id);
     let mut found = Vec::new();
     for (dot, x, weight) in matmuls(b, id) {

@@ -31,7 +31,7 @@ fn ordered(b: &Builder, id: Id, descending: bool) -> Vec<Id> {
 }
 
 /// Softmax keeps the order of its argument.
-pub fn order_of_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn order_of_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     let orders = b.find(id, |op, c| match op {
         Op::ArgSort(sort) if c.len() == 1 => Some((sort.clone(), c[0])),
         _ => None,
@@ -63,7 +63,7 @@ fn among_greatest(b: &Builder, id: Id) -> Vec<(Id, u64)> {
 }
 
 /// A softmax for the greatest elements, and zero elsewhere.
-pub fn gates(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn gates(b: &mut Builder, id: Id) -> Vec<Id> {
     let selects = b.find(id, |op, c| matches!(op, Op::Select(_)).then(|| (c[0], c[1], c[2])));
     let mut found = Vec::new();
     for (chosen, p, zero) in selects {
@@ -89,7 +89,7 @@ fn is_total(b: &Builder, total: Id, of: Id) -> bool {
 }
 
 /// Gates divided by their sum.
-pub fn normalised(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn normalised(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (gates, total) in b.binary(id, Binary::Divide) {
         let of = |f: &Function| match f {
@@ -134,7 +134,7 @@ fn greatest(b: &Builder, id: Id) -> Vec<Id> {
 }
 
 /// The greatest elements of a softmax divided by their sum are normalised gates at the same positions.
-pub fn looked_up(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn looked_up(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (values, total) in b.binary(id, Binary::Divide) {
         if !is_total(b, total, values) {

@@ -27,7 +27,7 @@ fn repeated(b: &Builder, id: Id) -> Vec<(usize, Id)> {
 }
 
 /// `exp(x) / sum(exp(x))`, whatever is subtracted from each row before.
-pub fn softmax(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (powers, total) in b.binary(id, Binary::Divide) {
         for (dim, sum) in repeated(b, total) {
@@ -75,7 +75,7 @@ fn log_sums(b: &Builder, lse: Id) -> Vec<(Id, usize)> {
 }
 
 /// `x - log(sum(exp(x)))`, or the logarithm of a softmax.
-pub fn log_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn log_softmax(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, repeats) in b.binary(id, Binary::Subtract) {
         for (dim, lse) in repeated(b, repeats) {
@@ -147,7 +147,7 @@ fn taken(b: &mut Builder, id: Id) -> Vec<(Id, usize, Id)> {
 }
 
 /// `log_softmax(x)[label]`, which is the negative loss, and `log(sum(exp(x))) - x[label]`.
-pub fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for (values, dim, labels) in taken(b, id) {
@@ -176,7 +176,7 @@ pub fn cross_entropy(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A softmax is never NaN, so the value that would replace a NaN is never used.
-pub fn guarded(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn guarded(b: &mut Builder, id: Id) -> Vec<Id> {
     let selects = b.find(id, |op, c| matches!(op, Op::Select(_)).then(|| (c[0], c[2])));
     let is_softmax =
         |b: &Builder, p: Id| !of_function(b, p, |f| matches!(f, Function::Softmax { .. }).then_some(())).is_empty();

@@ -7,7 +7,7 @@ use altiplano_ir::op::{Binary, DotGeneral, Function, Op, Reducer, Slice, Unary};
 use egg::Id;
 
 /// `(x, permutation)` if the class is a transpose of `x`.
-pub fn transposes(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
+pub(crate) fn transposes(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
     b.find(id, |op, c| match op {
         Op::Transpose(t) => Some((c[0], t.permutation.clone())),
         _ => None,
@@ -18,14 +18,14 @@ fn reshapes(b: &Builder, id: Id) -> Vec<Id> {
     b.find(id, |op, c| matches!(op, Op::Reshape(_)).then(|| c[0]))
 }
 
-pub fn broadcasts(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
+pub(crate) fn broadcasts(b: &Builder, id: Id) -> Vec<(Id, Vec<usize>)> {
     b.find(id, |op, c| match op {
         Op::BroadcastInDim(op) => Some((c[0], op.dims.clone())),
         _ => None,
     })
 }
 
-pub fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, outer) in transposes(b, id) {
         for (y, inner) in transposes(b, x) {
@@ -37,7 +37,7 @@ pub fn transpose_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A transpose of merged dimensions is a transpose of the original dimensions.
-pub fn transpose_of_merged(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_merged(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for y in reshapes(b, id).into_iter().chain([id]) {
@@ -79,7 +79,7 @@ fn merges(from: &[u64], to: &[u64]) -> Option<Vec<std::ops::Range<usize>>> {
 }
 
 /// Unmerges the rows of a matmul: `reshape(x w)` is `reshape(x) w`.
-pub fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for y in reshapes(b, id) {
@@ -110,7 +110,7 @@ pub fn reshape_of_dot(b: &mut Builder, id: Id) -> Vec<Id> {
 
 /// Moves a reshape before an elementwise op, where it may meet another reshape or a matmul. A vector that is repeated
 /// along the split dimensions is repeated along their parts.
-pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for y in reshapes(b, id) {
@@ -150,7 +150,7 @@ pub fn reshape_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A transpose of a broadcast is a broadcast of a transpose.
-pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
         for (y, dims) in broadcasts(b, x) {
@@ -166,7 +166,7 @@ pub fn transpose_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Moving dimensions of size 1 moves no element. A batch of one sample is excepted, since other batches have more.
-pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
         let (shape, marks) = (b.shape(x), b.data(x).batch_dims);
@@ -178,7 +178,7 @@ pub fn transpose_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-pub fn reshape_of_reshape(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn reshape_of_reshape(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for x in reshapes(b, id) {
@@ -192,7 +192,7 @@ pub fn reshape_of_reshape(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A broadcast that only adds dimensions of size 1 is a reshape.
-pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     let mut found = Vec::new();
     for (x, dims) in broadcasts(b, id) {
@@ -204,7 +204,7 @@ pub fn broadcast_of_ones(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A broadcast of a broadcast, or of a value that only gained dimensions of size 1, is a single broadcast.
-pub fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn broadcast_of_broadcast(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, outer) in broadcasts(b, id) {
         for (y, inner) in broadcasts(b, x) {
@@ -272,7 +272,7 @@ fn on_sources<K: PartialEq + Clone>(
 }
 
 /// An op on operands that are repeated alike repeats its result on the originals.
-pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (op, operands) in elementwise(b, id) {
         if let Some((result, dims)) = on_sources(b, &op, &operands, broadcasts) {
@@ -283,7 +283,7 @@ pub fn elementwise_of_broadcasts(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Adds dimensions of size 1 after an elementwise op rather than before it.
-pub fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
     let shape = b.shape(id);
     if !shape.contains(&1) {
         return Vec::new();
@@ -302,7 +302,7 @@ pub fn elementwise_of_reshapes(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Moves a transpose before an op of one value, where it may meet another transpose.
-pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
     let mut found = Vec::new();
     for (x, permutation) in transposes(b, id) {
         for (op, operands) in elementwise(b, x) {
@@ -329,7 +329,7 @@ pub fn transpose_of_elementwise(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A conversion to a wider float type has no effect if another conversion follows it.
-pub fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
     let converts = |b: &Builder, id: Id| b.find(id, |op, c| matches!(op, Op::Convert(_)).then(|| c[0]));
     let holds = |wide: DType, narrow: DType| match (wide.float_format(), narrow.float_format()) {
         (Some(_), Some(_)) => {
@@ -350,7 +350,7 @@ pub fn convert_of_convert(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A matmul can read transposed operands directly if the free dimensions keep their order.
-pub fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
     let dots = b.find(id, |op, c| match op {
         Op::DotGeneral(dot) => Some((dot.clone(), c[0], c[1])),
         _ => None,
@@ -377,7 +377,7 @@ pub fn dot_of_transpose(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Moves a scale from an operand of a matmul to its product.
-pub fn dot_of_scaled(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn dot_of_scaled(b: &mut Builder, id: Id) -> Vec<Id> {
     let dots = b.find(id, |op, c| match op {
         Op::DotGeneral(_) => Some((op.clone(), c[0], c[1])),
         _ => None,
@@ -397,7 +397,7 @@ pub fn dot_of_scaled(b: &mut Builder, id: Id) -> Vec<Id> {
     found
 }
 
-pub fn scale_of_scale(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn scale_of_scale(b: &mut Builder, id: Id) -> Vec<Id> {
     if !b.ty(id).dtype.is_float() || b.number(id).is_some() {
         return Vec::new();
     }
@@ -413,7 +413,7 @@ pub fn scale_of_scale(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// Moves a sign out of sums and means. Two signs cancel.
-pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
     let negated = |b: &Builder, x: Id| b.unary(x, Unary::Negate);
     let mut found: Vec<Id> = negated(b, id).into_iter().flat_map(|x| negated(b, x)).collect();
     let linear = |op: &Op, c: &[Id]| match op {
@@ -436,7 +436,7 @@ pub fn negation(b: &mut Builder, id: Id) -> Vec<Id> {
 }
 
 /// A lookup of each row at its own position is a slice of the table.
-pub fn lookup_in_order(b: &mut Builder, id: Id) -> Vec<Id> {
+pub(crate) fn lookup_in_order(b: &mut Builder, id: Id) -> Vec<Id> {
     let lookups = b.find(id, |op, c| match op {
         Op::Gather(gather) => Some((gather.dims.clone(), c[0], c[1])),
         _ => None,
