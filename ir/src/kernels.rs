@@ -127,6 +127,8 @@ pub struct Attention {
     pub share: f64,
     /// The length of a row of the large values.
     pub keys: u64,
+    /// The number of tiles of [`TILE`] queries or less, over all samples and heads. Each runs on one multiprocessor.
+    pub tiles: u64,
     /// True if more than one of its products makes large values, as in backward passes, which make gradients of scores
     /// beside the scores.
     pub backward: bool,
@@ -414,9 +416,17 @@ impl Products<'_> {
         let share = selects.map(|&v| self.shares.of(Mask::of_select(graph, v, is_constant))).fold(1.0, f64::min);
         let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
         let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
+        let tiles = grown().map(|n| tiles_of_queries(graph.shape(n))).max().unwrap_or(1);
         let (backward, software) = (grown().count() > 1, AttentionKernels::default());
-        Attention { flop, share, keys, backward, dtype, software }
+        Attention { flop, share, keys, tiles, backward, dtype, software }
     }
+}
+
+/// The tiles of queries of scores, `[.., queries, keys]`.
+fn tiles_of_queries(scores: &[u64]) -> u64 {
+    let outer = &scores[..scores.len().saturating_sub(1)];
+    let queries = outer.last().copied().unwrap_or(1);
+    outer[..outer.len().saturating_sub(1)].iter().product::<u64>().max(1) * queries.div_ceil(TILE).max(1)
 }
 
 /// The visible fractions of a body's masks. Layers have equal masks of their own, and only one of them is examined.

@@ -146,7 +146,7 @@ fn fused_attention_never_writes_scores() {
 
     let found = of(&g, &[narrow], true);
     let Some(Kernel {
-        kind: KernelKind::Attention(Attention { flop, share, keys, backward, .. }),
+        kind: KernelKind::Attention(Attention { flop, share, keys, tiles, backward, .. }),
         read_bytes,
         written_bytes,
         ..
@@ -154,7 +154,7 @@ fn fused_attention_never_writes_scores() {
     else {
         panic!("{found:?}");
     };
-    assert_eq!((*keys, *backward), (1024, false));
+    assert_eq!((*keys, *tiles, *backward), (1024, 16 * 1024 / 128, false));
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
     // No product contracts the other growing product, so that one is written like any product.

@@ -7,7 +7,7 @@ use crate::{Error, load_cluster, read_bytes};
 use altiplano_cost_models::collective::{Operation, best};
 use altiplano_cost_models::compute::Compute;
 use altiplano_cost_models::kernels::{Attention, Kernel, KernelKind, Matmul};
-use altiplano_cost_models::{Devices, axis_link, catalogue};
+use altiplano_cost_models::{AxisLink, Devices, axis_link, catalogue};
 use altiplano_ir::cluster::{Cluster, Constants, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::{AxisId, Mesh};
@@ -55,6 +55,7 @@ impl MeasuredKernel {
             KernelWork::Collective { operation, bytes, devices, node } => {
                 let mesh = Mesh::new(&[("node", *devices)]);
                 let link = axis_link(&node.groups[0], 1, *devices, &mesh, &[AxisId(0)]);
+                let link = AxisLink { kind: link.kind.captured(), ..link };
                 best(*operation, *bytes, &link).seconds
             }
         }
@@ -376,11 +377,12 @@ fn attention(row: &Attended) -> Result<Kernel, TableError> {
     let [batch, keys, heads] = sizes([("batch_size", row.batch_size), ("isl", row.isl), ("num_heads", row.num_heads)])?;
     let [shared, width, _] =
         sizes([("num_key_value_heads", row.num_key_value_heads), ("head_dim", row.head_dim), ("", 1)])?;
-    let tiles = keys.div_ceil(TILE);
-    let share = (tiles + 1) as f64 / (2 * tiles) as f64;
+    let rows = keys.div_ceil(TILE);
+    let share = (rows + 1) as f64 / (2 * rows) as f64;
+    let tiles = batch.saturating_mul(heads).saturating_mul(rows);
     let flop = 4.0 * batch as f64 * heads as f64 * (keys as f64).powi(2) * width as f64;
     let (dtype, software) = (DType::BF16, AttentionKernels::Newest);
-    let kind = KernelKind::Attention(Attention { flop, share, keys, backward: false, dtype, software });
+    let kind = KernelKind::Attention(Attention { flop, share, keys, tiles, backward: false, dtype, software });
     let values = batch.saturating_mul(keys).saturating_mul(width).saturating_mul(2 * heads + 2 * shared);
     Ok(Kernel::moving(kind, values.saturating_mul(dtype.bytes())))
 }

@@ -264,6 +264,26 @@ fn published_steps_are_predicted() {
     }
 }
 
+/// The tables of kernels measured alone: the median error in percent of each kind on each device, at most.
+#[test]
+fn published_kernels_are_predicted() {
+    let devices = ["A100-SXM-80GB", "H100-SXM", "B200"];
+    for (name, subjects, most) in [
+        ("kernels-gemm", &["bf16 products"][..], 7.5),
+        ("kernels-attention", &["attention, heads of 128"], 9.0),
+        ("nccl-within-node", &["all_reduce", "all_gather", "reduce_scatter", "alltoall"], 7.0),
+    ] {
+        let Some(file) = shared(&format!("reference/measured/{name}.csv.gz")) else { continue };
+        let found = document(&["fidelity", &file.display().to_string(), "--json"]);
+        for (device, subject) in devices.iter().flat_map(|d| subjects.iter().map(move |s| (*d, *s))) {
+            let of = |row: &&serde_json::Value| row["device"] == device && row["subject"] == subject;
+            let row = found.as_array().unwrap().iter().find(of).unwrap_or_else(|| panic!("{device} {subject}"));
+            let error = row["median_percent"].as_f64().unwrap();
+            assert!(error <= most, "{device} {subject}: {error} %");
+        }
+    }
+}
+
 /// Steps that PyTorch's FSDP was published to take: by torchtitan (docs/performance.md, 2024: tokens a second of each of eight H100 within
 /// 500 W; at commit 3faaa1a0d, of 64 A100), by fms-fsdp on 128 A100, and by llm-foundry (scripts/train/benchmarking, 2023) on eight H100.
 #[test]
