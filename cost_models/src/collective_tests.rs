@@ -284,7 +284,7 @@ proptest! {
 }
 
 /// Collectives in a CUDA graph beside those that a host starts: shorter where the start counts, and about as long where
-/// the wires do.
+/// the wires do. No table has exchanges that a host starts, which have the rates of rings.
 #[test]
 fn captured_collectives_start_sooner_and_send_as_fast() {
     for machine in ["dgx-a100:1", "dgx-h100:1", "dgx-b200:1"] {
@@ -294,7 +294,8 @@ fn captured_collectives_start_sooner_and_send_as_fast() {
             let ratio =
                 |bytes: u64| best(operation, bytes, &captured).seconds / best(operation, bytes, &launched).seconds;
             assert!((0.1..0.7).contains(&ratio(1 << 12)), "{machine} {operation:?}: {}", ratio(1 << 12));
-            assert!((0.75..1.25).contains(&ratio(1 << 30)), "{machine} {operation:?}: {}", ratio(1 << 30));
+            let most = if operation == Operation::AllToAll { 1.4 } else { 1.1 };
+            assert!((0.9..most).contains(&ratio(1 << 30)), "{machine} {operation:?}: {}", ratio(1 << 30));
         }
     }
 }

@@ -9,8 +9,9 @@ use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{Architecture, Device};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
-use altiplano_ir::plan::{Execution, Plan, Schedule};
+use altiplano_ir::plan::{AttentionKernels, Execution, Plan, Schedule, Target};
 use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::target::execution;
 use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped};
 use altiplano_planner::predict::timing::BodyWork;
 use altiplano_planner::search::fixed_degrees::{Degrees, fixed};
@@ -40,18 +41,14 @@ impl RowPredictor {
 
     fn model(&self, row: &Row) -> Result<Arc<Model>, Error> {
         let config = config(row)?;
-        let capacity_factor = match row.model {
-            RowModel::Config { .. } => row.capacity.or(Some(EVEN)),
-            RowModel::Sizes { .. } => None,
-        };
-        let key = format!("{config} {} {capacity_factor:?}", row.seq);
+        let key = format!("{config} {} {:?}", row.seq, row.capacity);
         if let Some(model) = self.models.lock().ok().and_then(|m| m.get(&key).cloned()) {
             return Ok(model);
         }
         let options = ImportOptions {
             sequence: Some(row.seq),
             precision: dtype(row),
-            capacity_factor,
+            capacity_factor: row.capacity,
             ..ImportOptions::default()
         };
         let model = Arc::new(model_of(Path::new(&row.model.name()), config.as_bytes(), &options)?);
@@ -61,10 +58,6 @@ impl RowPredictor {
         Ok(model)
     }
 }
-
-/// Tokens that an expert takes relative to an even spread, for rows that do not say. Benchmarks drop no token and
-/// spread them evenly.
-const EVEN: f64 = 1.0;
 
 fn dtype(row: &Row) -> Option<DType> {
     match row.dtype.as_str() {
@@ -167,14 +160,7 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
     // The framework's choices must not depend on the constants under test.
     let cost = Roofline::new(Device { constants: None, ..cluster.groups[0].device.clone() });
     let mut wanted = request(&model, cluster);
-    wanted.execution = Execution {
-        bucket_bytes: u64::MAX,
-        overlap: row.zero > 0,
-        fused_attention: row.fused_attention.unwrap_or_else(|| fused_when_new(cost.device())),
-        fused_loss: false,
-        gradients: dtype(row),
-        ..Execution::default()
-    };
+    wanted.execution = execution_of(row, &wanted, cost.device());
     wanted.schedule = Some(if row.schedule == "gpipe" { Schedule::GPipe } else { Schedule::OneFOneB });
     let num_microbatches = (row.global_batch / together) as u32;
     let degrees = Degrees {
@@ -188,7 +174,8 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
         recompute,
         layout: Layout::Even,
         experts: row.ep > 1,
-        sequence: false,
+        // Megatron-LM demands sequence parallelism where experts and tensor parallelism meet.
+        sequence: row.tp > 1 && row.ep > 1,
     };
     let mut plan = match row.model {
         RowModel::Sizes { .. } => {
@@ -213,6 +200,27 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
     deduped.programs.to_mut().programs.iter_mut().for_each(|p| p.bodies.clear());
     let order = Order::of(&plan);
     Ok(Size { plan, deduped, work, order })
+}
+
+/// How software runs a row: PyTorch's FSDP where replicas share parameters, and Megatron-LM elsewhere.
+fn execution_of(row: &Row, request: &Request, device: &Device) -> Execution {
+    let fused_attention = row.fused_attention.unwrap_or_else(|| fused_when_new(device));
+    match row.zero {
+        3 => Execution {
+            fused_attention,
+            // Published rows run TransformerEngine's kernels.
+            attention: AttentionKernels::Newest,
+            ..execution(Target::Fsdp, &request.cluster, &request.graph, Some(3))
+        },
+        zero => Execution {
+            bucket_bytes: u64::MAX,
+            overlap: zero > 0,
+            fused_attention,
+            fused_loss: false,
+            gradients: dtype(row),
+            ..Execution::default()
+        },
+    }
 }
 
 /// For rows that do not say: true if software had fused attention when a device was new. Tables of measured steps date
