@@ -248,7 +248,7 @@ impl Simulation {
         if cost.device().constants.is_some() {
             "calibrated, with the constants that the plan's device has".into()
         } else if catalogue::is_fitted(&cost.device().name) {
-            "calibrated on published steps of this device (cost_models/src/fitted.rs)".into()
+            "calibrated on published steps or kernels of this device (cost_models/src/fitted.rs)".into()
         } else {
             "roofline of its datasheet".into()
         }
@@ -336,9 +336,9 @@ fn why(compute: &Compute, kernel: &Kernel) -> String {
         "{} read and {} written at {:.3} of {}/s: {}",
         bytes(kernel.read_bytes),
         bytes(kernel.written_bytes),
-        c.memory_efficiency,
+        compute.memory_part(&kernel.kind),
         bytes(compute.device.memory_bytes_per_s as u64),
-        seconds(compute.memory_s(moved as f64))
+        seconds(moved as f64 / (compute.device.memory_bytes_per_s * compute.memory_part(&kernel.kind)))
     );
     let arithmetic = match &kernel.kind {
         KernelKind::Matmul(m) => format!(

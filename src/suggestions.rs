@@ -6,6 +6,7 @@ use crate::simulate::{HeldTensor, MemoryTimeline, Simulation};
 use crate::units::{bytes, seconds};
 use crate::{Error, plan};
 use altiplano_cost_models::catalogue;
+use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::{Device, DeviceKind};
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
@@ -188,6 +189,13 @@ pub fn fixes(request: &Request, progress: &dyn Progress) -> Vec<Remedy> {
     fixes
 }
 
+/// The request with a loss of its own for each microbatch. `None` if the loss is a mean or a sum over samples, which
+/// microbatches leave alone, or if the batch has a fixed size.
+fn with_losses_of_microbatches(request: &Request) -> Option<Request> {
+    let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
+    whole.then(|| Request { allow_microbatch_semantics: true, baselines: false, ..request.clone() })
+}
+
 /// Plans each change to a request, and returns those with a plan.
 fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Vec<Remedy> {
     let mut changes: Vec<Vec<(String, Request)>> = Vec::new();
@@ -199,6 +207,10 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
         || request.batch.per_replica.is_some()
     {
         changes.push(changed("a free number of microbatches", &free));
+    }
+    if let Some(new) = with_losses_of_microbatches(request) {
+        let change = "--allow-microbatch-semantics, with a loss of its own for each microbatch";
+        changes.push(vec![(change.to_string(), new)]);
     }
     if request.recompute.is_some_and(|r| r != Recompute::Full) {
         changes.push(changed("--recompute full", &|r| r.recompute = Some(Recompute::Full)));
@@ -259,7 +271,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
             Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
         })
     };
-    changes.into_iter().enumerate().filter_map(first_that_fits).collect()
+    changes.into_par_iter().enumerate().filter_map(first_that_fits).collect()
 }
 
 /// A changed request, with the words for the change.

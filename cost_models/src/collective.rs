@@ -11,7 +11,7 @@
 //! seconds of a hop inside and between nodes.
 
 use crate::link::AxisLink;
-use crate::node_link::{Library, Protocol, ProtocolFigures};
+use crate::node_link::{Exchange, Library, Protocol, ProtocolFigures};
 use std::fmt;
 
 /// The operation to price. Bytes are those of one device's larger side: the operand of a reduce-scatter, the result of
@@ -86,6 +86,9 @@ pub fn candidates(operation: Operation, bytes: u64, link: &AxisLink) -> Vec<Pric
         return vec![Priced::nothing()];
     }
     let mut found = Vec::new();
+    if operation == Operation::AllToAll && link.nodes <= 1 && !link.kind.exchanges.is_empty() {
+        return link.kind.exchanges.iter().map(|exchange| exchanged(exchange, bytes as f64, link)).collect();
+    }
     let carried = |figures: &&ProtocolFigures| link.nodes <= 1 || link.network.protocols.contains(&figures.protocol);
     for figures in link.kind.protocols.iter().filter(carried) {
         let terms = Terms { bytes: bytes as f64, link, figures };
@@ -365,6 +368,14 @@ impl Terms<'_> {
         let (protocol, start_s) = (self.figures.protocol, self.link.kind.send_start_s);
         Priced::new(Algorithm::Direct, protocol, start_s, hop_s, self.bytes / self.ring())
     }
+}
+
+/// An all-to-all inside a node. A device copies its own part beside the messages to the others.
+fn exchanged(exchange: &Exchange, bytes: f64, link: &AxisLink) -> Priced {
+    let n = link.devices as f64;
+    let messages_s = (n - 1.0) * exchange.message * link.inside_latency_s;
+    let wire_s = (n - 1.0 + exchange.exposed) / n * bytes / (exchange.efficiency * link.inside_bytes_per_s);
+    Priced::new(Algorithm::Direct, exchange.protocol, exchange.start_s, messages_s, wire_s)
 }
 
 /// Reduction in the switches of one node. A device sends its bytes once and gets its n-th of the sum. It then sends

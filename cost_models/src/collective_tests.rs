@@ -282,3 +282,36 @@ proptest! {
         prop_assert_eq!(found.seconds, offered.map(|p| p.seconds).fold(f64::INFINITY, f64::min));
     }
 }
+
+/// Collectives in a CUDA graph beside those that a host starts: shorter where the start counts, and about as long where
+/// the wires do. No table has exchanges that a host starts, which have the rates of rings.
+#[test]
+fn captured_collectives_start_sooner_and_send_as_fast() {
+    for machine in ["dgx-a100:1", "dgx-h100:1", "dgx-b200:1"] {
+        let launched = whole(machine);
+        let captured = AxisLink { kind: launched.kind.captured(), ..launched };
+        for operation in [Operation::AllReduce, Operation::AllGather, Operation::ReduceScatter, Operation::AllToAll] {
+            let ratio =
+                |bytes: u64| best(operation, bytes, &captured).seconds / best(operation, bytes, &launched).seconds;
+            assert!((0.1..0.7).contains(&ratio(1 << 12)), "{machine} {operation:?}: {}", ratio(1 << 12));
+            let most = if operation == Operation::AllToAll { 1.4 } else { 1.1 };
+            assert!((0.9..most).contains(&ratio(1 << 30)), "{machine} {operation:?}: {}", ratio(1 << 30));
+        }
+    }
+}
+
+/// A device's own part is copied beside the messages, so that more devices never take less, nor do more bytes.
+#[test]
+fn captured_exchanges_grow_with_bytes_and_devices() {
+    for machine in ["dgx-a100:1", "dgx-h100:1", "dgx-b200:1"] {
+        let link = whole(machine);
+        let price = |devices: u64, bytes: u64| {
+            let link = AxisLink { kind: link.kind.captured(), devices, devices_on_node: devices, ..link };
+            best(Operation::AllToAll, bytes, &link).seconds
+        };
+        for bytes in (8..30).map(|power| 1 << power) {
+            assert!(price(2, bytes) <= price(4, bytes) && price(4, bytes) <= price(8, bytes), "{machine}: {bytes}");
+            assert!(price(8, bytes) < price(8, 2 * bytes), "{machine}: {bytes}");
+        }
+    }
+}

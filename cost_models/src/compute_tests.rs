@@ -20,7 +20,7 @@ fn a_wave_of_tiles_costs_what_a_tile_costs() {
     a100.constants.tail_loss = 1.0;
     // 108 tiles of 256 x 128 fill the device once. One more row of tiles needs a second wave.
     let one = a100.matmul_s(&matmul(256 * 108, 128, 4096));
-    let by_hand = 2.0 * 256.0 * 128.0 * (4096.0 + FILL) * 108.0 / (312e12 * a100.constants.matmul_efficiency);
+    let by_hand = 2.0 * 256.0 * 128.0 * (4096.0 + AMPERE.fill) * 108.0 / (312e12 * a100.constants.matmul_efficiency);
     assert!((one / by_hand - 1.0).abs() < 1e-9, "{one} {by_hand}");
     assert!(a100.matmul_s(&matmul(256 * 109, 128, 4096)) > 1.4 * one);
 }
@@ -31,6 +31,31 @@ fn few_tiles_of_a_long_contraction_are_cut() {
     let (long, short) = (a100.matmul_s(&matmul(128, 128, 65536)), a100.matmul_s(&matmul(128, 128, 512)));
     // On one multiprocessor it would take 128 times as long.
     assert!(long < 40.0 * short, "{long} {short}");
+}
+
+#[test]
+fn attention_of_one_head_leaves_multiprocessors_idle() {
+    let compute = Compute::new(catalogue::device("H100-SXM").unwrap());
+    let seconds = |heads: u64| {
+        let flop = 4.0 * heads as f64 * 1024.0f64.powi(2) * 128.0;
+        let (tiles, dtype, software) = (8 * heads, DType::BF16, AttentionKernels::Newest);
+        compute.attention_s(&Attention { flop, share: 9.0 / 16.0, keys: 1024, tiles, backward: false, dtype, software })
+    };
+    // Eight tiles of 132 that could run, and as many as run at once: both take as long as the longest tile.
+    assert!((seconds(16) / seconds(1) - 1.0).abs() < 1e-9);
+    assert!(seconds(160) > 5.0 * (seconds(16) - ATTENTION_START_S));
+    let by_hand = 4.0 * 128.0 * (1024.0 + compute.constants.attention_fill) * 128.0 * 132.0
+        / (989.5e12 * compute.constants.attention_efficiency);
+    assert!((seconds(1) / (by_hand + ATTENTION_START_S) - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn kernels_alone_are_faster_than_in_steps() {
+    let device = catalogue::device("H100-SXM").unwrap();
+    let constants = catalogue::constants(&device.name);
+    let [alone, steps] = [Compute::alone(device.clone(), constants), Compute::new(device)];
+    let part = alone.matmul_s(&matmul(8192, 8192, 8192)) / steps.matmul_s(&matmul(8192, 8192, 8192));
+    assert!((part / constants.sustained_efficiency - 1.0).abs() < 1e-9, "{part}");
 }
 
 #[test]
@@ -88,6 +113,7 @@ fn fused_attention_takes_what_was_measured() {
             flop,
             share,
             keys: length as u64,
+            tiles: (batch * heads) as u64 * (length as u64).div_ceil(128),
             backward: false,
             dtype: DType::BF16,
             software: AttentionKernels::Newest,
@@ -116,11 +142,13 @@ fn clocks_follow_power_as_those_of_one_chip_at_two_limits_do() {
 /// longer.
 #[test]
 fn a_row_waits_for_bytes_and_not_for_products() {
-    let compute = Compute::new(catalogue::device("H100-SXM").unwrap());
+    let mut compute = Compute::new(catalogue::device("H100-SXM").unwrap());
+    // No tiles, of which the last would come late.
+    compute.constants.multiprocessors = 0.0;
     let waits_s = |dtype: DType| {
         let of = |keys: u64, flop: f64| {
             let software = AttentionKernels::Newest;
-            compute.attention_s(&Attention { flop, share: 1.0, keys, backward: false, dtype, software })
+            compute.attention_s(&Attention { flop, share: 1.0, keys, tiles: 1, backward: false, dtype, software })
         };
         4.0 * of(8192, 1e12) - of(32768, 4e12)
     };
@@ -141,11 +169,14 @@ fn flash_attention_2_takes_what_was_measured() {
     ];
     for (length, forward, causal, backward) in table {
         let length = f64::from(length);
-        let flop = 4.0 * length.powi(2) * 128.0;
+        // 16 heads.
+        let rows = 16.0 * 16384.0;
+        let flop = 4.0 * rows * length * 128.0;
         let of = Attention {
             flop,
             share: 1.0,
             keys: length as u64,
+            tiles: rows as u64 / 128,
             backward: false,
             dtype: DType::F16,
             software: AttentionKernels::Flash2,

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod captured;
 pub mod catalogue;
 pub mod collective;
 pub mod compute;

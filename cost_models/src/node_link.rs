@@ -10,7 +10,7 @@
 //! fitted to 2, 4 and 8 A100 alone are as near to the rows of 3, 5, 6 and 7. A kind without rows has the constants of
 //! the nearest kind that has rows, and its comment says so.
 
-use crate::catalogue;
+use crate::{captured, catalogue};
 use altiplano_ir::cluster::{Architecture, Group};
 
 /// How a message is split and acknowledged, after NCCL's protocols. Small units with a flag each have low latency and
@@ -49,6 +49,20 @@ pub struct Sharp {
     pub efficiency: f64,
 }
 
+/// How a library sends the messages of an all-to-all inside a node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exchange {
+    pub protocol: Protocol,
+    /// Seconds before the first byte moves, launch included.
+    pub start_s: f64,
+    /// Time of each message of a device, as a multiple of `intra_node.latency_s`.
+    pub message: f64,
+    /// Share of `intra_node.bytes_per_s` that is reached.
+    pub efficiency: f64,
+    /// Part of a message's wire time that the copy of a device's own part adds, from 0 to 1.
+    pub exposed: f64,
+}
+
 /// The library that runs the collectives, which determines the available algorithms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Library {
@@ -83,6 +97,11 @@ pub struct NodeLink {
     /// Seconds before the first byte of a message between two devices moves.
     pub send_start_s: f64,
     pub sharp: Option<Sharp>,
+    /// How all-to-alls inside a node are sent. Empty: at the rates of a ring's protocols.
+    pub exchanges: &'static [Exchange],
+    /// The same links for collectives that are recorded in a CUDA graph, which no host starts one by one. `None`: no
+    /// table has any.
+    pub captured: Option<&'static NodeLink>,
 }
 
 /// The start of a ring of `Simple` in NCCL's tuner (NVIDIA/nccl, src/graph/tuning.cc, baseLatencies): a message between
@@ -138,7 +157,7 @@ const NETWORK_HOPS: [f64; 3] = [2.7 / 8.0, 4.0 / 8.0, 14.0 / 8.0];
 // LL sends as many bytes of flags as of data, LL128 one flag byte in sixteen.
 const NETWORK_PARTS: [f64; 3] = [0.5, 15.0 / 16.0, 1.0];
 
-const fn protocol(i: usize, start_s: f64, hop_s: f64, efficiency: f64) -> ProtocolFigures {
+pub(crate) const fn protocol(i: usize, start_s: f64, hop_s: f64, efficiency: f64) -> ProtocolFigures {
     ProtocolFigures {
         protocol: [Protocol::LowLatency, Protocol::LowLatency128, Protocol::Simple][i],
         start_s,
@@ -196,14 +215,20 @@ static HYBRID_CUBE: NodeLink = NodeLink {
     exposed_rounds: 0.0,
     send_start_s: NCCL_SEND_START_S,
     sharp: None,
+    exchanges: &[],
+    captured: None,
 };
 
 /// A DGX-2. No table: the constants of the V100's rings, which use the same links.
 static SWITCH_2: NodeLink =
     NodeLink { name: "NVLink 2, switched", wiring: Wiring::Switched, ..constants(&VOLTA, 0.0, None) };
 
-static SWITCH_3: NodeLink =
-    NodeLink { name: "NVLink 3, switched", wiring: Wiring::Switched, ..constants(&AMPERE, 0.425, None) };
+static SWITCH_3: NodeLink = NodeLink {
+    name: "NVLink 3, switched",
+    wiring: Wiring::Switched,
+    captured: Some(&captured::SWITCH_3),
+    ..constants(&AMPERE, 0.425, None)
+};
 
 /// Four A100 wired to each other. No table: the constants of the A100's rings through switches.
 static MESH_3: NodeLink =
@@ -212,6 +237,7 @@ static MESH_3: NodeLink =
 static SWITCH_4: NodeLink = NodeLink {
     name: "NVLink 4, switched",
     wiring: Wiring::Switched,
+    captured: Some(&captured::SWITCH_4),
     ..constants(&HOPPER, 0.07, Some(Sharp { start_s: 89.5e-6, efficiency: 0.679 }))
 };
 
@@ -220,6 +246,7 @@ static SWITCH_4: NodeLink = NodeLink {
 static SWITCH_5: NodeLink = NodeLink {
     name: "NVLink 5, switched",
     wiring: Wiring::Switched,
+    captured: Some(&captured::SWITCH_5),
     ..constants(&BLACKWELL, 0.146, Some(Sharp { start_s: 406e-6, efficiency: 0.612 }))
 };
 
@@ -240,9 +267,15 @@ static MEMORY: NodeLink = NodeLink {
     exposed_rounds: 0.0,
     send_start_s: 0.0,
     sharp: None,
+    exchanges: &[],
+    captured: None,
 };
 
-const fn constants(protocols: &'static [ProtocolFigures], exposed_rounds: f64, sharp: Option<Sharp>) -> NodeLink {
+pub(crate) const fn constants(
+    protocols: &'static [ProtocolFigures],
+    exposed_rounds: f64,
+    sharp: Option<Sharp>,
+) -> NodeLink {
     NodeLink {
         name: "",
         wiring: Wiring::Switched,
@@ -251,6 +284,8 @@ const fn constants(protocols: &'static [ProtocolFigures], exposed_rounds: f64, s
         exposed_rounds,
         send_start_s: NCCL_SEND_START_S,
         sharp,
+        exchanges: &[],
+        captured: None,
     }
 }
 
@@ -297,6 +332,11 @@ impl NodeLink {
             4 => &SWITCH_4,
             _ => &SWITCH_5,
         }
+    }
+
+    /// These links for collectives that a CUDA graph starts, or as they are where no table has any.
+    pub fn captured(&'static self) -> &'static NodeLink {
+        self.captured.unwrap_or(self)
     }
 
     /// Links of CPU workers, and links for which only the figures are known.

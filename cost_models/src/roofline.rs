@@ -41,7 +41,7 @@ impl Roofline {
 
     /// The model of a device with constants of its own.
     pub fn with_constants(device: Device, constants: Constants) -> Self {
-        Roofline::of(Compute { device, constants })
+        Roofline::of(Compute::in_steps(device, constants))
     }
 
     fn of(compute: Compute) -> Self {

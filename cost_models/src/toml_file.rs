@@ -356,6 +356,10 @@ impl Reader<'_> {
             return Ok(None);
         }
         let mut constants = catalogue::constants(like);
+        // A rate that a file states without more is that in steps.
+        if figures.constants.contains_key("matmul_efficiency") {
+            constants.sustained_efficiency = 1.0;
+        }
         for (name, stated) in &figures.constants {
             let (Some(constant), Some(&key)) =
                 (constants.by_name(name), Constants::NAMES.iter().find(|known| *known == name))

@@ -169,6 +169,12 @@ pub struct Constants {
     /// The fixed cost of a row of queries, in additional keys of 16 bits. It covers filling pipelines and blocks that end
     /// early.
     pub attention_fill: f64,
+    /// The part of an average tile's time that passes while the last tiles of fused attention end and other
+    /// multiprocessors are idle.
+    pub attention_tail: f64,
+    /// The rate of matmuls within a step, as a fraction of their rate when measured alone. In long steps a device runs
+    /// at a lower clock, and each product finds other operands in the caches than its own.
+    pub sustained_efficiency: f64,
     /// The fraction of the memory bandwidth that streaming kernels reach.
     pub memory_efficiency: f64,
     /// The same for kernels that sum gradients and update parameters. Software that runs other passes op by op moves
@@ -205,6 +211,8 @@ impl Default for Constants {
             attention_efficiency: 0.5,
             attention_backward_efficiency: 0.5,
             attention_fill: 0.0,
+            attention_tail: 0.0,
+            sustained_efficiency: 1.0,
             memory_efficiency: MEMORY_EFFICIENCY,
             update_efficiency: MEMORY_EFFICIENCY,
             collective_efficiency: 1.0,
@@ -228,11 +236,13 @@ pub const MATMUL_EFFICIENCY: f64 = 0.7;
 pub const MEMORY_EFFICIENCY: f64 = 0.85;
 
 impl Constants {
-    pub const NAMES: [&str; 15] = [
+    pub const NAMES: [&str; 17] = [
         "matmul_efficiency",
         "attention_efficiency",
         "attention_backward_efficiency",
         "attention_fill",
+        "attention_tail",
+        "sustained_efficiency",
         "memory_efficiency",
         "update_efficiency",
         "collective_efficiency",
@@ -253,6 +263,8 @@ impl Constants {
             "attention_efficiency" => &mut self.attention_efficiency,
             "attention_backward_efficiency" => &mut self.attention_backward_efficiency,
             "attention_fill" => &mut self.attention_fill,
+            "attention_tail" => &mut self.attention_tail,
+            "sustained_efficiency" => &mut self.sustained_efficiency,
             "memory_efficiency" => &mut self.memory_efficiency,
             "update_efficiency" => &mut self.update_efficiency,
             "collective_efficiency" => &mut self.collective_efficiency,

@@ -21,7 +21,7 @@
 
 use crate::dtype::DType;
 use crate::graph::{Graph, Node, ValueId};
-use crate::op::{HostCopy, HostRoute, Op, Operator};
+use crate::op::{HostCopy, HostRoute, Op, Operator, Reduce};
 use crate::optimizer::leaf;
 use crate::sets::Sets;
 use crate::target::AttentionKernels;
@@ -127,6 +127,8 @@ pub struct Attention {
     pub share: f64,
     /// The length of a row of the large values.
     pub keys: u64,
+    /// The number of tiles of [`TILE`] queries or less, over all samples and heads. Each runs on one multiprocessor.
+    pub tiles: u64,
     /// True if more than one of its products makes large values, as in backward passes, which make gradients of scores
     /// beside the scores.
     pub backward: bool,
@@ -414,9 +416,17 @@ impl Products<'_> {
         let share = selects.map(|&v| self.shares.of(Mask::of_select(graph, v, is_constant))).fold(1.0, f64::min);
         let grown = || nodes.iter().copied().filter(|&n| grows(graph, n));
         let keys = grown().filter_map(|n| graph.shape(n).last().copied()).max().unwrap_or(1);
+        let tiles = grown().map(|n| tiles_of_queries(graph.shape(n))).max().unwrap_or(1);
         let (backward, software) = (grown().count() > 1, AttentionKernels::default());
-        Attention { flop, share, keys, backward, dtype, software }
+        Attention { flop, share, keys, tiles, backward, dtype, software }
     }
+}
+
+/// The tiles of queries of scores, `[.., queries, keys]`.
+fn tiles_of_queries(scores: &[u64]) -> u64 {
+    let outer = &scores[..scores.len().saturating_sub(1)];
+    let queries = outer.last().copied().unwrap_or(1);
+    outer[..outer.len().saturating_sub(1)].iter().product::<u64>().max(1) * queries.div_ceil(TILE).max(1)
 }
 
 /// The visible fractions of a body's masks. Layers have equal masks of their own, and only one of them is examined.
@@ -468,9 +478,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             Op::Reduce(reduce) => {
                 let shape = graph.shape(operand());
                 let row: u64 = reduce.dims.iter().map(|&d| shape[d]).product();
-                let last_kept = (0..shape.len()).rev().find(|d| shape[*d] > 1 && !reduce.dims.contains(d));
-                let trailing = reduce.dims.iter().all(|&d| shape[d] == 1 || last_kept.is_none_or(|k| k < d));
-                if trailing && row.saturating_mul(4) <= ROW_BYTES { Role::Row } else { Role::Reduction }
+                if sums_rows(reduce, shape) && row.saturating_mul(4) <= ROW_BYTES { Role::Row } else { Role::Reduction }
             }
             Op::DotGeneral(_)
             | Op::Convolution(_)
@@ -497,6 +505,12 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
         roles.push(role);
     }
     roles
+}
+
+/// Returns true if a reduction is over the last dimensions, whose elements are neighbours.
+fn sums_rows(reduce: &Reduce, shape: &[u64]) -> bool {
+    let last_kept = (0..shape.len()).rev().find(|d| shape[*d] > 1 && !reduce.dims.contains(d));
+    reduce.dims.iter().all(|&d| shape[d] == 1 || last_kept.is_none_or(|k| k < d))
 }
 
 /// Returns true if a reshape keeps or splits each dimension, so that strides describe the result for any strides of the
@@ -607,14 +621,20 @@ fn kept(
     written: &BTreeSet<ValueId>,
 ) -> Kept {
     let mut into_alone = vec![false; graph.len()];
-    let mut crosses = vec![false; graph.len()];
+    // The other kernels that read each value.
+    let mut readers: Vec<Vec<u32>> = vec![Vec::new(); graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         for direct in &graph.node(v).operands {
             let o = source[direct.index()].0.index();
             into_alone[o] |= roles[v.index()] == Role::Alone || barriers[direct.index()] > 0;
-            crosses[o] |= group[o] != group[v.index()];
+            let reader = group[v.index()];
+            if group[o] != reader && !readers[o].contains(&reader) {
+                readers[o].push(reader);
+            }
         }
     }
+    let of_columns = of_columns(graph);
+    let crosses: Vec<bool> = readers.iter().map(|r| !r.is_empty()).collect();
     let mut kept: Vec<bool> = roles.iter().map(|r| matches!(r, Role::Leaf | Role::Alone | Role::Reduction)).collect();
     let mut sources: Vec<Vec<ValueId>> = vec![Vec::new(); graph.len()];
     for v in graph.values() {
@@ -645,8 +665,15 @@ fn kept(
                 }
             }
         }
-        let bytes: u64 = from.iter().map(|s| graph.ty(*s).bytes()).sum();
-        if from.len() > MAX_SOURCES || crosses[i] && bytes > graph.ty(v).bytes() {
+        let bytes = |sources: &mut dyn Iterator<Item = &ValueId>| sources.map(|s| graph.ty(*s).bytes()).sum::<u64>();
+        let (all, own) = (bytes(&mut from.iter()), graph.ty(v).bytes());
+        // Statistics of columns stay in the caches while rows stream by, however many rows there are.
+        let rows = bytes(&mut from.iter().filter(|s| !of_columns[s.index()]));
+        let moves_more = match rows <= own {
+            true => moves_more(all, own, readers[i].len()),
+            false => crosses[i],
+        };
+        if from.len() > MAX_SOURCES || moves_more {
             kept[i] = true;
         } else {
             // A recomputed value that depends on a row's reduction needs that reduction in memory.
@@ -659,6 +686,30 @@ fn kept(
         }
     }
     Kept { kept, sources }
+}
+
+/// Marks the results of reductions over rows, which have an element for each column, and what is computed from them
+/// element by element or by collectives.
+fn of_columns(graph: &Graph) -> Vec<bool> {
+    let mut found = vec![false; graph.len()];
+    for v in graph.values() {
+        let node = graph.node(v);
+        let like = |o: &ValueId| found[o.index()] && graph.ty(*o).elements() == node.ty.elements();
+        found[v.index()] = match &node.op {
+            Op::Reduce(reduce) if !sums_rows(reduce, graph.shape(node.operands[0])) => true,
+            op if op.is_elementwise() || matches!(op, Op::Collective(_) | Op::Reshape(_)) => {
+                node.operands.iter().any(like)
+            }
+            _ => false,
+        };
+    }
+    found
+}
+
+/// Returns true if recomputing a value of `own` bytes in each of its `readers` moves as many bytes as keeping it, or
+/// more. Keeping it writes it once. Recomputing it reads its sources of `from` bytes where the value would be read.
+fn moves_more(from: u64, own: u64, readers: usize) -> bool {
+    from > own && (from - own).saturating_mul(readers as u64) >= own
 }
 
 fn kernel(

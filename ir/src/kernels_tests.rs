@@ -95,6 +95,44 @@ fn a_cheap_value_is_computed_again_and_a_sum_of_two_is_kept() {
 }
 
 #[test]
+fn normalised_columns_are_computed_again_from_what_was_normalised() {
+    // Batch norm: statistics of columns, which need every row, and three passes over the rows.
+    let mut g = Graph::new("batch norm");
+    let (rows, columns) = (4096, 64);
+    let (x, slope) = (input(&mut g, &[rows, columns]), input(&mut g, &[rows, columns]));
+    let mean = |g: &mut Graph, v: ValueId| {
+        let sum = g.reduce(v, Reducer::Sum, &[0]);
+        g.broadcast(sum, &[rows, columns], &[1])
+    };
+    let of_x = mean(&mut g, x);
+    let centred = g.sub(x, of_x);
+    let square = g.mul(centred, centred);
+    let variance = mean(&mut g, square);
+    let scale = g.unary(Unary::Rsqrt, variance);
+    let normal = g.mul(centred, scale);
+    // The gradient of the rows.
+    let along = g.mul(slope, normal);
+    let part = mean(&mut g, along);
+    let part = g.mul(normal, part);
+    let gradient = g.sub(slope, part);
+    let found = of(&g, &[gradient], false);
+    // Centred and normal rows differ from `x` by a few values of columns, so that neither is written.
+    let large: Vec<ValueId> =
+        found.iter().flat_map(|k| &k.writes).copied().filter(|w| g.shape(*w)[0] == rows).collect();
+    assert_eq!(large, [gradient], "{found:?}");
+    assert_eq!(found.len(), 4);
+}
+
+#[test]
+fn sums_that_one_kernel_reads_are_kept_and_so_are_values_with_wide_sources() {
+    assert!(!moves_more(100, 100, 3));
+    assert!(!moves_more(101, 100, 3));
+    assert!(moves_more(200, 100, 1));
+    assert!(moves_more(150, 100, 2));
+    assert!(!moves_more(200, 100, 0));
+}
+
+#[test]
 fn fused_attention_never_writes_scores() {
     let mut g = Graph::new("attention");
     let [q, k, v] = [0; 3].map(|_| input(&mut g, &[16, 1024, 64]));
@@ -108,7 +146,7 @@ fn fused_attention_never_writes_scores() {
 
     let found = of(&g, &[narrow], true);
     let Some(Kernel {
-        kind: KernelKind::Attention(Attention { flop, share, keys, backward, .. }),
+        kind: KernelKind::Attention(Attention { flop, share, keys, tiles, backward, .. }),
         read_bytes,
         written_bytes,
         ..
@@ -116,7 +154,7 @@ fn fused_attention_never_writes_scores() {
     else {
         panic!("{found:?}");
     };
-    assert_eq!((*keys, *backward), (1024, false));
+    assert_eq!((*keys, *tiles, *backward), (1024, 16 * 1024 / 128, false));
     assert_eq!((*flop, *share), (2.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 64.0, 1.0));
     assert_eq!((*read_bytes, *written_bytes), (3 * 16 * 1024 * 64 * 2, 16 * 1024 * 64 * 2));
     // No product contracts the other growing product, so that one is written like any product.

@@ -1,15 +1,16 @@
 //! `altiplano fidelity`: compares predictions with a table of measured steps.
 
 use crate::commands::say;
-use altiplano::fidelity::{Fidelity as Found, Recomputation, fidelity};
+use altiplano::fidelity::{Fidelity as Found, KernelTable, Recomputation, fidelity, read_kernel_table};
 use altiplano::{Error, load_devices};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
-/// Predict every row of a table of measured training steps, and report the accuracy
+/// Predict every row of a table of measured training steps or kernels, and report the accuracy
 #[derive(Args)]
 pub(crate) struct Fidelity {
-    /// A CSV file with a measured step per row: its model, machine and degrees (columns in docs/simulation.md)
+    /// A CSV file with a measured step or kernel per row, which may be compressed by gzip (columns in
+    /// docs/simulation.md)
     table: PathBuf,
     /// Print JSON: the figures, and every row with its prediction
     #[arg(long)]
@@ -38,6 +39,9 @@ impl Fidelity {
             Recompute::Stated => Recomputation::Stated,
         };
         let devices = self.devices.as_deref().map(load_devices).transpose()?.unwrap_or_default();
+        if let Some(table) = read_kernel_table(&self.table, &devices)? {
+            return self.kernels(&table);
+        }
         let found = fidelity(&self.table, recomputation, devices)?;
         if self.json {
             let text = serde_json::to_string_pretty(&found).map_err(|e| Error::Output(e.into()))?;
@@ -47,6 +51,26 @@ impl Fidelity {
             rows(&found)?;
         }
         figures(&found)
+    }
+
+    /// Prints the errors of a table of kernels.
+    fn kernels(&self, table: &KernelTable) -> Result<(), Error> {
+        let errors = table.errors();
+        if self.json {
+            return say(serde_json::to_string_pretty(&errors).map_err(|e| Error::Output(e.into()))?);
+        }
+        let width = errors.iter().map(|e| e.subject.len()).max().unwrap_or(0);
+        say(format!("{:16} {:width$}   rows  median  90th percentile     bias", "device", "kernels"))?;
+        for e in &errors {
+            say(format!(
+                "{:16} {:width$} {:6} {:5.1} % {:14.1} % {:+6.1} %",
+                e.device, e.subject, e.rows, e.median_percent, e.tenth_percent, e.bias_percent
+            ))?;
+        }
+        for (system, rows) in &table.left_out {
+            say(format!("note: {rows} rows of {system}, which is not in the catalogue, are left out"))?;
+        }
+        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-//! Fits the constants of a device on tables of measured steps and on kernels timed by a profiler. One set of constants
+//! Fits the constants of a device on tables of measured steps, on tables of kernels, and on kernels timed by a profiler. One set of constants
 //! serves all rows of a device, so that held-out rows agree as well.
 //!
 //! Coordinate search: each constant in turn is moved up and down by a factor, and the move is kept if the error falls.
@@ -7,6 +7,7 @@
 //! whatever their number of rows, and enter by the squares of their errors, so that none improves at the expense of
 //! another.
 
+use super::kernel_table::{MeasuredKernel, read_kernel_table};
 use super::kineto::{Timed, read_trace};
 use super::predict::{Prepared, RowPredictor};
 use super::reading::{self, Recomputation};
@@ -15,7 +16,7 @@ use super::table::{Row, read_table};
 use crate::{Error, read_bytes};
 use altiplano_cost_models::compute::Compute;
 use altiplano_cost_models::kernels::Kernel;
-use altiplano_cost_models::{Roofline, catalogue, quoted, write_constants};
+use altiplano_cost_models::{Devices, Roofline, catalogue, quoted, write_constants};
 use altiplano_ir::cluster::{Constants, Device};
 use altiplano_ir::recompute::Recompute;
 use altiplano_runtime::random::Stream;
@@ -97,6 +98,7 @@ fn write_device(out: &mut String, fitted: &Calibrated) -> std::fmt::Result {
 /// The free constants, with their bounds.
 const FREE: &[(&str, f64, f64)] = &[
     ("matmul_efficiency", 0.2, 0.9),
+    ("sustained_efficiency", 0.5, 1.0),
     ("memory_efficiency", 0.2, 0.95),
     ("update_efficiency", 0.2, 0.95),
     ("attention_efficiency", 0.1, 0.8),
@@ -116,15 +118,23 @@ struct Measured {
 }
 
 enum What {
-    Step { group: String, gpus: u32, global_batch: u64, prepared: Box<Prepared> },
+    Step {
+        group: String,
+        gpus: u32,
+        global_batch: u64,
+        prepared: Box<Prepared>,
+    },
     Kernel(Box<Kernel>),
+    /// A row of a table of kernels.
+    Alone(Box<MeasuredKernel>),
 }
 
 impl Measured {
     fn predicted_s(&self, device: &Device, constants: Constants) -> f64 {
         match &self.what {
             What::Step { prepared, .. } => prepared.step_s(&Roofline::with_constants(device.clone(), constants)),
-            What::Kernel(kernel) => Compute { device: device.clone(), constants }.kernel(kernel).seconds,
+            What::Alone(kernel) => kernel.predicted_s(constants),
+            What::Kernel(kernel) => Compute::alone(device.clone(), constants).kernel(kernel).seconds,
         }
     }
 }
@@ -149,7 +159,7 @@ impl Table<'_> {
             What::Step { group, gpus, global_batch, .. } => {
                 Some((Comparable { group, gpus: *gpus, global_batch: *global_batch }, row.seconds, p))
             }
-            What::Kernel(_) => None,
+            What::Kernel(_) | What::Alone(_) => None,
         });
         let groups = group_statistics(steps);
         let regret: f64 = groups.iter().map(|g| g.regret_percent / 100.0).sum();
@@ -165,7 +175,11 @@ pub fn calibrate(files: &[PathBuf]) -> Result<Vec<Calibrated>, Error> {
         let bytes = read_bytes(file)?;
         // A table starts with its column names; a trace is a JSON document.
         let is_trace = matches!(bytes.iter().find(|b| !b.is_ascii_whitespace()), Some(b'{' | b'['));
-        let measured = if is_trace { kernels(file, &bytes)? } else { steps(file, &predictor)? };
+        let measured = match read_kernel_table(file, &Devices::default())? {
+            Some(table) => table.rows.into_iter().map(alone).collect(),
+            None if is_trace => kernels(file, &bytes)?,
+            None => steps(file, &predictor)?,
+        };
         let mut here: BTreeMap<String, (Device, Vec<Measured>)> = BTreeMap::new();
         for (device, row) in measured {
             here.entry(device.name.clone()).or_insert_with(|| (device, Vec::new())).1.push(row);
@@ -190,6 +204,11 @@ fn steps(file: &Path, predictor: &RowPredictor) -> Result<Vec<(Device, Measured)
     rows.into_par_iter().zip(recompute).map(measured).collect()
 }
 
+fn alone(kernel: MeasuredKernel) -> (Device, Measured) {
+    let (name, seconds) = (format!("{} {}", kernel.line, kernel.name), kernel.seconds);
+    (kernel.device.clone(), Measured { name, seconds, what: What::Alone(Box::new(kernel)) })
+}
+
 fn kernels(file: &Path, bytes: &[u8]) -> Result<Vec<(Device, Measured)>, Error> {
     let wrong = |error| Error::Trace { file: file.to_path_buf(), error: Box::new(error) };
     let trace = read_trace(bytes).map_err(wrong)?;
@@ -201,6 +220,11 @@ fn kernels(file: &Path, bytes: &[u8]) -> Result<Vec<(Device, Measured)>, Error> 
 }
 
 fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
+    // Steps alone or kernels alone say only the product of the two.
+    let of_steps = |row: &&Measured| matches!(row.what, What::Step { .. });
+    let all = || tables.iter().flat_map(|table| &table.rows);
+    let both = all().filter(of_steps).count() > 0 && all().any(|row| !of_steps(&row));
+    let free: Vec<_> = FREE.iter().filter(|(name, ..)| both || *name != "sustained_efficiency").collect();
     let error = |constants: &Constants| -> f64 {
         let squares = tables.iter().map(|table| table.error(device, *constants).powi(2));
         (squares.sum::<f64>() / tables.len() as f64).sqrt()
@@ -214,7 +238,7 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
         let (mut gained, mut start) = (false, best);
         let mut attempt = |exponents: &dyn Fn(usize) -> f64| {
             let mut tried = best;
-            for (i, (name, low, high)) in FREE.iter().enumerate() {
+            for (i, (name, low, high)) in free.iter().enumerate() {
                 if let Some(value) = tried.by_name(name) {
                     *value = (*value * factor.powf(exponents(i))).clamp(*low, *high);
                 }
@@ -226,13 +250,13 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
             }
             better
         };
-        for i in 0..FREE.len() {
+        for i in 0..free.len() {
             let one = |up: f64| move |j: usize| if i == j { up } else { 0.0 };
             let _ = attempt(&one(1.0)) || attempt(&one(-1.0));
         }
         // Some constants only improve the error together, because absolute errors have kinks.
         for _ in 0..DRAWS {
-            let drawn = |i: usize| directions.below(draws * FREE.len() as u64 + i as u64, 3) as f64 - 1.0;
+            let drawn = |i: usize| directions.below(draws * free.len() as u64 + i as u64, 3) as f64 - 1.0;
             let _ = attempt(&drawn) || attempt(&|i| -drawn(i));
             draws += 1;
         }
@@ -243,7 +267,7 @@ fn fit(device: &Device, tables: &[Table<'_>]) -> Calibrated {
         // Repeat the combined moves of a round while that helps (Hooke and Jeeves 1961).
         loop {
             let mut tried = best;
-            for (name, low, high) in FREE {
+            for (name, low, high) in &free {
                 let (Some(from), Some(value)) = (start.by_name(name).copied(), tried.by_name(name)) else { continue };
                 if from > 0.0 {
                     *value = (*value * *value / from).clamp(*low, *high);

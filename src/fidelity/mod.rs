@@ -7,6 +7,7 @@
 //! measured.
 
 mod calibrate;
+mod kernel_table;
 mod kineto;
 mod predict;
 mod reading;
@@ -14,11 +15,12 @@ mod statistics;
 mod table;
 
 pub use calibrate::{Calibrated, Fit, calibrate, device_file};
+pub use kernel_table::{KernelErrors, KernelTable, KernelWork, MeasuredKernel, read_kernel_table};
 pub use kineto::{Timed, Trace, TraceError};
 pub use predict::{Prepared, RowPredictor};
 pub use reading::{Reading, Recomputation};
 pub use statistics::{GroupStatistics, Statistics, statistics};
-pub use table::{MicroBatch, Row, TableError, read_table};
+pub use table::{MicroBatch, Row, RowModel, TableError, read_table};
 
 use crate::Error;
 use altiplano_cost_models::Devices;
@@ -66,7 +68,7 @@ pub fn fidelity(file: &Path, recomputation: Recomputation, devices: Devices) -> 
             group: row.group.clone(),
             gpus: row.gpus,
             global_batch: row.global_batch,
-            model: row.model.clone(),
+            model: row.model.name(),
             plan: row.plan(),
             measured_step_s: row.measured_step_s,
             predicted_step_s: predicted,

@@ -3,7 +3,7 @@
 use crate::Error;
 use altiplano_ir::recompute::Recompute;
 use serde::Deserialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// One measurement, as the table states it. Sizes are those of the whole model; empty cells are `None`.
 #[derive(Clone, Debug, PartialEq)]
@@ -11,31 +11,49 @@ pub struct Row {
     /// Line in the file, from 1.
     pub line: u64,
     pub group: String,
-    pub model: String,
-    pub layers: u64,
-    pub hidden: u64,
-    pub heads: u64,
-    pub kv_heads: Option<u64>,
-    pub ffn: Option<u64>,
+    pub model: RowModel,
     pub seq: u64,
-    pub vocab: u64,
     pub gpus: u32,
     pub cluster: String,
     pub tp: u32,
     pub pp: u32,
     pub dp: u32,
     pub cp: u32,
+    /// Devices that share the experts of a layer.
+    pub ep: u32,
     pub virtual_stages: u32,
     pub micro_batch: MicroBatch,
     pub global_batch: u64,
     pub schedule: String,
     pub recompute: String,
-    pub sharded_optimizer: bool,
+    /// What replicas share: optimizer state (1), also gradients (2), also parameters (3), or nothing (0).
+    pub zero: u8,
+    /// Tokens that an expert takes relative to an even spread.
+    pub capacity: Option<f64>,
     pub dtype: String,
     /// True if the software fused attention; absent if the row does not say.
     pub fused_attention: Option<bool>,
     pub measured_step_s: f64,
     pub source: String,
+}
+
+/// The model of a row.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RowModel {
+    /// A dense decoder, of a family that its name tells.
+    Sizes { name: String, layers: u64, hidden: u64, heads: u64, kv_heads: Option<u64>, ffn: Option<u64>, vocab: u64 },
+    /// A Hugging Face config, with another number of layers if given.
+    Config { file: PathBuf, layers: Option<u64> },
+}
+
+impl RowModel {
+    /// A name for messages.
+    pub fn name(&self) -> String {
+        match self {
+            RowModel::Sizes { name, .. } => name.clone(),
+            RowModel::Config { file, .. } => file.display().to_string(),
+        }
+    }
 }
 
 /// Samples per microbatch on each data-parallel replica.
@@ -58,13 +76,16 @@ impl Row {
 
     /// The degrees in words: `tp2 pp4 dp1, microbatches of 2`.
     pub fn plan(&self) -> String {
-        let cp = if self.cp > 1 { format!(" cp{}", self.cp) } else { String::new() };
+        let [cp, ep] = [("cp", self.cp), ("ep", self.ep)].map(|(name, degree)| match degree {
+            1 => String::new(),
+            _ => format!(" {name}{degree}"),
+        });
         let chunks = if self.virtual_stages > 1 { format!("x{}", self.virtual_stages) } else { String::new() };
         let of = match self.micro_batch {
             MicroBatch::Of(n) => n.to_string(),
             MicroBatch::Best => "any size".into(),
         };
-        format!("tp{} pp{}{chunks} dp{}{cp}, microbatches of {of}", self.tp, self.pp, self.dp)
+        format!("tp{} pp{}{chunks} dp{}{cp}{ep}, microbatches of {of}", self.tp, self.pp, self.dp)
     }
 }
 
@@ -81,6 +102,8 @@ pub enum TableError {
     Degrees { tp: u32, pp: u32, dp: u32, cp: u32, gpus: u32 },
     #[error("global_batch {global_batch} is not divided by micro_batch {micro_batch} x dp {dp}")]
     Batch { global_batch: u64, micro_batch: u64, dp: u32 },
+    #[error("{problem}: {columns}")]
+    Columns { problem: &'static str, columns: String },
     #[error("the table has no rows")]
     Empty,
     #[error(transparent)]
@@ -90,16 +113,23 @@ pub enum TableError {
 #[derive(Deserialize)]
 struct Raw {
     group: String,
-    model: String,
-    layers: u64,
-    hidden: u64,
-    heads: u64,
+    #[serde(default)]
+    model: Option<String>,
+    #[serde(default)]
+    config: Option<PathBuf>,
+    #[serde(default)]
+    layers: Option<u64>,
+    #[serde(default)]
+    hidden: Option<u64>,
+    #[serde(default)]
+    heads: Option<u64>,
     #[serde(default)]
     kv_heads: Option<u64>,
     #[serde(default)]
     ffn: Option<u64>,
     seq: u64,
-    vocab: u64,
+    #[serde(default)]
+    vocab: Option<u64>,
     gpus: u32,
     cluster: String,
     tp: Option<u32>,
@@ -107,6 +137,8 @@ struct Raw {
     dp: Option<u32>,
     #[serde(default)]
     cp: Option<u32>,
+    #[serde(default)]
+    ep: Option<u32>,
     #[serde(default)]
     virtual_stages: Option<u32>,
     micro_batch: String,
@@ -117,6 +149,10 @@ struct Raw {
     recompute: String,
     #[serde(default)]
     sharded_optimizer: String,
+    #[serde(default)]
+    sharding: String,
+    #[serde(default)]
+    capacity: Option<f64>,
     #[serde(default)]
     dtype: String,
     #[serde(default)]
@@ -137,7 +173,7 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
         let record = record.map_err(|e| at(e.position().map_or(1, |p| line_of(&bytes, p.byte())), e.into()))?;
         let line = record.position().map_or(0, |p| line_of(&bytes, p.byte()));
         let raw: Raw = record.deserialize(Some(&headers)).map_err(|e| at(line, cell(e, &record, &headers)))?;
-        rows.push(row(raw, line).map_err(|e| at(line, e))?);
+        rows.push(row(raw, line, file).map_err(|e| at(line, e))?);
     }
     if rows.is_empty() {
         return Err(at(1, TableError::Empty));
@@ -146,7 +182,7 @@ pub fn read_table(file: &Path) -> Result<Vec<Row>, Error> {
 }
 
 /// The fault of a cell, with the name of its column.
-fn cell(error: csv::Error, record: &csv::StringRecord, headers: &csv::StringRecord) -> TableError {
+pub(super) fn cell(error: csv::Error, record: &csv::StringRecord, headers: &csv::StringRecord) -> TableError {
     let csv::ErrorKind::Deserialize { err, .. } = error.kind() else { return error.into() };
     let Some(column) = err.field().and_then(|i| headers.get(i as usize)) else { return error.into() };
     let found = err.field().and_then(|i| record.get(i as usize)).unwrap_or_default();
@@ -167,11 +203,56 @@ const MOST: u64 = 1 << 24;
 /// Upper limit on the microbatches of a step, each of which is simulated.
 const MOST_MICROBATCHES: u64 = 1 << 16;
 
-fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
-    let positive = |column: &'static str, value: u64| match value {
+fn positive(column: &'static str, value: u64) -> Result<u64, TableError> {
+    match value {
         1..=MOST => Ok(value),
         _ => Err(TableError::Value { column, expected: "a whole number from 1 to 16777216", found: value.to_string() }),
+    }
+}
+
+/// The model of a row of a table in `file`, beside which configs lie.
+fn model(raw: &Raw, file: &Path) -> Result<RowModel, TableError> {
+    let checked = |column, value: Option<u64>| value.map(|n| positive(column, n)).transpose();
+    let layers = checked("layers", raw.layers)?;
+    if let Some(config) = raw.config.as_ref().filter(|config| !config.as_os_str().is_empty()) {
+        let folder = file.parent().unwrap_or(Path::new(""));
+        return Ok(RowModel::Config { file: folder.join(config), layers });
+    }
+    let stated = |column: &'static str, value: Option<u64>| {
+        let missing = TableError::Value { column, expected: "a size, or a config", found: String::new() };
+        positive(column, value.ok_or(missing)?)
     };
+    Ok(RowModel::Sizes {
+        name: raw.model.clone().unwrap_or_default(),
+        layers: stated("layers", layers)?,
+        hidden: stated("hidden", raw.hidden)?,
+        heads: stated("heads", raw.heads)?,
+        kv_heads: checked("kv_heads", raw.kv_heads)?,
+        ffn: checked("ffn", raw.ffn)?,
+        vocab: stated("vocab", raw.vocab)?,
+    })
+}
+
+/// What replicas share, by either of two columns.
+fn zero(raw: &Raw) -> Result<u8, TableError> {
+    match (raw.sharded_optimizer.as_str(), raw.sharding.as_str()) {
+        ("" | "0", "" | "none") => Ok(0),
+        ("1", "") | ("" | "1", "optimizer") => Ok(1),
+        ("" | "1", "gradients") => Ok(2),
+        ("" | "1", "parameters") => Ok(3),
+        ("" | "0" | "1", sharding) => Err(TableError::Value {
+            column: "sharding",
+            expected: "none, optimizer, gradients or parameters, as sharded_optimizer has it",
+            found: sharding.to_string(),
+        }),
+        (found, _) => {
+            Err(TableError::Value { column: "sharded_optimizer", expected: "0 or 1", found: found.to_string() })
+        }
+    }
+}
+
+fn row(raw: Raw, line: u64, file: &Path) -> Result<Row, TableError> {
+    let (model, zero) = (model(&raw, file)?, zero(&raw)?);
     let degree = |column: &'static str, value: Option<u32>, default: Option<u32>| match value.or(default) {
         Some(n) => positive(column, u64::from(n)).map(|n| n as u32),
         None => Err(TableError::Value {
@@ -205,16 +286,17 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
             found: raw.measured_step_s.to_string(),
         });
     }
-    let sharded = word("sharded_optimizer", &raw.sharded_optimizer, &["", "0", "1"], "0 or 1")? == "1";
+    if let Some(capacity) = raw.capacity.filter(|c| !(c.is_finite() && *c > 0.0)) {
+        let found = capacity.to_string();
+        return Err(TableError::Value { column: "capacity", expected: "a number above 0", found });
+    }
     let row = Row {
         line,
-        layers: positive("layers", raw.layers)?,
-        hidden: positive("hidden", raw.hidden)?,
-        heads: positive("heads", raw.heads)?,
-        kv_heads: raw.kv_heads.map(|n| positive("kv_heads", n)).transpose()?,
-        ffn: raw.ffn.map(|n| positive("ffn", n)).transpose()?,
+        model,
+        zero,
+        capacity: raw.capacity,
         seq: positive("seq", raw.seq)?,
-        vocab: positive("vocab", raw.vocab)?,
+        ep: degree("ep", raw.ep, Some(1))?,
         gpus: positive("gpus", u64::from(raw.gpus))? as u32,
         tp: degree("tp", raw.tp, None)?,
         pp: degree("pp", raw.pp, None)?,
@@ -230,7 +312,6 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
             "1f1b, gpipe or interleaved-1f1b",
         )?,
         recompute: word("recompute", &raw.recompute, &["", "none", "selective", "full"], "none, selective or full")?,
-        sharded_optimizer: sharded,
         fused_attention: match word("fused_attention", &raw.fused_attention, &["", "0", "1"], "0 or 1")?.as_str() {
             "" => None,
             stated => Some(stated == "1"),
@@ -239,7 +320,6 @@ fn row(raw: Raw, line: u64) -> Result<Row, TableError> {
         measured_step_s: raw.measured_step_s,
         source: raw.source,
         group: raw.group,
-        model: raw.model,
         cluster: raw.cluster,
     };
     expect_consistent(&row)?;

@@ -163,6 +163,95 @@ fn what_is_wrong_with_a_table_is_said_with_its_line() {
     assert!(none.code == Some(2) && none.stderr.contains("no rows"), "{}", none.stderr);
 }
 
+/// Tables of kernels: products at 0.8 of an H100's peak, collectives at the rate of a link, and what is wrong with them.
+#[test]
+fn kernels_are_compared_with_their_prices() {
+    let scratch = Scratch::new();
+    let file = scratch.path("kernels.csv");
+    let name = file.display().to_string();
+    let ms = |m: u64, n: u64, k: u64| 2e3 * (m * n * k) as f64 / (0.8 * 989.5e12);
+    let product = |m: u64, n: u64, k: u64| format!("h100_sxm,TRTLLM,bfloat16,{m},{n},{k},{:.6}", ms(m, n, k));
+    let header = "system,framework,gemm_dtype,m,n,k,latency_ms";
+    let rows = [product(8192, 8192, 8192), product(16384, 8192, 4096), "b300_sxm,x,fp8,256,256,256,1".to_string()];
+    std::fs::write(&file, format!("{header}\n{}\n", rows.join("\n"))).unwrap();
+    let found = document(&["fidelity", &name, "--json"]);
+    let of = &found[0];
+    assert_eq!((of["device"].as_str(), of["subject"].as_str()), (Some("H100-SXM"), Some("bf16 products")));
+    assert!(of["rows"] == 2 && of["tenth_percent"].as_f64().unwrap() < 10.0, "{found}");
+    let said = succeeds(&["fidelity", &name]);
+    assert!(said.contains("1 rows of b300_sxm") && said.contains("bf16 products"), "{said}");
+    // A product at half of that rate is predicted twice as fast.
+    let slow = format!("{header}\nh100_sxm,x,bfloat16,8192,8192,8192,{}\n", 2.0 * ms(8192, 8192, 8192));
+    std::fs::write(&file, slow).unwrap();
+    let bias = document(&["fidelity", &name, "--json"])[0]["bias_percent"].as_f64().unwrap();
+    assert!((-55.0..-45.0).contains(&bias), "{bias}");
+
+    let links = "system,op,dtype,gpus,message,latency_ms\na100_sxm,all_reduce,half,8,268435456,4.2259\n";
+    std::fs::write(&file, links).unwrap();
+    let found = document(&["fidelity", &name, "--json"]);
+    assert!(found[0]["subject"] == "all_reduce" && found[0]["median_percent"].as_f64().unwrap() < 10.0, "{found}");
+
+    for (text, expect) in [
+        ("system,m,n,k,latency_ms\n", ":1: missing columns: gemm_dtype"),
+        ("system,gemm_dtype,m,n,k,latency_ms,color\n", ":1: unknown columns: color"),
+        ("system,color,latency_ms\n", ":1: no column says what was measured"),
+        ("system,gemm_dtype,m,n,k,latency_ms\nh100_sxm,bfloat16,8,0,8,1\n", ":2: n: expected a whole number"),
+        ("system,gemm_dtype,m,n,k,latency_ms\nh100_sxm,bfloat16,8,8,8,-1\n", ":2: latency_ms: expected"),
+        ("system,gemm_dtype,m,n,k,latency_ms\nh100_sxm,bf15,8,8,8,1\n", ":2: gemm_dtype: expected"),
+        ("system,op,dtype,gpus,message,latency_ms\nh100_sxm,all_reduce,half,64,8,1\n", ":2: gpus: expected at most"),
+        ("system,op,dtype,gpus,message,latency_ms\nb300_sxm,all_reduce,half,8,8,1\n", ":1: the table has no rows"),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        let output = altiplano(&["fidelity", &name]);
+        assert!(output.code == Some(2) && output.stderr.contains(expect), "{text}: {}", output.stderr);
+    }
+}
+
+/// Rows whose model is a config beside the table: experts over replicas and over a part of them, and shared parameters.
+#[test]
+fn rows_may_name_a_config_and_split_experts() {
+    let scratch = Scratch::new();
+    let config = json!({
+        "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_hidden_layers": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "vocab_size": 1024, "max_position_embeddings": 256
+    });
+    std::fs::write(scratch.path("moe.json"), config.to_string()).unwrap();
+    let file = scratch.path("experts.csv");
+    let name = file.display().to_string();
+    let header = "group,config,layers,seq,gpus,cluster,tp,pp,dp,cp,ep,virtual_stages,micro_batch,global_batch,schedule,recompute,sharding,dtype,measured_step_s,capacity";
+    let row = |layers: &str, dp: u32, ep: u32, sharding: &str, capacity: &str| {
+        let gpus = 2 * dp;
+        format!(
+            "a,moe.json,{layers},256,{gpus},dgx-h100/{gpus},2,1,{dp},,{ep},,1,8,1f1b,,{sharding},bf16,0.05,{capacity}"
+        )
+    };
+    let predicted = |rows: &[String]| -> Vec<f64> {
+        std::fs::write(&file, format!("{header}\n{}\n", rows.join("\n"))).unwrap();
+        let found = document(&["fidelity", &name, "--json"]);
+        found["judged"].as_array().unwrap().iter().map(|r| r["predicted_step_s"].as_f64().unwrap()).collect()
+    };
+    let steps = predicted(&[
+        row("2", 4, 4, "optimizer", ""),
+        row("2", 4, 2, "optimizer", ""),
+        row("4", 4, 4, "optimizer", ""),
+        row("2", 4, 4, "parameters", ""),
+        row("2", 4, 4, "optimizer", "2"),
+    ]);
+    assert!(steps.iter().all(|s| s.is_finite() && *s > 0.0), "{steps:?}");
+    assert!(steps[2] > 1.2 * steps[0], "twice the layers: {steps:?}");
+    assert!(steps[4] > steps[0], "twice the tokens of each expert: {steps:?}");
+    for (row, expect) in [
+        (row("2", 4, 3, "optimizer", ""), "does not divide the number of experts"),
+        (row("2", 4, 4, "all", ""), "sharding: expected none"),
+        (row("2", 4, 4, "optimizer", "0"), "capacity: expected a number above 0"),
+    ] {
+        std::fs::write(&file, format!("{header}\n{row}\n")).unwrap();
+        let output = altiplano(&["fidelity", &name]);
+        assert!(output.code == Some(2) && output.stderr.contains(expect), "{row}: {}", output.stderr);
+    }
+}
+
 /// Published steps of Megatron-LM and Alpa. A defect would raise their errors far above these limits.
 #[test]
 fn published_steps_are_predicted() {
@@ -172,6 +261,26 @@ fn published_steps_are_predicted() {
         assert_eq!(found["rows"], rows);
         let error = found["mape_percent"].as_f64().unwrap();
         assert!(error <= most, "{name}: {error} %");
+    }
+}
+
+/// The tables of kernels measured alone: the median error in percent of each kind on each device, at most.
+#[test]
+fn published_kernels_are_predicted() {
+    let devices = ["A100-SXM-80GB", "H100-SXM", "B200"];
+    for (name, subjects, most) in [
+        ("kernels-gemm", &["bf16 products"][..], 7.5),
+        ("kernels-attention", &["attention, heads of 128"], 9.0),
+        ("nccl-within-node", &["all_reduce", "all_gather", "reduce_scatter", "alltoall"], 7.0),
+    ] {
+        let Some(file) = shared(&format!("reference/measured/{name}.csv.gz")) else { continue };
+        let found = document(&["fidelity", &file.display().to_string(), "--json"]);
+        for (device, subject) in devices.iter().flat_map(|d| subjects.iter().map(move |s| (*d, *s))) {
+            let of = |row: &&serde_json::Value| row["device"] == device && row["subject"] == subject;
+            let row = found.as_array().unwrap().iter().find(of).unwrap_or_else(|| panic!("{device} {subject}"));
+            let error = row["median_percent"].as_f64().unwrap();
+            assert!(error <= most, "{device} {subject}: {error} %");
+        }
     }
 }
 
