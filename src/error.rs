@@ -2,6 +2,7 @@
 //! to change.
 
 use crate::arguments::ArgumentError;
+use crate::certify::Refusal;
 use crate::export::ExportProblem;
 use crate::fidelity::{TableError, TraceError};
 use crate::pins::PinProblem;
@@ -26,6 +27,7 @@ use altiplano_runtime::RuntimeError;
 use altiplano_runtime::devices::cuda::CudaError;
 use altiplano_runtime::error::{KernelError, RanksError};
 use altiplano_runtime::tape::BuildError;
+use altiplano_xla::certify::CertifyError;
 use altiplano_xla::pjrt::PjrtError;
 use altiplano_xla::program::EngineError;
 use std::fmt;
@@ -144,6 +146,14 @@ pub enum Error {
     Cuda(Box<CudaError>),
     #[error(transparent)]
     Xla(Box<EngineError>),
+    #[error(transparent)]
+    Certify(Box<CertifyError>),
+    #[error("{}", uncompiled(target, refusals))]
+    Uncompiled { target: String, refusals: Vec<Refusal> },
+    #[error(
+        "the plan does not fit: {stages} of it need more than a device has, up to {needed} where {target} has {there}"
+    )]
+    CertifiedMemory { stages: String, needed: String, target: String, there: String },
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },
     #[error(
@@ -235,6 +245,16 @@ pub enum OptionsProblem {
     Refused { said: String },
 }
 
+/// `the plan does not compile for cuda:H100: backward of stage 1: XLA cannot ..., and 2 more parts`.
+fn uncompiled(target: &str, refusals: &[Refusal]) -> String {
+    let Some(first) = refusals.first() else { return format!("the plan does not compile for {target}") };
+    let more = match refusals.len() - 1 {
+        0 => String::new(),
+        n => format!("; {} more do not compile either", plural(n as u64, "part")),
+    };
+    format!("the plan does not compile for {target}: {} of stage {}: {}{more}", first.body, first.stage, first.message)
+}
+
 /// `; similar names are 'steps'`, or nothing.
 fn perhaps(near: &Names) -> String {
     if near.0.is_empty() { String::new() } else { format!("; similar names are {near}") }
@@ -290,7 +310,7 @@ impl Error {
                 _ if failure.is_usage() => "option",
                 _ => "no_plan",
             },
-            Error::TooLargeForMachine { .. } => "memory",
+            Error::TooLargeForMachine { .. } | Error::CertifiedMemory { .. } => "memory",
             Error::Empty { .. }
             | Error::Binary { .. }
             | Error::UnknownFormat { .. }
@@ -384,6 +404,12 @@ impl From<RuntimeError> for Error {
 impl From<EngineError> for Error {
     fn from(error: EngineError) -> Self {
         Error::Xla(Box::new(error))
+    }
+}
+
+impl From<CertifyError> for Error {
+    fn from(error: CertifyError) -> Self {
+        Error::Certify(Box::new(error))
     }
 }
 

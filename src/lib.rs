@@ -24,6 +24,7 @@
 
 pub mod advice;
 pub mod arguments;
+pub mod certify;
 mod cluster;
 pub mod compare;
 mod error;

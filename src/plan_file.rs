@@ -28,6 +28,8 @@ pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
     let text = String::from_utf8_lossy(bytes);
     let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     let plan = Plan::from_json(&text).map_err(refused)?;
+    let mut plan = plan;
+    plan.drop_stale_certificate();
     match mispredicted(&plan)? {
         None => Ok(plan),
         Some(path) => Err(refused(PlanError::Invalid { path, problem: EDITED })),

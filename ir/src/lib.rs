@@ -12,6 +12,7 @@
 pub mod array;
 pub mod autodiff;
 pub mod batch;
+pub mod certificate;
 pub mod cluster;
 pub mod dot;
 pub mod dtype;

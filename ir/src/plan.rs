@@ -6,6 +6,7 @@
 mod verify;
 
 use crate::batch::LossKind;
+use crate::certificate::Certificate;
 use crate::cluster::{Cluster, Group};
 use crate::graph::{Graph, ValueId};
 use crate::json;
@@ -478,6 +479,9 @@ pub struct Plan {
     /// The program that wrote the plan. Absent if the library was used directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_by: Option<MadeBy>,
+    /// What a compiler said about the plan for devices that are not at hand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<Certificate>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// The nodes of each layer, `layers[i]..layers[i + 1]`. Leaves and values that depend on no leaf are not counted.
@@ -519,9 +523,13 @@ pub enum PlanError {
     Invalid { path: String, problem: &'static str },
 }
 
-/// A 128-bit fingerprint of a graph, as 32 hex digits. It consists of two FNV-1a hashes of the graph's JSON form.
+/// A fingerprint of a graph's JSON form, as 32 hex digits.
 pub fn graph_hash(graph: &Graph) -> String {
-    let text = serde_json::to_string(graph).unwrap_or_default();
+    fingerprint(&serde_json::to_string(graph).unwrap_or_default())
+}
+
+/// A 128-bit fingerprint of a text, as 32 hex digits. It consists of two FNV-1a hashes.
+pub(crate) fn fingerprint(text: &str) -> String {
     let fnv = |h: u64, byte: u8| (h ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
     let seeds = (0xcbf2_9ce4_8422_2325, 0x6c62_272e_07bb_0142);
     let (first, second) = text.bytes().fold(seeds, |(a, b), byte| (fnv(a, byte), fnv(b, byte)));

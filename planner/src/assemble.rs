@@ -83,6 +83,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         reduction: request.reduction,
         profile: None,
         made_by: None,
+        certificate: None,
         predicted: Predicted { mfu_convention: request.mfu_convention, ..Predicted::default() },
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),

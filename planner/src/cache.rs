@@ -147,6 +147,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         // The original graph does not change predictions of the padded one.
         padding: _,
         made_by: _,
+        certificate: _,
         // Names, and earlier predictions.
         format: _,
         version: _,

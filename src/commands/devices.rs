@@ -5,9 +5,11 @@ use crate::commands::probe::processors;
 use crate::commands::say;
 use altiplano::Error;
 use altiplano::runtime::devices::cuda::{CudaError, Found, Gpu, Kind, Survey};
-use altiplano::units::bytes;
+use altiplano::units::{bytes, plural};
+use altiplano_xla::pjrt::{Platform, Plugin, at_hand};
 use clap::Args;
 use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 
 /// List the devices that plans can run on: the CPU, GPUs and their libraries, and how to get missing ones
 #[derive(Args)]
@@ -41,7 +43,70 @@ impl Devices {
                 Err(error) => format!("  {:<8} {}", name(*kind), missing(*kind, error)),
             })?;
         }
+        say("xla      plugins of PJRT: --device xla:cpu, and `altiplano certify`")?;
+        for plugin in plugins(&survey) {
+            say(format!("  {:<8} {}", plugin.platform, plugin.line()))?;
+        }
         Ok(())
+    }
+}
+
+/// A plugin of PJRT, or a platform without one.
+struct XlaPlugin {
+    platform: &'static str,
+    file: Option<PathBuf>,
+    version: Option<String>,
+    /// The devices that programs run on here.
+    devices: Option<usize>,
+    problem: Option<String>,
+}
+
+impl XlaPlugin {
+    fn line(&self) -> String {
+        let file = self.file.as_ref().map(|file| format!("  {}", file.display())).unwrap_or_default();
+        let version = self.version.clone().unwrap_or_default();
+        let devices = self.devices.map(|n| format!("; runs on {}", plural(n as u64, "device"))).unwrap_or_default();
+        let problem = self.problem.as_ref().map(|problem| format!("; {problem}")).unwrap_or_default();
+        format!("{version}{devices}{problem}{file}").trim_start_matches("; ").to_string()
+    }
+}
+
+/// The plugins of all platforms. Devices are looked for only where the machine has some, since a plugin may wait long
+/// for them.
+fn plugins(survey: &Survey) -> Vec<XlaPlugin> {
+    let at_hand = at_hand();
+    let mut all: Vec<XlaPlugin> = at_hand.iter().map(|(platform, file)| plugin(*platform, file, survey)).collect();
+    for platform in Platform::ALL {
+        if !at_hand.iter().any(|(of, _)| *of == Some(platform)) {
+            let packages: Vec<&str> = platform.packages().collect();
+            let problem = format!("no plugin; pip install {} and set VIRTUAL_ENV", packages.join(" or "));
+            let platform = platform.name();
+            all.push(XlaPlugin { platform, file: None, version: None, devices: None, problem: Some(problem) });
+        }
+    }
+    all
+}
+
+fn plugin(platform: Option<Platform>, file: &Path, survey: &Survey) -> XlaPlugin {
+    let name = platform.map_or("named", Platform::name);
+    let found = XlaPlugin { platform: name, file: Some(file.into()), version: None, devices: None, problem: None };
+    let opened = match Plugin::open_without_devices(file) {
+        Ok(opened) => opened,
+        Err(error) => return XlaPlugin { problem: Some(error.to_string()), ..found },
+    };
+    let version = Some(opened.described());
+    let looks = match platform {
+        Some(Platform::Cpu) => true,
+        Some(Platform::Cuda) => survey.usable().is_ok(),
+        _ => false,
+    };
+    if !looks {
+        let problem = platform.map(|_| "no devices here, compiles only".to_string());
+        return XlaPlugin { version, problem, ..found };
+    }
+    match opened.client(&[]) {
+        Ok(client) => XlaPlugin { version, devices: Some(client.num_devices()), ..found },
+        Err(error) => XlaPlugin { version, problem: Some(error.to_string()), ..found },
     }
 }
 
@@ -93,7 +158,17 @@ fn document(cores: u32, memory_bytes: u64, survey: &Survey) -> Value {
         }
     };
     let usable = survey.usable();
+    let plugin = |plugin: XlaPlugin| {
+        json!({
+            "platform": plugin.platform,
+            "version": plugin.version,
+            "file": plugin.file.map(|file| file.display().to_string()),
+            "devices": plugin.devices,
+            "problem": plugin.problem,
+        })
+    };
     json!({
+        "xla": plugins(survey).into_iter().map(plugin).collect::<Vec<_>>(),
         "format": "altiplano.devices",
         "version": 1,
         "cpu": { "cores": cores, "memory_bytes": memory_bytes },

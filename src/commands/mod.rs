@@ -3,6 +3,7 @@
 pub mod advise;
 pub mod bench_input;
 pub mod calibrate;
+pub mod certify;
 pub mod checkpoint;
 pub mod clusters;
 pub mod compare;

@@ -17,15 +17,18 @@ const OUTPUTS: [(&str, &str); 5] = [
 /// Arguments that name a former output, which a new one may replace.
 const FORMER: [&str; 1] = ["from"];
 
+/// Arguments of commands whose output has all that the file had.
+const KEPT: [(&str, &str); 1] = [("certify", "plan")];
+
 /// Fails if an output of a command line is a file that the command reads, under any name.
 pub fn expect_apart(command: &ArgMatches) -> Result<(), Error> {
-    let Some((_, given)) = command.subcommand() else { return Ok(()) };
+    let Some((name, given)) = command.subcommand() else { return Ok(()) };
     let output_of = |id: &str| OUTPUTS.iter().find(|(output, _)| *output == id);
     let files = |id: &str| {
         let values = given.try_get_raw(id).ok().flatten().into_iter().flatten();
         values.filter_map(identity).collect::<Vec<_>>()
     };
-    let ids = || given.ids().map(|id| id.as_str()).filter(|id| !FORMER.contains(id));
+    let ids = || given.ids().map(|id| id.as_str()).filter(|id| !FORMER.contains(id) && !KEPT.contains(&(name, *id)));
     let inputs: Vec<(u64, u64)> = ids().filter(|id| output_of(id).is_none()).flat_map(files).collect();
     for &(output, option) in ids().filter_map(output_of) {
         if files(output).iter().any(|file| inputs.contains(file)) {

@@ -34,6 +34,7 @@ pub use tape::tape_text;
 pub use why::{Asked, why_text};
 
 use crate::advice::Limits;
+use crate::certify::certificate_text;
 use crate::simulate::Simulation;
 use crate::units::{bytes, count, digits, gibibytes, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
@@ -89,6 +90,9 @@ fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
         Limits::new(&simulation).lines().iter().try_for_each(|line| writeln!(out, "  {line}"))?;
     }
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
+    if let Some(certificate) = &plan.certificate {
+        writeln!(out, "\nCertificate\n{}", certificate_text(certificate))?;
+    }
     for Listed { title, parameters, activations } in listed {
         writeln!(out, "\nParameters of {title}\n{parameters}")?;
         writeln!(out, "\nMain activations of {title} (one microbatch)\n{activations}")?;

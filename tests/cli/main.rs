@@ -5,6 +5,7 @@ mod common;
 
 mod bad_input;
 mod cache;
+mod certificates;
 mod clusters;
 mod command_line;
 mod explain;

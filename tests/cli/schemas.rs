@@ -51,6 +51,9 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
         assert_eq!(broken(&simulation, &said), Vec::<String>::new(), "{options:?}");
         assert_eq!(broken(&trace, &read(&drawn)), Vec::<String>::new(), "{options:?}");
     }
+    let certified = path("certified.json");
+    let text = crate::certificates::certified(&certified).to_json();
+    assert_eq!(broken(&plan, &serde_json::from_str(&text).expect("JSON")), Vec::<String>::new());
     let run = path("run.json");
     succeeds(&["run", DEMO, "--steps", "1", "--trace", &run]);
     assert_eq!(broken(&trace, &read(&run)), Vec::<String>::new());

@@ -6,6 +6,8 @@
 
 #![deny(unsafe_code)]
 
+pub mod certify;
+pub mod hlo;
 pub mod legal;
 pub mod pjrt;
 pub mod program;

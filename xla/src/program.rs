@@ -63,7 +63,7 @@ impl Engine {
             return Err(EngineError::Devices { needed, found });
         }
         let launch = Launch { replicas: program.mesh.num_devices(), ..Launch::default() };
-        let compile = |body: &Body| client.compile(&text(program, body), launch);
+        let compile = |body: &Body| client.compile(&body_text(program, body), launch);
         let executables = program.bodies.iter().map(compile).collect::<Result<Vec<_>, _>>()?;
         let (client, programs) = (client.clone(), programs.clone());
         Ok(Engine { client, programs, executables, tensors: BTreeMap::new() })
@@ -225,7 +225,7 @@ fn ordered(body: &Body) -> Vec<(u32, BufferId)> {
 }
 
 /// The text of a body. Results take the memory of the arguments that they replace.
-fn text(program: &Program, body: &Body) -> String {
+pub(crate) fn body_text(program: &Program, body: &Body) -> String {
     let mut graph = body.graph.clone();
     graph.name = body.name.clone();
     graph.outputs = body.writes.iter().map(|(_, value)| *value).collect();

@@ -188,6 +188,7 @@ pub(crate) mod tests {
             reduction: None,
             profile: None,
             made_by: None,
+            certificate: None,
             predicted: Default::default(),
             alternatives: Vec::new(),
             layers: vec![0, 1],

@@ -2,12 +2,14 @@
 
 #![allow(unsafe_code)]
 
+use super::compiled::Compiled;
+use super::options::named;
 use super::plugin::{Plugin, list, text};
 use super::sys::{self, Function, NamedValue};
 use super::{ClientOption, Launch, PjrtError};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::types::TensorType;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
 /// A connection to the devices of a plugin.
@@ -72,12 +74,28 @@ impl Client {
         self.inner.devices.len()
     }
 
+    /// The name of the platform, such as `cpu` or `cuda`.
+    pub fn platform(&self) -> Result<String, PjrtError> {
+        self.text(Function::ClientPlatformName)
+    }
+
+    /// The version of the platform, in the plugin's own words.
+    pub fn platform_version(&self) -> Result<String, PjrtError> {
+        self.text(Function::ClientPlatformVersion)
+    }
+
+    fn text(&self, function: Function) -> Result<String, PjrtError> {
+        let mut arguments = sys::OwnedText { owner: self.inner.client, ..Default::default() };
+        self.inner.plugin.call("describe the platform", function, &mut arguments)?;
+        Ok(text(arguments.text, arguments.size))
+    }
+
     /// The name of a device.
     pub fn device(&self, device: usize) -> Result<String, PjrtError> {
         let plugin = &self.inner.plugin;
         let mut of = sys::DeviceGetDescription { device: self.handle(device)?, ..Default::default() };
         plugin.call("describe a device", Function::DeviceGetDescription, &mut of)?;
-        let mut arguments = sys::DescriptionText { description: of.description, ..Default::default() };
+        let mut arguments = sys::OwnedText { owner: of.description, ..Default::default() };
         plugin.call("describe a device", Function::DeviceDescriptionToString, &mut arguments)?;
         Ok(text(arguments.text, arguments.size))
     }
@@ -90,14 +108,8 @@ impl Client {
     /// Compiles StableHLO text.
     pub fn compile(&self, module: &str, launch: Launch) -> Result<Executable, PjrtError> {
         let plugin = &self.inner.plugin;
-        let (options, format) = (launch.encoded(), "mlir");
-        let program = sys::Program {
-            code: module.as_ptr().cast(),
-            code_size: module.len(),
-            format: format.as_ptr().cast(),
-            format_size: format.len(),
-            ..Default::default()
-        };
+        let options = launch.encoded(&[]);
+        let program = sys::Program::of_text(module);
         let mut arguments = sys::ClientCompile {
             client: self.inner.client,
             program: &program,
@@ -108,7 +120,7 @@ impl Client {
         plugin.call("compile the program", Function::ClientCompile, &mut arguments)?;
         let mut executable =
             Executable { client: self.clone(), loaded: arguments.executable, devices: Vec::new(), outputs: 0 };
-        executable.outputs = executable.count_outputs()?;
+        executable.outputs = executable.compiled()?.num_outputs()?;
         executable.devices = executable.list_devices()?;
         Ok(executable)
     }
@@ -158,17 +170,6 @@ impl Drop for Executable {
     }
 }
 
-/// The bytes that a program takes on each device, as the compiler allocates them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    pub arguments: u64,
-    pub outputs: u64,
-    /// Outputs in the memory of donated arguments.
-    pub aliased: u64,
-    pub temporary: u64,
-    pub code: u64,
-}
-
 impl Executable {
     fn plugin(&self) -> &Plugin {
         &self.client.inner.plugin
@@ -188,38 +189,11 @@ impl Executable {
         Ok(handles.iter().filter_map(|handle| known.iter().position(|device| device == handle)).collect())
     }
 
-    /// Asks the executable that is not bound to devices.
-    fn ask<T>(&self, ask: impl FnOnce(*mut c_void) -> Result<T, PjrtError>) -> Result<T, PjrtError> {
+    /// The program without its devices.
+    pub fn compiled(&self) -> Result<Compiled, PjrtError> {
         let mut of = sys::LoadedExecutableGetExecutable { loaded: self.loaded, ..Default::default() };
         self.plugin().call("describe a program", Function::LoadedExecutableGetExecutable, &mut of)?;
-        let answer = ask(of.executable);
-        let mut arguments = sys::ExecutableDestroy { executable: of.executable, ..Default::default() };
-        self.plugin().call("describe a program", Function::ExecutableDestroy, &mut arguments)?;
-        answer
-    }
-
-    fn count_outputs(&self) -> Result<usize, PjrtError> {
-        self.ask(|executable| {
-            let mut arguments = sys::ExecutableNumOutputs { executable, ..Default::default() };
-            self.plugin().call("describe a program", Function::ExecutableNumOutputs, &mut arguments)?;
-            Ok(arguments.count)
-        })
-    }
-
-    /// The compiler's own count of the memory that the program takes.
-    pub fn memory(&self) -> Result<Memory, PjrtError> {
-        self.ask(|executable| {
-            let mut of = sys::ExecutableMemory { executable, ..Default::default() };
-            self.plugin().call("describe a program", Function::ExecutableGetCompiledMemoryStats, &mut of)?;
-            let bytes = |count: i64| count.max(0) as u64;
-            Ok(Memory {
-                arguments: bytes(of.arguments),
-                outputs: bytes(of.outputs),
-                aliased: bytes(of.aliased),
-                temporary: bytes(of.temporary),
-                code: bytes(of.code),
-            })
-        })
+        Ok(Compiled::new(self.client.inner.plugin.clone(), of.executable))
     }
 
     /// Runs the program on all its devices and waits for it. There is a list of arguments for each device, and the
@@ -304,18 +278,6 @@ impl Buffer {
         plugin.wait(ACTION, arguments.event)?;
         Ok(bytes)
     }
-}
-
-/// An option as the API takes it. It borrows from the option.
-fn named(option: &ClientOption) -> NamedValue {
-    let (name, kind, value, value_size) = match option {
-        ClientOption::Text(name, value) => (name, 0, value.as_ptr() as usize as u64, value.len()),
-        ClientOption::Number(name, value) => (name, 1, *value as u64, 1),
-        ClientOption::Real(name, value) => (name, 3, u64::from(value.to_bits()), 1),
-        ClientOption::Flag(name, value) => (name, 4, u64::from(*value), 1),
-    };
-    let name_start: *const c_char = name.as_ptr().cast();
-    NamedValue { name: name_start, name_size: name.len(), kind, value, value_size, ..Default::default() }
 }
 
 /// The API's number of an element type. `None` for types narrower than a byte, which devices pack.

@@ -23,6 +23,13 @@ const PACKAGES: [(Platform, &str, &str); 6] = [
 ];
 
 impl Platform {
+    pub const ALL: [Platform; 4] = [Platform::Cpu, Platform::Cuda, Platform::Rocm, Platform::Tpu];
+
+    /// The packages of PyPI that bring a plugin for the platform.
+    pub fn packages(self) -> impl Iterator<Item = &'static str> {
+        PACKAGES.iter().filter(move |(of, ..)| *of == self).map(|(_, package, _)| *package)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Platform::Cpu => "cpu",
@@ -57,6 +64,28 @@ fn in_environment(folder: &Path, platform: Platform) -> Option<PathBuf> {
     files.into_iter().find(|file| file.is_file())
 }
 
+/// The package of PyPI that brought a plugin, with its version: `jax-cuda12-pjrt 0.10.2`. `None` for other files.
+pub fn package(file: &Path) -> Option<String> {
+    let file = file.canonicalize().ok()?;
+    let (_, package, place) = PACKAGES.iter().find(|(.., place)| file.ends_with(place))?;
+    let site = file.ancestors().nth(Path::new(place).components().count())?;
+    let prefix = format!("{}-", package.replace('-', "_"));
+    let folders = std::fs::read_dir(site).ok()?.flatten().map(|entry| entry.file_name());
+    let names = folders.filter_map(|name| name.to_str().map(str::to_string));
+    let version = |name: String| Some(name.strip_prefix(&prefix)?.strip_suffix(".dist-info")?.to_string());
+    names.filter_map(version).next().map(|version| format!("{package} {version}"))
+}
+
+/// The plugins that are at hand: the one in `ALTIPLANO_PJRT_PLUGIN`, and those of packages in the environment that
+/// `VIRTUAL_ENV` names, each with its platform if that is known.
+pub fn at_hand() -> Vec<(Option<Platform>, PathBuf)> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let named = set("ALTIPLANO_PJRT_PLUGIN").map(|file| (None, file));
+    let environment = set("VIRTUAL_ENV");
+    let of = |platform: Platform| Some((Some(platform), in_environment(environment.as_ref()?, platform)?));
+    named.into_iter().chain(Platform::ALL.into_iter().filter_map(of)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -69,6 +98,10 @@ mod tests {
         std::fs::create_dir_all(&place).expect("a folder");
         let file = place.join("pjrt_c_api_cpu_plugin.so");
         std::fs::write(&file, "").expect("a file");
+        assert_eq!(package(&file), None);
+        let information = folder.join("lib/python3.11/site-packages/lammps_jax_pjrt_cpu-0.3.1.dist-info");
+        std::fs::create_dir_all(information).expect("a folder");
+        assert_eq!(package(&file).as_deref(), Some("lammps-jax-pjrt-cpu 0.3.1"));
         assert_eq!(in_environment(&folder, Platform::Cpu), Some(file));
         assert_eq!(in_environment(&folder, Platform::Tpu), None);
         std::fs::remove_dir_all(&folder).expect("the folder is removed");

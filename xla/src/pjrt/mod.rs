@@ -4,20 +4,24 @@
 //! text to an [`Executable`] and keeps tensors in [`Buffer`]s. All calls wait until they are done.
 
 mod client;
+mod compiled;
 mod error;
 mod find;
 mod options;
 mod plugin;
 mod sys;
+mod topology;
 
 #[cfg(test)]
 mod tests;
 
-pub use client::{Buffer, Client, Executable, Memory};
+pub use client::{Buffer, Client, Executable};
+pub use compiled::{Compiled, Memory};
 pub use error::PjrtError;
-pub use find::{Platform, find};
+pub use find::{Platform, at_hand, find, package};
 pub use options::{ClientOption, Launch};
 pub use plugin::Plugin;
+pub use topology::Topology;
 
 use altiplano_ir::graph::Graph;
 use altiplano_ir::tensor::Tensor;

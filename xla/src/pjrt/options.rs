@@ -1,10 +1,13 @@
 //! Options of clients and of compilations.
 
+use super::sys::NamedValue;
+
 /// An option that a plugin understands when it makes a client: `cpu_device_count`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ClientOption {
     Text(String, String),
     Number(String, i64),
+    Numbers(String, Vec<i64>),
     Flag(String, bool),
     Real(String, f32),
 }
@@ -25,8 +28,8 @@ impl Default for Launch {
 }
 
 impl Launch {
-    /// `CompileOptionsProto` in the wire format of protocol buffers.
-    pub(super) fn encoded(self) -> Vec<u8> {
+    /// `CompileOptionsProto` in the wire format of protocol buffers. Settings are XLA's own flags by name.
+    pub(super) fn encoded(self, settings: &[ClientOption]) -> Vec<u8> {
         // `ExecutableBuildOptionsProto`: no device, replicas, partitions, SPMD, and Shardy as its partitioner.
         let mut build = Vec::new();
         field(&mut build, 1, u64::MAX);
@@ -36,12 +39,61 @@ impl Launch {
             field(&mut build, 6, 1);
             field(&mut build, 19, 1);
         }
-        // Its place in `CompileOptionsProto` is field 3, of a length.
-        let mut options = vec![3 << 3 | 2];
-        varint(&mut options, build.len() as u64);
-        options.extend(build);
+        let mut options = Vec::new();
+        message(&mut options, 3, &build);
+        // Field 7 is a map from names to values: a message for each entry, with the name as 1 and the value as 2.
+        for setting in settings {
+            let (name, mut value) = (setting.name(), Vec::new());
+            match setting {
+                ClientOption::Text(_, text) => message(&mut value, 1, text.as_bytes()),
+                ClientOption::Flag(_, flag) => field(&mut value, 2, u64::from(*flag)),
+                ClientOption::Number(_, number) => field(&mut value, 3, *number as u64),
+                // XLA's settings have no lists.
+                ClientOption::Numbers(..) => continue,
+                ClientOption::Real(_, real) => {
+                    varint(&mut value, 4 << 3 | 1);
+                    value.extend(f64::from(*real).to_le_bytes());
+                }
+            }
+            let mut entry = Vec::new();
+            message(&mut entry, 1, name.as_bytes());
+            message(&mut entry, 2, &value);
+            message(&mut options, 7, &entry);
+        }
         options
     }
+}
+
+impl ClientOption {
+    fn name(&self) -> &str {
+        match self {
+            ClientOption::Text(name, _)
+            | ClientOption::Number(name, _)
+            | ClientOption::Numbers(name, _)
+            | ClientOption::Flag(name, _)
+            | ClientOption::Real(name, _) => name,
+        }
+    }
+}
+
+/// An option as the API takes it. It borrows from the option.
+pub(super) fn named(option: &ClientOption) -> NamedValue {
+    let name = option.name();
+    let (kind, value, value_size) = match option {
+        ClientOption::Text(_, value) => (0, value.as_ptr() as usize as u64, value.len()),
+        ClientOption::Number(_, value) => (1, *value as u64, 1),
+        ClientOption::Numbers(_, values) => (2, values.as_ptr() as usize as u64, values.len()),
+        ClientOption::Real(_, value) => (3, u64::from(value.to_bits()), 1),
+        ClientOption::Flag(_, value) => (4, u64::from(*value), 1),
+    };
+    NamedValue { name: name.as_ptr().cast(), name_size: name.len(), kind, value, value_size, ..Default::default() }
+}
+
+/// A field with a message or a text.
+fn message(bytes: &mut Vec<u8>, number: u64, value: &[u8]) {
+    varint(bytes, number << 3 | 2);
+    varint(bytes, value.len() as u64);
+    bytes.extend(value);
 }
 
 /// A field with an integer.
@@ -66,9 +118,9 @@ mod tests {
     fn options_are_encoded_as_protocol_buffers() {
         let minus_one = [0x08, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
         let one = [&[0x1a, 15][..], &minus_one, &[0x20, 1, 0x28, 1]].concat();
-        assert_eq!(Launch::default().encoded(), one);
+        assert_eq!(Launch::default().encoded(&[]), one);
         let four = [&[0x1a, 21][..], &minus_one, &[0x20, 0x80, 2, 0x28, 4, 0x30, 1, 0x98, 1, 1]].concat();
-        assert_eq!(Launch { replicas: 256, partitions: 4 }.encoded(), [&[0x1a, four[1]], &four[2..]].concat());
+        assert_eq!(Launch { replicas: 256, partitions: 4 }.encoded(&[]), [&[0x1a, four[1]], &four[2..]].concat());
         assert_eq!(usize::from(four[1]), four.len() - 2);
     }
 }

@@ -77,6 +77,26 @@ impl Plugin {
         Ok(all.iter().map(|value| (text(value.name, value.name_size), described(value))).collect())
     }
 
+    /// Opens a plugin whose devices are not used, so that it looks for none: TPUs' plugin would ask a cloud for them.
+    /// Its messages of progress are not shown. Variables that are set keep their values.
+    pub fn open_without_devices(path: &Path) -> Result<Arc<Plugin>, PjrtError> {
+        for (name, value) in [("TPU_SKIP_MDS_QUERY", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2")] {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: the plugin reads the variables in the calls that follow, and no other code of this program
+                // reads the environment at that time.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+        Plugin::open(path)
+    }
+
+    /// The plugin in words: the package that brought it, or its file, and its version of PJRT's API.
+    pub fn described(&self) -> String {
+        let (major, minor) = self.version();
+        let name = super::package(&self.path).unwrap_or_else(|| self.path.display().to_string());
+        format!("{name}, PJRT {major}.{minor}")
+    }
+
     /// Makes a client with these options.
     pub fn client(self: &Arc<Self>, options: &[ClientOption]) -> Result<Client, PjrtError> {
         Client::new(self.clone(), options)

@@ -39,6 +39,8 @@ pub(crate) enum Function {
     EventAwait = 8,
     ClientCreate = 10,
     ClientDestroy = 11,
+    ClientPlatformName = 12,
+    ClientPlatformVersion = 14,
     ClientAddressableDevices = 16,
     ClientCompile = 20,
     ClientBufferFromHostBuffer = 22,
@@ -46,6 +48,7 @@ pub(crate) enum Function {
     DeviceGetDescription = 29,
     ExecutableDestroy = 40,
     ExecutableNumOutputs = 44,
+    ExecutableOptimizedProgram = 48,
     LoadedExecutableDestroy = 50,
     LoadedExecutableGetExecutable = 51,
     LoadedExecutableAddressableDevices = 52,
@@ -53,6 +56,12 @@ pub(crate) enum Function {
     BufferDestroy = 58,
     BufferDimensions = 60,
     BufferToHostBuffer = 70,
+    TopologyCreate = 82,
+    TopologyDestroy = 83,
+    TopologyPlatformName = 84,
+    TopologyPlatformVersion = 85,
+    TopologyGetDevices = 86,
+    Compile = 89,
     ExecutableGetCompiledMemoryStats = 96,
 }
 
@@ -104,6 +113,25 @@ arguments! {
         try_get_argument: *mut c_void,
     }
     ClientDestroy { client: *mut c_void }
+    OwnedText { owner: *mut c_void, text: *const c_char, size: usize }
+    TopologyCreate {
+        name: *const c_char,
+        name_size: usize,
+        options: *const NamedValue,
+        num_options: usize,
+        topology: *mut c_void,
+    }
+    TopologyDestroy { topology: *mut c_void }
+    TopologyGetDevices { topology: *mut c_void, devices: *const *mut c_void, count: usize }
+    Compile {
+        topology: *mut c_void,
+        program: *const Program,
+        options: *const c_char,
+        options_size: usize,
+        client: *mut c_void,
+        executable: *mut c_void,
+    }
+    ExecutableOptimizedProgram { executable: *mut c_void, program: *mut Program }
     ClientAddressableDevices { client: *mut c_void, devices: *const *mut c_void, count: usize }
     Program { code: *const c_char, code_size: usize, format: *const c_char, format_size: usize }
     ClientCompile {
@@ -129,7 +157,6 @@ arguments! {
         buffer: *mut c_void,
     }
     DeviceGetDescription { device: *mut c_void, description: *mut c_void }
-    DescriptionText { description: *mut c_void, text: *const c_char, size: usize }
     ExecutableDestroy { executable: *mut c_void }
     ExecutableNumOutputs { executable: *mut c_void, count: usize }
     ExecutableMemory {
@@ -184,5 +211,19 @@ arguments! {
         data: *mut c_void,
         size: usize,
         event: *mut c_void,
+    }
+}
+
+impl Program {
+    /// StableHLO text as a program. It borrows from the text.
+    pub(crate) fn of_text(module: &str) -> Program {
+        const FORMAT: &str = "mlir";
+        Program {
+            code: module.as_ptr().cast(),
+            code_size: module.len(),
+            format: FORMAT.as_ptr().cast(),
+            format_size: FORMAT.len(),
+            ..Default::default()
+        }
     }
 }

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""How far predictions of memory and communication are from what XLA's compiler makes of plans for GPUs that are not there.
+
+    benches/certify.py [TABLE.md] [NAME]...     ALTIPLANO=a binary, else `cargo build --release` makes one; PLANNER=another binary
+                                                that plans; VIRTUAL_ENV=an environment with jax-cuda12-pjrt or jax-cuda13-pjrt and
+                                                nvidia-cuda-nvcc; ALTIPLANO_SHARED=a folder with models/; PATIENCE=900 seconds a plan
+
+Each case is a model, a cluster and options of `altiplano plan`. Models are configs of benches/configs/huggingface.jsonl, or files of the
+shared folder, which are left out without it. The table is written after each case.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = float(os.environ.get("PATIENCE", "900"))
+TARGET = os.environ.get("TARGET", "cuda:H100")
+SHARED = os.environ.get("ALTIPLANO_SHARED")
+
+BF16 = "--precision bf16"
+F32 = "--precision f32"
+GPT2 = "--global-batch 64"
+CASES = [
+    # Name, model, nodes of eight H100, options.
+    ("gpt2 dp8", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1"),
+    ("gpt2 dp8 bf16", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 {BF16}"),
+    ("gpt2 zero3", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 --zero 3"),
+    ("gpt2 tp2", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 2 {BF16}"),
+    ("gpt2 tp4", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 4"),
+    ("gpt2 pp2", "gpt2-small.mlir", 1, f"{GPT2} --pp 2 --tp 1 {BF16}"),
+    ("gpt2 pp4", "gpt2-small.mlir", 1, f"{GPT2} --pp 4 --tp 2"),
+    ("gpt2 full", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 --recompute full"),
+    ("gpt2 64 GPUs", "gpt2-small.mlir", 8, f"--global-batch 512 --pp 1 --tp 1 {BF16}"),
+    ("gpt2-xl dp8", "gpt2-xl", 1, f"--seq 1024 --global-batch 32 --pp 1 --tp 1 {BF16}"),
+    ("gpt2-xl tp4", "gpt2-xl", 2, f"--seq 1024 --global-batch 32 --pp 1 --tp 4 {BF16}"),
+    ("gpt2-xl pp4", "gpt2-xl", 2, f"--seq 1024 --global-batch 64 --pp 4 --tp 1 {BF16}"),
+    ("vit-huge dp8", "vit-huge", 1, f"--global-batch 256 --pp 1 --tp 1 {BF16}"),
+    ("vit-huge tp2", "vit-huge", 1, f"--global-batch 128 --pp 1 --tp 2"),
+    ("vit-huge pp2", "vit-huge", 1, f"--global-batch 256 --pp 2 --tp 1 {BF16}"),
+    ("wresnet dp8", "wresnet50-1b.mlir", 1, "--global-batch 256 --pp 1 --tp 1"),
+    ("wresnet auto", "wresnet50-1b.mlir", 2, f"--global-batch 512 {BF16}"),
+    ("llama-8b tp8", "llama-3.1-8b", 1, f"--seq 4096 --global-batch 16 --pp 1 --tp 8 {BF16} --recompute selective"),
+    ("llama-8b pp4 tp2", "llama-3.1-8b", 1, f"--seq 4096 --global-batch 32 --pp 4 --tp 2 {BF16}"),
+    ("llama-8b fsdp", "llama-3.1-8b", 4, f"--seq 4096 --global-batch 64 --pp 1 --tp 1 --zero 3 {BF16} --recompute full"),
+    ("llama-8b 64 GPUs", "llama-3.1-8b", 8, f"--seq 4096 --global-batch 128 --pp 2 --tp 4 {BF16}"),
+    ("llama-70b 64 GPUs", "llama-2-70b", 8, f"--seq 4096 --global-batch 128 --pp 8 --tp 8 {BF16}"),
+    ("llama-70b 256 GPUs", "llama-2-70b", 32, f"--seq 4096 --global-batch 512 --pp 8 --tp 8 {BF16}"),
+    ("mixtral 32 GPUs", "mixtral-8x7b", 4, f"--seq 2048 --global-batch 64 --pp 4 {BF16}"),
+    ("llama-1b dp8", "llama-3.2-1b", 1, f"--seq 2048 --global-batch 16 --pp 1 --tp 1 {BF16}"),
+    ("llama-1b tp2", "llama-3.2-1b", 1, f"--seq 2048 --global-batch 16 --pp 1 --tp 2 {F32}"),
+    ("bert-large dp8", "bert-large", 1, f"--global-batch 64 --seq 512 --pp 1 --tp 1 {BF16}"),
+]
+
+
+def binary():
+    given = os.environ.get("ALTIPLANO")
+    if given:
+        return given
+    subprocess.run(["cargo", "build", "--release", "--quiet"], cwd=ROOT, check=True)
+    return str(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "altiplano")
+
+
+def model_of(name, folder):
+    if name.endswith(".mlir"):
+        file = Path(SHARED or "/nonexistent") / "models" / name
+        return file if file.exists() else None
+    with open(ROOT / "benches/configs/huggingface.jsonl") as lines:
+        config = next(c["config"] for c in map(json.loads, lines) if c["name"] == name)
+    home = Path(folder) / name
+    home.mkdir(exist_ok=True)
+    (home / "config.json").write_text(json.dumps(config))
+    return home / "config.json"
+
+
+def ran(command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return None, f"not done after {PATIENCE:.0f} s"
+    problem = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return done, (problem[-1][7:] if problem else "")
+
+
+def amount(traffic):
+    return f"{traffic['count']} / {traffic['bytes'] / 1e9:.3g}"
+
+
+def measured(certificate, wall):
+    rows = []
+    stages = certificate["stages"]
+    # The worst stage speaks for all.
+    worst = max(stages, key=lambda s: abs(s["predicted_bytes"] / s["peak_bytes"] - 1))
+    kinds = sorted({row["kind"] for stage in stages for row in stage["collectives"]})
+    found = {row["kind"]: row for row in worst["collectives"]}
+    words = [f"{kind} {amount(found[kind]['planned'])} -> {amount(found[kind]['compiled'])}" for kind in kinds if kind in found]
+    rows += [
+        str(len(stages)),
+        f"{worst['predicted_bytes'] / 1e9:.2f}",
+        f"{worst['peak_bytes'] / 1e9:.2f}",
+        f"{100 * (worst['predicted_bytes'] / worst['peak_bytes'] - 1):+.1f} %",
+        f"{worst['lasting_bytes'] / 1e9:.2f} + {worst['held_bytes'] / 1e9:.2f} + {worst['body_bytes'] / 1e9:.2f} ({worst['fullest']})",
+        "; ".join(words) or "none",
+        f"{wall:.0f}",
+    ]
+    return rows
+
+
+def case(name, model, nodes, options, tools, folder):
+    altiplano, planner = tools
+    file = model_of(model, folder)
+    if file is None:
+        return None
+    plan = Path(folder) / "plan.json"
+    plan.unlink(missing_ok=True)
+    done, problem = ran([planner, "plan", file, "--cluster", f"dgx-h100:{nodes}", *options.split(), "-o", plan])
+    if not plan.exists():
+        return [name, options, f"no plan: {problem}", "", "", "", "", "", ""]
+    begun = time.monotonic()
+    done, problem = ran([altiplano, "certify", plan, "--for", TARGET, "--json"])
+    wall = time.monotonic() - begun
+    start = done.stdout.find("{") if done else -1
+    if start < 0:
+        return [name, options, f"not certified: {problem}", "", "", "", "", "", f"{wall:.0f}"]
+    return [name, options, *measured(json.loads(done.stdout[start:]), wall)]
+
+
+HEAD = """# Predictions of memory beside XLA's compiler
+
+`benches/certify.py` plans each case for nodes of eight H100 and compiles the plan with `altiplano certify --for {target}` on a machine
+without a GPU: {machine}, {date}, {compiler}. Bytes are those of a device, in GB. The stage whose prediction is farthest off speaks for
+its plan. The compiler's bytes are those that last (parameters, state, sums of gradients), those held between bodies, and what the
+fullest body takes beside its arguments. Collectives are those of a step: how many / GB, of the plan -> compiled; XLA joins small ones.
+Seconds are those of the whole command, mostly compiling.
+
+Of {plans} plans, {compiled} compile: predictions are off by {median:.1f} % in the median and by {worst:.1f} % at worst; the largest
+shortfall is {under:.1f} %.
+
+| plan | options | stages | predicted | compiled | error | lasting + held + body | collectives | seconds |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def main():
+    arguments = sys.argv[1:]
+    table = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".md") else None
+    altiplano = binary()
+    tools = (altiplano, os.environ.get("PLANNER", altiplano))
+    kept = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model, nodes, options in CASES:
+            if arguments and name not in arguments:
+                continue
+            row = case(name, model, nodes, options, tools, folder)
+            if row is None:
+                continue
+            kept.append(row)
+            print(" | ".join(row), flush=True)
+            if table:
+                write(table, kept)
+
+
+def write(table, rows):
+    errors = [float(row[5].split()[0]) for row in rows if row[5]] or [0.0]
+    sizes = sorted(abs(error) for error in errors)
+    head = HEAD.format(
+        target=TARGET,
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        date=date.today().isoformat(),
+        compiler=os.environ.get("COMPILER", "the plugin in VIRTUAL_ENV"),
+        plans=len(rows),
+        compiled=sum(1 for row in rows if row[3]),
+        median=sizes[len(sizes) // 2],
+        worst=sizes[-1],
+        under=-min(min(errors), 0.0),
+    )
+    table.write_text(head + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
