@@ -29,12 +29,12 @@ def configs():
 
 
 def judged(altiplano, case, models, folder):
-    command = [altiplano, "judge", CASES / case["file"], "--cluster", case["cluster"], "--json", "--within", "0"]
+    command = [Path(altiplano).resolve(), "judge", CASES / case["file"], "--cluster", case["cluster"], "--json", "--within", "0"]
     if case["model"]:
         model = folder / f"{case['model']}.json"
         model.write_text(json.dumps(models[case["model"]]))
         command += ["--model", model]
-    done = subprocess.run([*command, *case["options"].split()], capture_output=True, text=True)
+    done = subprocess.run([*command, *case["options"].split()], capture_output=True, text=True, cwd=ROOT)
     return json.loads(done.stdout) if done.returncode == 0 else None, done.stderr.strip()
 
 

@@ -1,5 +1,6 @@
-//! Links between the devices of a node for collectives that are measured alone: recorded in a CUDA graph, so that no
-//! host starts the calls one by one. Their starts are a quarter to a third of those of nccl-tests.
+//! Links between the devices of a node for collectives that are measured alone. Short messages take a quarter to a third
+//! of what nccl-tests takes, as if no host started the calls one by one: as in a CUDA graph. The table itself does not say
+//! how its calls were started.
 //!
 //! Source: 5,382 rows of the table of NCCL 2.23 to 2.29 inside a node published with NVIDIA's AIConfigurator (2025; 256
 //! bytes to 512 MB over 2, 4 and 8 devices, of 8 or 16 bits). The constants are fitted to half of its rows, drawn at

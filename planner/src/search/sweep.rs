@@ -430,10 +430,12 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
             let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
             let over = plan.stages.iter().map(over).fold(1.0, f64::max);
             let here = (over, plan.predicted.step_time_s);
-            if here < best {
+            let is_better = here < best;
+            if is_better {
                 (best, at, better) = (here, degrees, true);
             }
-            if fits(&plan) {
+            // Groups hold more than all replicas together, so that only speed speaks for them.
+            if fits(&plan) && (degrees.groups == 1 || is_better) {
                 fitting.push(plan);
             }
         }
