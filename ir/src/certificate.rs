@@ -1,5 +1,5 @@
-//! What a compiler said about a plan for devices that are not at hand. A plan file keeps it as long as the plan stays
-//! the same.
+//! A compiler's figures for a plan on devices that are not at hand. A plan file keeps them as long as the plan stays the
+//! same.
 
 use crate::plan::{Plan, fingerprint};
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ pub struct CertifiedStage {
     pub lasting_bytes: u64,
     /// Values that other bodies have left when the fullest body begins.
     pub held_bytes: u64,
-    /// What the compiler allocates for the fullest body beside its arguments.
+    /// Bytes that the compiler allocates for the fullest body beside its arguments.
     pub body_bytes: u64,
     /// The fullest body.
     pub fullest: String,

@@ -479,7 +479,7 @@ pub struct Plan {
     /// The program that wrote the plan. Absent if the library was used directly.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_by: Option<MadeBy>,
-    /// What a compiler said about the plan for devices that are not at hand.
+    /// A compiler's figures for the plan on devices that are not at hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<Certificate>,
     pub predicted: Predicted,

@@ -24,7 +24,7 @@ pub struct MeasuredKernel {
     pub line: u64,
     /// Rows of one subject are compared together: `bf16 products`.
     pub subject: String,
-    /// What was measured, with its sizes.
+    /// The measured call, with its sizes.
     pub name: String,
     pub seconds: f64,
     pub device: Device,
@@ -252,7 +252,7 @@ fn kind(headers: &csv::StringRecord) -> Result<Kind, TableError> {
     }
 }
 
-/// What a row measured, before its system is known.
+/// The measurement of a row, before its system is known.
 struct Measure {
     subject: String,
     name: String,

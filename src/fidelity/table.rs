@@ -26,7 +26,7 @@ pub struct Row {
     pub global_batch: u64,
     pub schedule: String,
     pub recompute: String,
-    /// What replicas share: optimizer state (1), also gradients (2), also parameters (3), or nothing (0).
+    /// The ZeRO level: replicas share optimizer state (1), also gradients (2), also parameters (3), or nothing (0).
     pub zero: u8,
     /// Tokens that an expert takes relative to an even spread.
     pub capacity: Option<f64>,
@@ -233,7 +233,7 @@ fn model(raw: &Raw, file: &Path) -> Result<RowModel, TableError> {
     })
 }
 
-/// What replicas share, by either of two columns.
+/// The ZeRO level, by either of two columns.
 fn zero(raw: &Raw) -> Result<u8, TableError> {
     match (raw.sharded_optimizer.as_str(), raw.sharding.as_str()) {
         ("" | "0", "" | "none") => Ok(0),

@@ -120,7 +120,7 @@ pub fn collectives(module: &[u8]) -> Option<Collectives> {
             let operands: u64 = instruction.operands.iter().filter_map(|id| shapes.get(id)).map(|s| s.bytes()).sum();
             let result = instruction.shape.as_ref().map_or(0, Shape::bytes);
             let bytes = match kind {
-                // What begins an all-gather has its operands in its result too.
+                // The start of an all-gather has its operands in its result too.
                 Kind::AllGather if instruction.opcode.ends_with("-start") => result.saturating_sub(operands),
                 Kind::AllGather => result,
                 _ => operands,

@@ -157,7 +157,7 @@ fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
     (0..rule.factors.len()).map(kind).collect()
 }
 
-/// What the dimensions of values count, as a bit mask for each value.
+/// The dimensions of values by what they count, as a bit mask for each value.
 struct Dims {
     /// Samples and positions, which come from the model's inputs.
     inputs: Vec<u32>,

@@ -12,7 +12,7 @@ pub struct Peak {
     pub lasting_bytes: u64,
     /// Values that bodies leave for others, inputs and received values, when the fullest body begins.
     pub held_bytes: u64,
-    /// What the fullest body takes beside its arguments: its results and temporaries, and the padding of its arguments.
+    /// Bytes of the fullest body beside its arguments: its results and temporaries, and the padding of its arguments.
     pub body_bytes: u64,
     /// The fullest body.
     pub body: usize,

@@ -36,7 +36,7 @@ pub enum CertifyError {
     Plugin(#[from] PjrtError),
 }
 
-/// What the compiler says about one body.
+/// The compiler's figures for one body.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Certified {
     pub memory: Memory,

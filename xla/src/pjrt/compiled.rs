@@ -1,4 +1,4 @@
-//! What a compiler says about a program: the memory that it takes, and its final form.
+//! A compiled program: the memory that it takes, and its final form.
 
 #![allow(unsafe_code)]
 
