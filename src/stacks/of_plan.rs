@@ -18,7 +18,8 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
     sayable(plan)?;
     let [dp, tp, cp, ep, etp] = degrees(plan)?;
     let groups = parallelism(plan).iter().map(|stage| stage.groups).min().unwrap_or(1);
-    let groups = if dp.is_multiple_of(groups) { groups } else { 1 };
+    // Groups of one replica share nothing among replicas. All of these sharing takes less memory.
+    let groups = if groups < dp && dp.is_multiple_of(groups) { groups } else { 1 };
     let lanes = plan.num_lanes() as u32;
     let mut c = Configuration {
         devices: Some(dp * tp * cp * lanes),
