@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::units::{bytes, plural, seconds};
 use altiplano_ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
 use altiplano_ir::plan::Plan;
-use altiplano_ir::program::{Phase, Program, Programs};
+use altiplano_ir::program::{Program, Programs};
 use altiplano_planner::{Progress, programs};
 use altiplano_xla::certify::{self, Certifier, Target, add, calls, peak_of, planned};
 use altiplano_xla::hlo::{Collectives, Kind};
@@ -40,12 +40,12 @@ pub fn certify(plan: &Plan, target: &str, plugin: Option<&Path>, progress: &dyn 
         let of_lane: Vec<u32> = plan.stages_of(lane).map(|stage| stage as u32).collect();
         let size = plan.stages.get(lane).map_or((1, program.mesh.num_devices()), |stage| stage.submesh);
         let stage = certifier.stage(program, size, &|body| {
-            progress.step(&format!("compiling {} of stage {}", name(body.phase), body.stage), done.get(), total);
+            progress.step(&format!("compiling {} of stage {}", body.phase.name(), body.stage), done.get(), total);
         })?;
         done.set(done.get() + program.bodies.len());
         for (body, certified) in program.bodies.iter().zip(&stage.bodies) {
             if let Err(error) = certified {
-                refusals.push(Refusal { stage: body.stage, body: name(body.phase), message: error.to_string() });
+                refusals.push(Refusal { stage: body.stage, body: body.phase.name(), message: error.to_string() });
             }
         }
         let predicted = of_lane.iter().map(|&s| plan.stages[s as usize].predicted.peak_bytes).max().unwrap_or(0);
@@ -84,7 +84,7 @@ fn certified(
         lasting_bytes: peak.lasting_bytes,
         held_bytes: peak.held_bytes,
         body_bytes: peak.body_bytes,
-        fullest: program.bodies.get(peak.body).map_or("", |body| name(body.phase)).to_string(),
+        fullest: program.bodies.get(peak.body).map_or("", |body| body.phase.name()).to_string(),
         predicted_bytes,
         collectives: beside(&ours, &theirs),
         seconds,
@@ -106,18 +106,6 @@ fn beside(ours: &Collectives, theirs: &Collectives) -> Vec<CertifiedCollectives>
         compiled: of(theirs, kind),
     };
     kinds.into_iter().map(row).collect()
-}
-
-fn name(phase: Phase) -> &'static str {
-    match phase {
-        Phase::Totals => "totals",
-        Phase::Forward => "forward",
-        Phase::Backward => "backward",
-        Phase::Weights => "weights",
-        Phase::Reduce => "reduce",
-        Phase::Norm => "norm",
-        Phase::Update => "update",
-    }
 }
 
 /// A certificate in words: a line for each stage, and its collectives.

@@ -27,8 +27,7 @@ pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
     }
     let text = String::from_utf8_lossy(bytes);
     let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
-    let plan = Plan::from_json(&text).map_err(refused)?;
-    let mut plan = plan;
+    let mut plan = Plan::from_json(&text).map_err(refused)?;
     plan.drop_stale_certificate();
     match mispredicted(&plan)? {
         None => Ok(plan),

@@ -306,7 +306,7 @@ impl Simulation {
                     let _ = writeln!(
                         out,
                         "stage{i} {:8} {:>8}  {}\n    {why}",
-                        phase(work.phase),
+                        work.phase.name(),
                         seconds(price.seconds),
                         title(body, kernel)
                     );
@@ -409,18 +409,6 @@ fn measured(profiled: &Profiled, kernel: &Kernel) -> Option<String> {
     };
     let terms: Vec<String> = work.terms.iter().map(term).collect::<Option<_>>()?;
     Some(format!("source profile, interpolated log against log and added up: {}", terms.join("; ")))
-}
-
-fn phase(phase: Phase) -> &'static str {
-    match phase {
-        Phase::Totals => "totals",
-        Phase::Forward => "forward",
-        Phase::Backward => "backward",
-        Phase::Weights => "weights",
-        Phase::Reduce => "reduce",
-        Phase::Norm => "norm",
-        Phase::Update => "update",
-    }
 }
 
 /// Names a kernel by its last named node and its ops.

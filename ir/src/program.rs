@@ -128,6 +128,21 @@ pub enum Phase {
     Update,
 }
 
+impl Phase {
+    /// `forward`, `backward` and so on.
+    pub fn name(self) -> &'static str {
+        match self {
+            Phase::Totals => "totals",
+            Phase::Forward => "forward",
+            Phase::Backward => "backward",
+            Phase::Weights => "weights",
+            Phase::Reduce => "reduce",
+            Phase::Norm => "norm",
+            Phase::Update => "update",
+        }
+    }
+}
+
 /// A straight-line local graph. Its leaves are [`crate::op::Op::Input`] nodes, and `reads` binds each to a buffer.
 /// Collectives and `axis_index` are ops of the graph.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

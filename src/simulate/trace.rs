@@ -2,7 +2,7 @@
 //! machine. Both have the same tracks and names, so that they can be compared. Measured times are summed in the same
 //! account as predictions.
 
-use super::{Simulation, phase, title};
+use super::{Simulation, title};
 use crate::report::Grid;
 use crate::units::{digits, plural, seconds};
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
@@ -25,7 +25,7 @@ pub struct Recorded {
 
 /// The name of a call in traces: `forward 3`, or `reduce and update` for the work done once per step.
 pub(crate) fn trace_name(phase: Phase, microbatch: Option<u32>) -> String {
-    microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", self::phase(phase)))
+    microbatch.map_or_else(|| "reduce and update".to_string(), |m| format!("{} {m}", phase.name()))
 }
 
 /// Kinds of work below this fraction of a step share one line of a table.

@@ -1,4 +1,4 @@
-//! Certificates in plan files, and what `certify` refuses. The compiler itself runs in `tests/oracle/run xla`.
+//! Certificates in plan files, and what `certify` refuses. The compiler itself runs in `tests/oracle/run certify`.
 
 use crate::common::{DEMO, Scratch, altiplano, altiplano_with, succeeds};
 use altiplano::ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
