@@ -3,15 +3,20 @@
 //!
 //! A rank sends a nonce and its identity, the hub a nonce and an HMAC over all of them, the rank another. A hub takes
 //! many greetings at once, each within one time limit, so that strangers who say nothing keep nobody out.
+//!
+//! Both sides are state machines over streams that do not block. They are told the time, so that tests drive them over
+//! a simulated network.
 
 use crate::error::WatchError;
 use hmac::{Hmac, KeyInit, Mac};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sha2::Sha256;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -91,9 +96,26 @@ pub struct Hello {
 pub struct Hub {
     listener: TcpListener,
     pub address: Address,
-    /// Greetings in progress, oldest first.
-    greetings: RefCell<VecDeque<Greeting>>,
-    greeted: RefCell<VecDeque<(Hello, TcpStream)>>,
+    greetings: RefCell<Greetings<TcpStream>>,
+}
+
+/// The greetings of a hub.
+pub(super) struct Greetings<S> {
+    token: [u8; TOKEN],
+    /// Those in progress, oldest first.
+    begun: VecDeque<Greeting<S>>,
+    done: VecDeque<(Hello, S)>,
+}
+
+/// A rank's side of a greeting. Its stream does not block.
+pub(super) struct Joining<S> {
+    pub stream: S,
+    token: [u8; TOKEN],
+    nonce: [u8; NONCE],
+    hello: Vec<u8>,
+    heard: Vec<u8>,
+    /// The hub has proved that it knows the token, and was sent the rank's proof.
+    proved: bool,
 }
 
 /// Time limit for the ranks' first connection, if all know where the hub is.
@@ -138,22 +160,18 @@ fn random<const N: usize>() -> Result<[u8; N], Error> {
     Ok(bytes)
 }
 
-/// Fills a buffer before `end`, however slowly the bytes come.
-fn read_until(mut stream: &TcpStream, mut buffer: &mut [u8], end: Instant) -> Result<(), Error> {
-    while !buffer.is_empty() {
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(Some(left))?;
-        match stream.read(buffer) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(n) => buffer = &mut buffer[n..],
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
+/// Waits until there is something to read, or until `end`.
+fn wait_to_read(stream: &TcpStream, end: Instant) -> Result<(), Error> {
+    let left = end.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(ErrorKind::TimedOut.into());
     }
-    Ok(())
+    // Rounded up, so that the last millisecond is not spent in a busy loop.
+    let limit = PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
+    match poll(&mut [PollFd::new(stream.as_fd(), PollFlags::POLLIN)], limit) {
+        Ok(_) | Err(nix::Error::EINTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 impl Address {
@@ -197,22 +215,67 @@ impl Address {
         }
     }
 
-    fn greet(&self, place: SocketAddr, hello: &Hello) -> std::io::Result<TcpStream> {
-        let mut stream = TcpStream::connect_timeout(&place, ACCEPT)?;
+    fn greet(&self, place: SocketAddr, hello: &Hello) -> Result<TcpStream, Error> {
+        let stream = TcpStream::connect_timeout(&place, ACCEPT)?;
         let end = Instant::now() + GREETING;
         stream.set_nodelay(true)?;
-        stream.set_write_timeout(Some(GREETING))?;
-        let (own, said) = (random::<NONCE>()?, hello.encode());
-        stream.write_all(&[&TITLE[..], &own, &said].concat())?;
-        let (mut other, mut proof, mut welcome) = ([0; NONCE], [0; PROOF], [0]);
-        read_until(&stream, &mut other, end)?;
-        read_until(&stream, &mut proof, end)?;
-        let nonces = [&own, &other];
-        let stranger = |_| Error::new(ErrorKind::InvalidData, "what listens there is not this run's first rank");
-        mac(&self.token, OF_HUB, nonces, &said).verify_slice(&proof).map_err(stranger)?;
-        stream.write_all(&mac(&self.token, OF_RANK, nonces, &said).finalize().into_bytes())?;
-        read_until(&stream, &mut welcome, end)?;
-        if welcome == [WELCOME] { Ok(stream) } else { Err(ErrorKind::InvalidData.into()) }
+        stream.set_nonblocking(true)?;
+        let mut joining = Joining::new(stream, self.token, hello)?;
+        while !joining.go_on()? {
+            wait_to_read(&joining.stream, end)?;
+        }
+        joining.stream.set_nonblocking(false)?;
+        joining.stream.set_write_timeout(Some(GREETING))?;
+        Ok(joining.stream)
+    }
+}
+
+/// Reads into `heard` until it has `needed` bytes. False if more have yet to arrive.
+fn read_to(stream: &mut impl Read, heard: &mut Vec<u8>, needed: usize) -> Result<bool, Error> {
+    let mut buffer = [0; TITLE.len() + NONCE + HEAD + LONGEST_NAME];
+    while heard.len() < needed {
+        let wanted = (needed - heard.len()).min(buffer.len());
+        match stream.read(&mut buffer[..wanted]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => heard.extend(&buffer[..n]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(true)
+}
+
+impl<S: Read + Write> Joining<S> {
+    /// Sends a nonce and the rank's identity.
+    pub fn new(mut stream: S, token: [u8; TOKEN], hello: &Hello) -> Result<Joining<S>, Error> {
+        let (nonce, hello) = (random::<NONCE>()?, hello.encode());
+        stream.write_all(&[&TITLE[..], &nonce, &hello].concat())?;
+        Ok(Joining { stream, token, nonce, hello, heard: Vec::new(), proved: false })
+    }
+
+    /// Reads what has arrived, no byte more than the greeting has, and answers it. True once the hub has welcomed the
+    /// rank.
+    pub fn go_on(&mut self) -> Result<bool, Error> {
+        if !self.proved {
+            if !read_to(&mut self.stream, &mut self.heard, NONCE + PROOF)? {
+                return Ok(false);
+            }
+            let (nonce, proof) = self.heard.split_at(NONCE);
+            let mut other = [0; NONCE];
+            other.copy_from_slice(nonce);
+            let nonces = [&self.nonce, &other];
+            let stranger = |_| Error::new(ErrorKind::InvalidData, "what listens there is not this run's first rank");
+            mac(&self.token, OF_HUB, nonces, &self.hello).verify_slice(proof).map_err(stranger)?;
+            self.stream.write_all(&mac(&self.token, OF_RANK, nonces, &self.hello).finalize().into_bytes())?;
+            self.heard.clear();
+            self.proved = true;
+        }
+        match read_to(&mut self.stream, &mut self.heard, 1)? {
+            false => Ok(false),
+            true if self.heard == [WELCOME] => Ok(true),
+            true => Err(ErrorKind::InvalidData.into()),
+        }
     }
 }
 
@@ -246,58 +309,43 @@ impl Hello {
 }
 
 /// A greeting in progress at the hub.
-struct Greeting {
-    stream: TcpStream,
+struct Greeting<S> {
+    stream: S,
     until: Instant,
     heard: Vec<u8>,
     /// The identity that was sent, and what proves it.
     claimed: Option<(Hello, Hmac<Sha256>)>,
 }
 
-/// The state of a greeting after what has arrived.
-enum Heard {
-    Little,
-    All(Hello),
-    /// The peer is gone, too slow or a stranger.
-    Nothing,
-}
-
-impl Greeting {
-    /// Reads what has arrived, no byte more than the greeting has, and answers it.
-    fn go_on(&mut self, token: &[u8; TOKEN]) -> Result<Heard, Error> {
+impl<S: Read + Write> Greeting<S> {
+    /// Reads what has arrived, no byte more than the greeting has, and answers it. Returns the identity of a peer that
+    /// has proved it, and an error for one that is gone or a stranger.
+    fn go_on(&mut self, token: &[u8; TOKEN]) -> Result<Option<Hello>, Error> {
         loop {
             let needed = match &self.claimed {
                 Some(_) => PROOF,
                 None => TITLE.len() + NONCE + HEAD + self.heard.get(TITLE.len() + NONCE + 1).map_or(0, |&n| n.into()),
             };
-            if self.heard.len() == needed {
-                match self.claimed.take() {
-                    None => self.claimed = Some(self.challenge(token)?),
-                    Some((hello, proof)) => {
-                        if proof.verify_slice(&self.heard).is_err() {
-                            return Ok(Heard::Nothing);
-                        }
-                        self.stream.write_all(&[WELCOME])?;
-                        self.stream.set_nonblocking(false)?;
-                        self.stream.set_write_timeout(Some(GREETING))?;
-                        return Ok(Heard::All(hello));
-                    }
+            if self.heard.len() < needed {
+                let is_whole = read_to(&mut self.stream, &mut self.heard, needed)?;
+                if self.claimed.is_none() && !TITLE.starts_with(&self.heard[..self.heard.len().min(TITLE.len())]) {
+                    return Err(ErrorKind::InvalidData.into());
                 }
-                self.heard.clear();
+                if !is_whole {
+                    return Ok(None);
+                }
+                // The length of the name may have arrived just now.
                 continue;
             }
-            let mut buffer = [0; TITLE.len() + NONCE + HEAD + LONGEST_NAME];
-            let wanted = (needed - self.heard.len()).min(buffer.len());
-            match self.stream.read(&mut buffer[..wanted]) {
-                Ok(0) => return Ok(Heard::Nothing),
-                Ok(n) => self.heard.extend(&buffer[..n]),
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Heard::Little),
-                Err(error) => return Err(error),
+            match self.claimed.take() {
+                None => self.claimed = Some(self.challenge(token)?),
+                Some((hello, proof)) => {
+                    proof.verify_slice(&self.heard).map_err(|_| ErrorKind::InvalidData)?;
+                    self.stream.write_all(&[WELCOME])?;
+                    return Ok(Some(hello));
+                }
             }
-            if !TITLE.starts_with(&self.heard[..self.heard.len().min(TITLE.len())]) && self.claimed.is_none() {
-                return Ok(Heard::Nothing);
-            }
+            self.heard.clear();
         }
     }
 
@@ -312,6 +360,33 @@ impl Greeting {
         let expected = mac(token, OF_RANK, nonces, said);
         self.stream.write_all(&[&own[..], &proof].concat())?;
         Ok((hello, expected))
+    }
+}
+
+impl<S: Read + Write> Greetings<S> {
+    pub fn new(token: [u8; TOKEN]) -> Greetings<S> {
+        Greetings { token, begun: VecDeque::new(), done: VecDeque::new() }
+    }
+
+    /// Begins the greeting of a peer that has connected. Its stream does not block.
+    pub fn begin(&mut self, stream: S, now: Instant) {
+        if self.begun.len() >= MOST_GREETINGS {
+            self.begun.pop_front();
+        }
+        self.begun.push_back(Greeting { stream, until: now + GREETING, heard: Vec::new(), claimed: None });
+    }
+
+    /// Goes on with all greetings, and returns the identity of a peer whose greeting is complete.
+    pub fn next(&mut self, now: Instant) -> Option<(Hello, S)> {
+        for mut greeting in std::mem::take(&mut self.begun) {
+            match greeting.go_on(&self.token) {
+                Ok(Some(hello)) => self.done.push_back((hello, greeting.stream)),
+                Ok(None) if now < greeting.until => self.begun.push_back(greeting),
+                // The peer is gone, too slow or a stranger.
+                Ok(None) | Err(_) => {}
+            }
+        }
+        self.done.pop_front()
     }
 }
 
@@ -334,7 +409,7 @@ impl Hub {
         let token = random().map_err(WatchError::Listen)?;
         let hosts = hosts.into_iter().map(IpAddr::V4).collect();
         let address = Address { hosts, port, token };
-        Ok(Hub { listener, address, greetings: RefCell::default(), greeted: RefCell::default() })
+        Ok(Hub { listener, address, greetings: RefCell::new(Greetings::new(token)) })
     }
 
     /// Goes on with all greetings, without waiting, and returns the identity of a peer whose greeting is complete.
@@ -344,14 +419,9 @@ impl Hub {
         loop {
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_err() {
-                        continue;
+                    if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() {
+                        greetings.begin(stream, Instant::now());
                     }
-                    if greetings.len() >= MOST_GREETINGS {
-                        greetings.pop_front();
-                    }
-                    let until = Instant::now() + GREETING;
-                    greetings.push_back(Greeting { stream, until, heard: Vec::new(), claimed: None });
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The peer may have disconnected already.
@@ -359,15 +429,13 @@ impl Hub {
                 Err(error) => return Err(error),
             }
         }
-        let mut greeted = self.greeted.borrow_mut();
-        for mut greeting in std::mem::take(&mut *greetings) {
-            match greeting.go_on(&self.address.token) {
-                Ok(Heard::All(hello)) => greeted.push_back((hello, greeting.stream)),
-                Ok(Heard::Little) if Instant::now() < greeting.until => greetings.push_back(greeting),
-                Ok(Heard::Little | Heard::Nothing) | Err(_) => {}
+        while let Some((hello, stream)) = greetings.next(Instant::now()) {
+            let blocks = stream.set_nonblocking(false).and_then(|()| stream.set_write_timeout(Some(GREETING)));
+            if blocks.is_ok() {
+                return Ok(Some((hello, stream)));
             }
         }
-        Ok(greeted.pop_front())
+        Ok(None)
     }
 
     /// Accepts the connections of all other ranks, which know where the hub is.
@@ -514,7 +582,7 @@ mod tests {
         let took = joins.join().expect("it ends").expect("it is taken");
         assert!(took < Duration::from_secs(1), "{took:?}");
         // All others were dropped at the end of their time.
-        assert!(hub.greetings.borrow().is_empty());
+        assert!(hub.greetings.borrow().begun.is_empty());
         assert!(dribbles.join().expect("it ends"), "it was cut off");
         assert!(refuses_reflection.join().expect("it ends"), "the hub's own proof makes no rank");
         drop(silent);

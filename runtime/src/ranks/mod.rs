@@ -12,6 +12,8 @@ mod failover;
 mod hub;
 pub mod place;
 pub mod rendezvous;
+#[cfg(test)]
+mod simulated;
 pub mod watch;
 mod world;
 

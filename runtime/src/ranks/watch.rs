@@ -4,9 +4,12 @@
 //! peer forever. Heartbeats report each rank's activity twice a second. A process that dies closes its connection at
 //! once; one that is stopped or cut off falls silent. A separate thread does all this, whatever the rank itself is
 //! doing. If the hub is lost, the remaining ranks find out who reports (`failover.rs`).
+//!
+//! The thread turns a state machine, [`Watcher`], which is told the time and does not wait. So tests turn thousands of
+//! them over a simulated network.
 
 use crate::error::WatchError;
-use crate::ranks::failover::Failover;
+use crate::ranks::failover::{Failover, Reach, Tcp};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -38,7 +41,7 @@ pub type Detail = Box<dyn Fn() -> Option<String> + Send>;
 pub struct Watch {
     /// The name of this rank in messages: `rank 3 on node-b`.
     pub name: String,
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<Shared<Tcp>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -57,18 +60,24 @@ const FOLLOWS: Duration = Duration::from_secs(1);
 /// Upper limit on the length of a message.
 const LONGEST: usize = 4096;
 
-#[derive(Default)]
-struct Shared {
-    activity: String,
+pub(super) struct Shared<R: Reach> {
+    pub activity: String,
     /// Determines the current activity on demand.
     detail: Option<Detail>,
     /// The error of this rank. The flag is true if losing another rank may have caused it.
-    failed: Option<(u8, String, bool)>,
-    finished: bool,
+    pub failed: Option<(u8, String, bool)>,
+    pub finished: bool,
     /// Finds out who reports if the hub is lost.
-    failover: Option<Failover>,
+    pub failover: Option<Failover<R>>,
     /// Connections of a finished rank, kept open while its process runs.
-    kept: Vec<Link>,
+    pub kept: Vec<Link<R::Stream>>,
+}
+
+impl<R: Reach> Shared<R> {
+    pub fn new() -> Shared<R> {
+        let activity = STARTING.to_string();
+        Shared { activity, detail: None, failed: None, finished: false, failover: None, kept: Vec::new() }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,11 +92,11 @@ enum Frame {
     Bye,
 }
 
-/// One end of a connection.
-struct Link {
+/// One end of a connection. Its stream does not block.
+pub(super) struct Link<S> {
     /// Index of the rank at the other end.
     peer: usize,
-    stream: TcpStream,
+    stream: S,
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     heard: Instant,
@@ -128,23 +137,20 @@ impl Frame {
     }
 }
 
-impl Link {
-    fn new(peer: usize, stream: TcpStream) -> std::io::Result<Link> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+impl<S: Read + Write> Link<S> {
+    pub fn new(peer: usize, stream: S, now: Instant) -> Link<S> {
         let (incoming, outgoing, activity) = (Vec::new(), Vec::new(), String::new());
-        let heard = Instant::now();
-        Ok(Link { peer, stream, incoming, outgoing, heard, activity, bye: false, closed: false })
+        Link { peer, stream, incoming, outgoing, heard: now, activity, bye: false, closed: false }
     }
 
     /// Returns the frames that have arrived.
-    fn receive(&mut self) -> Vec<Frame> {
+    fn receive(&mut self, now: Instant) -> Vec<Frame> {
         let mut buffer = [0; 4096];
         while !self.closed {
             match self.stream.read(&mut buffer) {
                 Ok(0) => self.closed = true,
                 Ok(n) => {
-                    self.heard = Instant::now();
+                    self.heard = now;
                     self.incoming.extend(&buffer[..n]);
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -185,20 +191,23 @@ impl Watch {
         lost_after: Duration,
         ends: Ends,
     ) -> Result<Watch, WatchError> {
-        let links = links.into_iter().map(|(peer, stream)| Link::new(peer, stream)).collect::<std::io::Result<_>>();
-        let links: Vec<Link> = links.map_err(WatchError::Listen)?;
-        let shared = Arc::new(Mutex::new(Shared { activity: STARTING.to_string(), ..Shared::default() }));
-        let parent = std::os::unix::process::parent_id();
+        let now = Instant::now();
+        let link = |(peer, stream): (usize, TcpStream)| {
+            stream.set_nonblocking(true)?;
+            stream.set_nodelay(true)?;
+            Ok(Link::new(peer, stream, now))
+        };
+        let links: Vec<Link<TcpStream>> =
+            links.into_iter().map(link).collect::<std::io::Result<_>>().map_err(WatchError::Listen)?;
+        let shared = Arc::new(Mutex::new(Shared::new()));
         let name = name(&peers, me);
-        let of_thread = shared.clone();
-        let watcher =
-            Watcher { me, peers, links, lost_after, ends, shared: of_thread, parent, slept: false, detail: None };
+        let watcher = Watcher::new(me, peers, links, lost_after, ends, shared.clone(), now);
         let thread = std::thread::Builder::new().name("watch".to_string());
         let thread = thread.spawn(move || watcher.run()).map_err(WatchError::Listen)?;
         Ok(Watch { name, shared, thread: Mutex::new(Some(thread)) })
     }
 
-    fn shared<T>(&self, with: impl FnOnce(&mut Shared) -> T) -> T {
+    fn shared<T>(&self, with: impl FnOnce(&mut Shared<Tcp>) -> T) -> T {
         with(&mut self.shared.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -213,7 +222,7 @@ impl Watch {
     }
 
     /// Lets one rank alone report if the hub is lost from now on.
-    pub fn failover(&self, failover: Failover) {
+    pub(super) fn failover(&self, failover: Failover<Tcp>) {
         self.shared(|shared| shared.failover = Some(failover));
     }
 
@@ -240,20 +249,64 @@ impl Watch {
 
 /// Interval at which the thread polls its rank's state.
 const TURN: Duration = Duration::from_millis(20);
+/// The same where ranks find out who reports.
+const SHORT_TURN: Duration = Duration::from_millis(5);
+/// Time limit for others to close their connections, once they were told to end.
+const DRAIN: Duration = Duration::from_millis(300);
 
-/// The thread of a [`Watch`].
-struct Watcher {
+/// What a [`Watch`]'s thread does.
+pub(super) struct Watcher<R: Reach> {
     me: usize,
     peers: Vec<Peer>,
-    links: Vec<Link>,
+    links: Vec<Link<R::Stream>>,
     lost_after: Duration,
     ends: Ends,
-    shared: Arc<Mutex<Shared>>,
-    parent: u32,
+    shared: Arc<Mutex<Shared<R>>>,
+    state: State<R>,
+    /// Time of the last turn.
+    turned: Instant,
+    /// Time of the last heartbeat.
+    beaten: Option<Instant>,
+    /// The last heartbeat said no more than that this rank starts.
+    said_starting: bool,
+    /// When this rank was found to have failed.
+    failed_at: Option<Instant>,
     /// True if this process was stopped for so long that the others consider it lost.
     slept: bool,
     /// The current activity, if it is known in more detail than recorded.
     detail: Option<String>,
+}
+
+enum State<R: Reach> {
+    Watching,
+    /// This rank has told the hub that it failed, and waits to be ended.
+    Failed {
+        code: u8,
+        message: String,
+        since: Instant,
+    },
+    /// The hub is done, and waits for the others' processes.
+    SeeingOff {
+        since: Instant,
+    },
+    /// The hub is lost. This rank asks who reports.
+    Asking {
+        code: u8,
+        message: String,
+        failover: Failover<R>,
+    },
+    /// This rank has reported, and tells those that ask.
+    Telling {
+        code: u8,
+        failover: Failover<R>,
+    },
+    /// The hub has told all others to end. Closing a connection with unread data can discard what was just sent.
+    Draining {
+        code: u8,
+        since: Instant,
+    },
+    Exiting(u8),
+    Over,
 }
 
 /// The reason for the end of the run.
@@ -263,95 +316,175 @@ struct Ending {
     message: Option<String>,
 }
 
-impl Watcher {
+impl Watcher<Tcp> {
     fn run(mut self) {
-        let (mut beaten, mut turned) = (None::<Instant>, Instant::now());
-        let mut said_starting = true;
-        let mut failed_at = None;
+        let parent = std::os::unix::process::parent_id();
         loop {
             self.wait();
-            if turned.elapsed() > self.lost_after / 3 {
-                // This process itself was suspended, perhaps with all others.
-                self.links.iter_mut().for_each(|link| link.heard = Instant::now());
-                self.slept |= turned.elapsed() > self.lost_after - BEAT;
-            }
-            turned = Instant::now();
-            let (activity, failed, finished) = {
-                let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-                self.detail = shared.detail.as_ref().and_then(|detail| detail());
-                let detail = self.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
-                (format!("{}{detail}", shared.activity), shared.failed.clone(), shared.finished)
-            };
-            let begins = said_starting && !activity.starts_with(STARTING);
-            if begins || beaten.is_none_or(|at| at.elapsed() >= BEAT) {
-                self.links.iter_mut().for_each(|link| link.send(&Frame::Beat(activity.clone())));
-                (beaten, said_starting) = (Some(turned), activity.starts_with(STARTING));
-            }
-            self.links.iter_mut().for_each(Link::flush);
-            if let Some(ending) = self.look() {
-                return self.end(ending);
-            }
-            if std::os::unix::process::parent_id() != self.parent {
-                let message = Some(format!("the parent process of {} is gone", name(&self.peers, self.me)));
-                return self.end(Ending { code: 1, message });
-            }
-            if let Some((code, message, follows)) = failed {
-                let since = *failed_at.get_or_insert(turned);
-                let known = if follows { self.lost_after + FOLLOWS } else { Duration::ZERO };
-                if since.elapsed() >= known {
-                    return self.fail(code, message);
-                }
-            }
-            if finished {
-                self.links.iter_mut().for_each(|link| link.send(&Frame::Bye));
-                if self.me == 0 {
-                    return self.see_off();
-                }
-                let links = std::mem::take(&mut self.links);
-                self.shared.lock().unwrap_or_else(PoisonError::into_inner).kept = links;
+            if self.turn(Instant::now(), std::os::unix::process::parent_id() != parent) {
                 return;
-            }
-        }
-    }
-
-    /// Waits at the hub until all others have closed their connections, as they do when their processes end. A process
-    /// that is stopped after it was done would keep the launcher waiting forever.
-    fn see_off(mut self) {
-        let start = Instant::now();
-        loop {
-            self.wait();
-            if let Some(ending) = self.look() {
-                return self.end(ending);
-            }
-            let open: Vec<String> =
-                self.links.iter().filter(|link| !link.closed).map(|link| name(&self.peers, link.peer)).collect();
-            if open.is_empty() {
-                return;
-            }
-            if start.elapsed() > self.lost_after {
-                let seconds = self.lost_after.as_secs_f64();
-                let message =
-                    format!("the run is done, but these have not ended after {seconds} s: {}", open.join(", "));
-                return self.end(Ending { code: 1, message: Some(message) });
             }
         }
     }
 
     /// Waits for data, or for one polling interval.
     fn wait(&self) {
+        if matches!(self.state, State::Asking { .. } | State::Telling { .. }) {
+            return std::thread::sleep(SHORT_TURN);
+        }
         let open = self.links.iter().filter(|link| !link.closed);
         let mut all: Vec<PollFd> = open.map(|link| PollFd::new(link.stream.as_fd(), PollFlags::POLLIN)).collect();
         let turn = PollTimeout::try_from(TURN).unwrap_or(PollTimeout::ZERO);
         // Interrupted or not, read what has arrived next.
         let _ = poll(&mut all, turn);
     }
+}
+
+impl<R: Reach> Watcher<R> {
+    pub fn new(
+        me: usize,
+        peers: Vec<Peer>,
+        links: Vec<Link<R::Stream>>,
+        lost_after: Duration,
+        ends: Ends,
+        shared: Arc<Mutex<Shared<R>>>,
+        now: Instant,
+    ) -> Watcher<R> {
+        let (state, turned, beaten, said_starting) = (State::Watching, now, None, true);
+        let (failed_at, slept, detail) = (None, false, None);
+        Watcher {
+            me,
+            peers,
+            links,
+            lost_after,
+            ends,
+            shared,
+            state,
+            turned,
+            beaten,
+            said_starting,
+            failed_at,
+            slept,
+            detail,
+        }
+    }
+
+    fn shared<T>(&self, with: impl FnOnce(&mut Shared<R>) -> T) -> T {
+        with(&mut self.shared.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Does what is due, without waiting. `orphaned`: the parent process is gone. True once there is nothing left to do.
+    pub fn turn(&mut self, now: Instant, orphaned: bool) -> bool {
+        let pause = now.saturating_duration_since(std::mem::replace(&mut self.turned, now));
+        if pause > self.lost_after / 3 {
+            // This process itself was suspended, perhaps with all others.
+            self.links.iter_mut().for_each(|link| link.heard = now);
+            self.slept |= pause > self.lost_after - BEAT;
+        }
+        let since = |then: Instant| now.saturating_duration_since(then);
+        self.state = match std::mem::replace(&mut self.state, State::Over) {
+            State::Watching => self.watch(now, orphaned),
+            State::Failed { code, message, since: then } => match self.look(now) {
+                Some(ending) => self.end(ending, now),
+                None if since(then) >= self.lost_after => self.end(Ending { code, message: Some(message) }, now),
+                None => State::Failed { code, message, since: then },
+            },
+            State::SeeingOff { since } => self.see_off(since, now),
+            State::Asking { code, message, mut failover } => match failover.is_spoken_for(now) {
+                None => State::Asking { code, message, failover },
+                Some(true) => State::Exiting(code),
+                Some(false) => {
+                    (self.ends.say)(&message);
+                    State::Telling { code, failover }
+                }
+            },
+            State::Telling { code, mut failover } => match failover.has_told(now) {
+                true => State::Exiting(code),
+                false => State::Telling { code, failover },
+            },
+            State::Draining { code, since: then } => {
+                self.links.iter_mut().for_each(|link| drop((link.flush(), link.receive(now))));
+                match since(then) >= DRAIN || self.links.iter().all(|link| link.closed) {
+                    true => State::Exiting(code),
+                    false => State::Draining { code, since: then },
+                }
+            }
+            over => over,
+        };
+        if let State::Exiting(code) = self.state {
+            (self.ends.exit)(code);
+            self.state = State::Over;
+        }
+        matches!(self.state, State::Over)
+    }
+
+    fn watch(&mut self, now: Instant, orphaned: bool) -> State<R> {
+        let since = |then: Instant| now.saturating_duration_since(then);
+        let (detail, activity, failed, finished) = self.shared(|shared| {
+            let detail = shared.detail.as_ref().and_then(|detail| detail());
+            (detail, shared.activity.clone(), shared.failed.clone(), shared.finished)
+        });
+        let activity = format!("{activity}{}", detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default());
+        self.detail = detail;
+        let begins = self.said_starting && !activity.starts_with(STARTING);
+        if begins || self.beaten.is_none_or(|at| since(at) >= BEAT) {
+            self.links.iter_mut().for_each(|link| link.send(&Frame::Beat(activity.clone())));
+            (self.beaten, self.said_starting) = (Some(now), activity.starts_with(STARTING));
+        }
+        self.links.iter_mut().for_each(Link::flush);
+        if let Some(ending) = self.look(now) {
+            return self.end(ending, now);
+        }
+        if orphaned {
+            let message = Some(format!("the parent process of {} is gone", name(&self.peers, self.me)));
+            return self.end(Ending { code: 1, message }, now);
+        }
+        if let Some((code, message, follows)) = failed {
+            let at = *self.failed_at.get_or_insert(now);
+            let known = if follows { self.lost_after + FOLLOWS } else { Duration::ZERO };
+            if since(at) >= known {
+                return self.fail(code, message, now);
+            }
+        }
+        if finished {
+            self.links.iter_mut().for_each(|link| link.send(&Frame::Bye));
+            if self.me == 0 {
+                return State::SeeingOff { since: now };
+            }
+            let links = std::mem::take(&mut self.links);
+            self.shared(|shared| shared.kept = links);
+            return State::Over;
+        }
+        State::Watching
+    }
+
+    /// Waits at the hub until all others have closed their connections, as they do when their processes end. A process
+    /// that is stopped after it was done would keep the launcher waiting forever.
+    fn see_off(&mut self, since: Instant, now: Instant) -> State<R> {
+        if let Some(ending) = self.look(now) {
+            return self.end(ending, now);
+        }
+        let open: Vec<String> =
+            self.links.iter().filter(|link| !link.closed).map(|link| name(&self.peers, link.peer)).collect();
+        if open.is_empty() {
+            return State::Over;
+        }
+        if now.saturating_duration_since(since) > self.lost_after {
+            let seconds = self.lost_after.as_secs_f64();
+            let message = format!("the run is done, but these have not ended after {seconds} s: {}", open.join(", "));
+            return self.end(Ending { code: 1, message: Some(message) }, now);
+        }
+        State::SeeingOff { since }
+    }
 
     /// Reads all frames. Returns the reason if the run ends.
-    fn look(&mut self) -> Option<Ending> {
+    fn look(&mut self, now: Instant) -> Option<Ending> {
+        let (silence, lost_after) =
+            (|link: &Link<R::Stream>| now.saturating_duration_since(link.heard), self.lost_after);
         let mut lost: Vec<(usize, bool)> = Vec::new();
         let mut ending = None;
         for (l, link) in self.links.iter_mut().enumerate() {
-            for frame in link.receive() {
+            for frame in link.receive(now) {
                 match frame {
                     Frame::Beat(activity) => link.activity = activity,
                     Frame::Failed(code, message) => {
@@ -361,7 +494,7 @@ impl Watcher {
                     Frame::Bye => link.bye = true,
                 }
             }
-            if !link.bye && (link.closed || link.heard.elapsed() > self.lost_after) {
+            if !link.bye && (link.closed || silence(link) > lost_after) {
                 lost.push((l, link.closed));
             }
         }
@@ -373,7 +506,7 @@ impl Watcher {
         }
         // A host that is cut off has several ranks, whose last heartbeats arrived at about the same time.
         if lost.iter().all(|(_, gone)| !gone) {
-            let silent = |link: &Link| !link.bye && !link.closed && link.heard.elapsed() + 2 * BEAT > self.lost_after;
+            let silent = |link: &Link<_>| !link.bye && !link.closed && silence(link) + 2 * BEAT > lost_after;
             lost = (0..self.links.len()).filter(|&l| silent(&self.links[l])).map(|l| (l, false)).collect();
         }
         let said = |&(l, gone): &(usize, bool)| {
@@ -394,42 +527,28 @@ impl Watcher {
     }
 
     /// Handles a failure of this rank: the hub reports it.
-    fn fail(mut self, code: u8, message: String) {
+    fn fail(&mut self, code: u8, message: String, now: Instant) -> State<R> {
         if self.me == 0 {
-            return self.end(Ending { code, message: Some(message) });
+            return self.end(Ending { code, message: Some(message) }, now);
         }
         self.links.iter_mut().for_each(|link| link.send(&Frame::Failed(code, message.clone())));
-        let start = Instant::now();
-        while start.elapsed() < self.lost_after {
-            self.wait();
-            if let Some(ending) = self.look() {
-                return self.end(ending);
-            }
-        }
-        self.end(Ending { code, message: Some(message) });
+        State::Failed { code, message, since: now }
     }
 
-    fn end(mut self, Ending { code, message }: Ending) {
-        let mut failover = self.shared.lock().unwrap_or_else(PoisonError::into_inner).failover.take();
-        if let Some(message) = &message {
-            if self.me > 0 && failover.as_mut().is_some_and(Failover::is_spoken_for) {
-                return (self.ends.exit)(code);
-            }
-            (self.ends.say)(message);
-            if self.me > 0 {
-                failover.into_iter().for_each(Failover::spoken);
-            }
-        }
+    fn end(&mut self, Ending { code, message }: Ending, now: Instant) -> State<R> {
         if self.me == 0 {
+            message.iter().for_each(|message| (self.ends.say)(message));
             self.links.iter_mut().for_each(|link| link.send(&Frame::End(code)));
-            // Drain the connections first: closing one with unread data can discard what was just sent.
-            let start = Instant::now();
-            while start.elapsed() < Duration::from_millis(300) && self.links.iter().any(|link| !link.closed) {
-                self.wait();
-                self.links.iter_mut().for_each(|link| drop(link.receive()));
+            return State::Draining { code, since: now };
+        }
+        let Some(message) = message else { return State::Exiting(code) };
+        match self.shared(|shared| shared.failover.take()) {
+            Some(failover) => State::Asking { code, message, failover },
+            None => {
+                (self.ends.say)(&message);
+                State::Exiting(code)
             }
         }
-        (self.ends.exit)(code);
     }
 }
 
@@ -520,7 +639,8 @@ mod tests {
             // A rank that joins, reports its activity, and then falls silent.
             let lost = std::thread::spawn(move || {
                 let stream = place.join(&hello(1, 2)).expect("a connection");
-                let mut link = Link::new(0, stream).expect("a link");
+                stream.set_nonblocking(true).expect("a socket");
+                let mut link = Link::new(0, stream, Instant::now());
                 link.send(&Frame::Beat("in step 7".to_string()));
                 link
             });

@@ -4,7 +4,7 @@
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::ranks::connect::{Address, Hub, Listen};
-use crate::ranks::failover::Failover;
+use crate::ranks::failover::{Failover, Tcp};
 use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -53,7 +53,8 @@ impl World {
         let hub = Hub::listen(at).map_err(|error| RuntimeError::Watch(Box::new(error)))?;
         let addresses = carrier.tell_text(&hub.address.encode()).map_err(RuntimeError::Carrier)?;
         let addresses: Vec<Option<Address>> = addresses.iter().map(|text| Address::decode(text)).collect();
-        watch.failover(Failover::new(carrier.rank(), hub, &addresses, &nodes));
+        let me = carrier.rank();
+        watch.failover(Failover::new(me, &nodes, Tcp::new(me, hub, addresses)));
         Ok(World { carrier, watch: Arc::new(watch), nodes, _thread: PhantomData })
     }
 
