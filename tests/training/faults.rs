@@ -1,12 +1,14 @@
 //! Faults of the system at every single call of a short run: a library that is loaded before the system's makes the
 //! n-th one fail, or kills the process there. Exit codes, messages and checkpoints are checked, and a run that resumes
-//! afterwards ends with the same bits as an undisturbed one.
+//! afterwards ends with the same bits as an undisturbed one. The same for kills at random moments, and for memory that
+//! the system refuses.
 
 use crate::common::{Output, Scratch, altiplano, altiplano_with};
 use altiplano::training::checkpoint::{list, newest, verify};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// A model whose steps take microseconds.
 const TINY: &str = r#"module @tiny {
@@ -31,6 +33,8 @@ struct Trial {
     scratch: Scratch,
     model: String,
     library: PathBuf,
+    /// Options of the plan.
+    plan: &'static [&'static str],
 }
 
 /// The outcome of a run: its output, and the number of calls that were counted.
@@ -48,7 +52,7 @@ impl Trial {
         let built = Command::new("cc").args(options).arg(&library).arg(source).status();
         assert!(built.expect("a C compiler").success());
         let model = scratch.file("tiny.mlir", TINY);
-        Trial { scratch, model, library }
+        Trial { scratch, model, library, plan: &["--cluster", "local:1"] }
     }
 
     fn folder(&self) -> PathBuf {
@@ -59,13 +63,17 @@ impl Trial {
         self.folder().join("checkpoints")
     }
 
-    /// Runs three steps with a checkpoint after each, of which two are kept.
-    fn run(&self, fault: &str, at: u64) -> Tried {
+    /// Three steps with a checkpoint after each, of which two are kept.
+    fn arguments(&self) -> Vec<String> {
         let (checkpoints, metrics) = (self.checkpoints(), self.folder().join("metrics.jsonl"));
         let [checkpoints, metrics] = [checkpoints, metrics].map(|path| path.display().to_string());
-        let arguments = ["run", &self.model, "--cluster", "local:1", "--steps", "3", "--resume", "--keep", "2"];
+        let arguments = [&["run", &self.model, "--steps", "3", "--resume", "--keep", "2"], self.plan].concat();
         let files = ["--checkpoint", &checkpoints, "--checkpoint-every", "1", "--metrics", &metrics];
-        let arguments = [&arguments[..], &files].concat();
+        arguments.into_iter().chain(files).map(String::from).collect()
+    }
+
+    fn run(&self, fault: &str, at: u64) -> Tried {
+        let arguments = self.arguments();
         if fault.is_empty() {
             return Tried { output: altiplano(&arguments), calls: 0 };
         }
@@ -77,6 +85,8 @@ impl Trial {
             ("FAULT_AT", &number),
             ("FAULT_UNDER", UNDER),
             ("FAULT_LOG", log.to_str().expect("a path")),
+            // Printing one takes memory, which may be refused.
+            ("RUST_BACKTRACE", "0"),
         ];
         let output = altiplano_with(&variables, &arguments);
         let count = std::fs::read(&log).expect("the library was loaded");
@@ -192,12 +202,80 @@ fn an_error_of_any_call_costs_no_checkpoint() {
 #[test]
 #[ignore = "slow: every error at every call"]
 fn every_error_of_every_call_costs_no_checkpoint() {
-    let trial = Trial::new();
-    let (whole, calls) = undisturbed(&trial);
-    for error in ERRORS {
-        (1..=calls).for_each(|at| check_error(&trial, &whole, error, at));
+    for plan in [&["--cluster", "local:1"][..], &["--cluster", "local:2", "--dp", "2", "--zero", "1"]] {
+        let trial = Trial { plan, ..Trial::new() };
+        let (whole, calls) = undisturbed(&trial);
+        for error in ERRORS.into_iter().chain(["short"]) {
+            (1..=calls).for_each(|at| check_error(&trial, &whole, error, at));
+        }
+        eprintln!("{} errors of {plan:?}", calls * (ERRORS.len() + 1) as u64);
     }
-    eprintln!("{} errors", calls * ERRORS.len() as u64);
+}
+
+/// Kills a run after so long, and resumes it. Returns whether it was still running.
+fn check_kill_after(trial: &Trial, whole: &BTreeMap<PathBuf, Vec<u8>>, delay: Duration) -> bool {
+    trial.clear();
+    let said = trial.scratch.path("said");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
+        .args(trial.arguments())
+        .stdin(Stdio::null())
+        .stdout(std::fs::File::create(&said).expect("a file"))
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the binary starts");
+    std::thread::sleep(delay);
+    child.kill().expect("a signal");
+    let was_killed = child.wait().expect("it ends").code().is_none();
+    let what = format!("killed after {delay:?}");
+    let kept = trial.newest();
+    let stdout = std::fs::read_to_string(&said).expect("text");
+    assert!(kept >= announced(&stdout), "{what}: step {kept} is the newest, but {stdout}");
+    trial.expect_resumed(whole, &what);
+    was_killed
+}
+
+/// Kills runs until so many were killed before they ended. The moments are spread over the time that a run takes.
+fn check_moments(kills: u32) {
+    let trial = Trial::new();
+    let (whole, _) = undisturbed(&trial);
+    trial.clear();
+    let start = Instant::now();
+    assert_eq!(trial.run("", 0).output.code, Some(0));
+    let takes = start.elapsed();
+    // Steps of the golden ratio cover an interval evenly, in no order.
+    let moment = |i: u32| takes.mul_f64((f64::from(i) * 0.618_033_988_749_895).fract());
+    let killed = (0..).filter(|&i| check_kill_after(&trial, &whole, moment(i)));
+    assert_eq!(killed.take(kills as usize).count(), kills as usize);
+}
+
+#[test]
+fn a_run_that_is_killed_at_any_moment_resumes_with_the_same_bits() {
+    check_moments(10);
+}
+
+#[test]
+#[ignore = "slow: 1000 runs"]
+fn a_thousand_runs_that_are_killed_resume_with_the_same_bits() {
+    check_moments(1000);
+}
+
+#[test]
+fn refused_memory_costs_no_checkpoint() {
+    let trial = Trial::new();
+    let (whole, _) = undisturbed(&trial);
+    trial.clear();
+    let requests = trial.run("memory", u64::MAX >> 1).calls;
+    assert!(requests > 5, "{requests} requests were counted");
+    for at in 1..=requests {
+        trial.clear();
+        let Output { code, stdout, stderr } = trial.run("memory", at).output;
+        // The standard library aborts where it cannot start a thread.
+        assert!(code != Some(0) || trial.newest() == 3, "request {at}: {stdout}{stderr}");
+        assert!(code == Some(0) || !stderr.is_empty(), "request {at} ends with {code:?} and no word");
+        let kept = trial.newest();
+        assert!(kept >= announced(&stdout), "request {at}: step {kept} is the newest, but {stdout}");
+        trial.expect_resumed(&whole, &format!("request {at}"));
+    }
 }
 
 #[test]

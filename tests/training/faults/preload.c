@@ -1,8 +1,9 @@
 // Fails one call of a process to the system, for tests of what the process does then.
 //
 // Counted are calls on files whose path contains FAULT_UNDER. The call with the number FAULT_AT fails as FAULT says:
-// `kill` ends the process before it, `short` writes half of it, and a number is its error. FAULT_LOG is a file of eight
-// bytes, the number of calls so far.
+// `kill` ends the process before it, `short` writes half of it, and a number is its error. With `memory`, requests for
+// memory are counted instead, and those from FAULT_AT on are refused. FAULT_LOG is a file of eight bytes, the number of
+// calls so far.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,7 +22,7 @@
 static _Atomic long *count;
 static long at;
 static int error_of_fault;
-static int is_short;
+static int is_short, is_memory;
 static const char *under;
 
 // Descriptors of counted files.
@@ -33,6 +34,7 @@ __attribute__((constructor)) static void start(void) {
   if (!log || !number || !fault || !under) return;
   at = atol(number);
   is_short = strcmp(fault, "short") == 0;
+  is_memory = strcmp(fault, "memory") == 0;
   error_of_fault = strcmp(fault, "kill") == 0 ? -1 : atoi(fault);
   int file = syscall(SYS_openat, AT_FDCWD, log, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0 || syscall(SYS_ftruncate, file, sizeof *count) != 0) return;
@@ -42,10 +44,22 @@ __attribute__((constructor)) static void start(void) {
 
 // Counts a call, and returns whether it fails.
 static int fails(void) {
-  if (!count || atomic_fetch_add(count, 1) + 1 != at) return 0;
+  if (!count || is_memory || atomic_fetch_add(count, 1) + 1 != at) return 0;
   if (error_of_fault == -1) syscall(SYS_kill, getpid(), SIGKILL);
   errno = error_of_fault;
   return 1;
+}
+
+void *mmap64(void *place, size_t length, int protection, int flags, int file, off64_t offset) {
+  if (count && is_memory && (flags & MAP_ANONYMOUS) && atomic_fetch_add(count, 1) + 1 >= at) {
+    errno = ENOMEM;
+    return MAP_FAILED;
+  }
+  return (void *)syscall(SYS_mmap, place, length, protection, flags, file, offset);
+}
+
+void *mmap(void *place, size_t length, int protection, int flags, int file, off_t offset) {
+  return mmap64(place, length, protection, flags, file, offset);
 }
 
 static int is_under(const char *path) { return count && path && strstr(path, under); }
