@@ -100,67 +100,86 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-fn check(file: &Path) -> Result<(), Failure> {
-    let unsupported = |error: &dyn std::fmt::Display| Failure::Unsupported(error.to_string());
-    let differs = |error: &dyn std::fmt::Display| Failure::Differs(error.to_string());
-    let mut recorded = read_safetensors(&file.with_extension("safetensors")).map_err(|e| differs(&e))?;
-    let bytes = std::fs::read(file).map_err(|e| differs(&e))?;
-    let (mut graph, arguments) = match std::str::from_utf8(&bytes).ok().filter(|_| !is_onnx(file)) {
-        Some(text) => {
-            let imported = stablehlo::import(text).map_err(|e| unsupported(&e))?;
-            let arguments = imported.arguments.into_iter();
-            let arguments = arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value });
-            (imported.graph, arguments.collect::<Vec<_>>())
-        }
-        None if !is_onnx(file) => program(&bytes)?,
-        None => {
-            let imported =
-                onnx::import(&bytes, &onnx::Options::default(), &|_, _| None).map_err(|e| unsupported(&e))?;
-            // The importer names tensors that the exporter merged or folded.
-            for tensor in onnx::held(&bytes, &|_, _| None).map_err(|e| unsupported(&e))? {
-                if let onnx::HeldData::Inline(data) = tensor.data {
-                    recorded.insert(tensor.name, HostTensor::from_f64(tensor.ty, &data));
-                }
+fn unsupported(error: impl std::fmt::Display) -> Failure {
+    Failure::Unsupported(error.to_string())
+}
+
+fn differs(error: impl std::fmt::Display) -> Failure {
+    Failure::Differs(error.to_string())
+}
+
+/// Reads a model by its content. Adds to what was recorded the tensors that an exporter has merged or folded.
+fn read(file: &Path, recorded: &mut Tensors) -> Result<(Graph, Vec<Argument>), Failure> {
+    let bytes = std::fs::read(file).map_err(differs)?;
+    if is_onnx(file) {
+        let imported = onnx::import(&bytes, &onnx::Options::default(), &|_, _| None).map_err(unsupported)?;
+        for tensor in onnx::held(&bytes, &|_, _| None).map_err(unsupported)? {
+            if let onnx::HeldData::Inline(data) = tensor.data {
+                recorded.insert(tensor.name, HostTensor::from_f64(tensor.ty, &data));
             }
-            let arguments = imported.arguments.into_iter();
-            let arguments = arguments.map(|a| Argument { name: Some(a.name), ty: a.ty, value: a.value });
-            (imported.graph, arguments.collect())
         }
-    };
-    let leaves = leaves(&graph, &arguments, &recorded).map_err(Failure::Differs)?;
+        let arguments = imported.arguments.into_iter();
+        let arguments = arguments.map(|a| Argument { name: Some(a.name), ty: a.ty, value: a.value });
+        return Ok((imported.graph, arguments.collect()));
+    }
+    let Ok(text) = std::str::from_utf8(&bytes) else { return program(&bytes) };
+    let imported = stablehlo::import(text).map_err(unsupported)?;
+    let arguments = imported.arguments.into_iter();
+    Ok((imported.graph, arguments.map(|a| Argument { name: a.name, ty: a.ty, value: a.value }).collect()))
+}
+
+/// A recorded value, with its name.
+type Expected<'a> = (String, &'a HostTensor);
+
+/// The graph of the values that were recorded: the loss and its gradients, or the results.
+fn of_recorded<'a>(
+    file: &Path,
+    mut graph: Graph,
+    arguments: &[Argument],
+    recorded: &'a Tensors,
+) -> Result<(Graph, Vec<Expected<'a>>), Failure> {
+    let missing = |name: &str| differs(format!("{name} is not recorded"));
     let mut expected = Vec::new();
-    if let Some(loss) = recorded.get("loss") {
-        // Some formats state which arguments are trained.
-        if graph.parameters().next().is_none() {
-            let roles = roles(&arguments, None, Stated::default()).map_err(|e| unsupported(&e))?;
-            graph = with_roles(&graph, &arguments, &roles);
-        }
-        graph = with_gradients(&graph).map_err(|e| unsupported(&e))?;
-        expected.push(("loss".to_string(), loss));
-        // An exporter may have merged weights, whose gradients are then not recorded; most others are.
-        let names: Vec<String> = graph.trained_parameters().map(|(_, name)| format!("grad/{name}")).collect();
-        let mut outputs = vec![graph.outputs[0]];
-        for (name, &output) in names.into_iter().zip(&graph.outputs[1..]) {
-            match recorded.get(&name) {
-                Some(gradient) => {
-                    outputs.push(output);
-                    expected.push((name, gradient));
-                }
-                None if !is_onnx(file) => return Err(differs(&format!("{name} is not recorded"))),
-                None => {}
-            }
-        }
-        if outputs.len() < 2 {
-            return Err(differs(&"no gradient is recorded"));
-        }
-        graph.outputs = outputs;
-    } else {
+    let Some(loss) = recorded.get("loss") else {
         for i in 0..graph.outputs.len() {
             let name = format!("result/{i}");
-            let result = recorded.get(&name).ok_or_else(|| differs(&format!("{name} is not recorded")))?;
+            let result = recorded.get(&name).ok_or_else(|| missing(&name))?;
             expected.push((name, result));
         }
+        return Ok((graph, expected));
+    };
+    // Some formats state which arguments are trained.
+    if graph.parameters().next().is_none() {
+        let roles = roles(arguments, None, Stated::default()).map_err(unsupported)?;
+        graph = with_roles(&graph, arguments, &roles);
     }
+    graph = with_gradients(&graph).map_err(unsupported)?;
+    expected.push(("loss".to_string(), loss));
+    // An exporter may have merged weights, whose gradients are then not recorded; most others are.
+    let names: Vec<String> = graph.trained_parameters().map(|(_, name)| format!("grad/{name}")).collect();
+    let mut outputs = vec![graph.outputs[0]];
+    for (name, &output) in names.into_iter().zip(&graph.outputs[1..]) {
+        match recorded.get(&name) {
+            Some(gradient) => {
+                outputs.push(output);
+                expected.push((name, gradient));
+            }
+            None if !is_onnx(file) => return Err(missing(&name)),
+            None => {}
+        }
+    }
+    if outputs.len() < 2 {
+        return Err(differs("no gradient is recorded"));
+    }
+    graph.outputs = outputs;
+    Ok((graph, expected))
+}
+
+fn check(file: &Path) -> Result<(), Failure> {
+    let mut recorded = read_safetensors(&file.with_extension("safetensors")).map_err(differs)?;
+    let (graph, arguments) = read(file, &mut recorded)?;
+    let leaves = leaves(&graph, &arguments, &recorded).map_err(Failure::Differs)?;
+    let (graph, expected) = of_recorded(file, graph, &arguments, &recorded)?;
     if let Some(error) = graph.verify().first() {
         return Err(differs(error));
     }

@@ -239,7 +239,8 @@ pub fn path_between_groups(
 }
 
 /// Bytes/s between a submesh and other nodes for a transfer.
-fn network_side(group: &Group, (nodes, devices_per_node): (u32, u32)) -> f64 {
+fn network_side(group: &Group, submesh: (u32, u32)) -> f64 {
+    let (nodes, devices_per_node) = submesh;
     let inter = &group.inter_node;
     let devices_per_node = devices_per_node.max(1);
     let nics_per_device = inter.nics.div_ceil(group.devices_per_node.max(1));

@@ -52,6 +52,22 @@ impl SharedStage {
     }
 }
 
+/// A step as it goes on.
+struct Simulation<'a> {
+    stages: &'a [SharedStage],
+    order: &'a Order,
+    /// Microbatches of all stages' turns: entries of a stage in the tables of arrivals.
+    width: usize,
+    lanes: Vec<Lane>,
+    now_s: f64,
+    /// Times at which the operands of each stage's calls arrive; infinite until they are sent.
+    forward_at: Vec<f64>,
+    backward_at: Vec<f64>,
+    /// Times at which each stage's links to the next and to the previous stage are free again.
+    forward_sent_s: Vec<f64>,
+    backward_sent_s: Vec<f64>,
+}
+
 /// Simulates one step. As in [`crate::pipeline::simulate_order`], a call starts when its lane is free and its operand
 /// has arrived. A stage makes one transfer after the other; transfers take no core, and always the same time. If times
 /// do not depend on the number of busy devices, both functions give the same result.
@@ -60,28 +76,48 @@ pub fn simulate_shared(
     order: &Order,
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
-    let (num_stages, num_lanes, width) = (stages.len(), order.num_lanes(), order.all_microbatches());
-    // Times at which the operands of each stage's calls arrive; infinite until they are sent.
-    let mut forward_at = vec![f64::INFINITY; num_stages * width];
-    let mut backward_at = vec![f64::INFINITY; num_stages * width];
-    forward_at[..width.min(num_stages * width)].fill(0.0);
-    // Times at which each stage's links to the next and to the previous stage are free again.
-    let mut forward_sent_s = vec![0.0f64; num_stages];
-    let mut backward_sent_s = vec![0.0f64; num_stages];
-    let transfer_s =
-        |s: usize| stages[s].times.last().map_or((0.0, 0.0), |(_, t)| (t.transfer_forward_s, t.transfer_backward_s));
-    let lane = |_| Lane { position: 0, doing: None, left: 0.0, started_s: 0.0, busy_s: 0.0, finished: Vec::new() };
-    let mut lanes: Vec<Lane> = (0..num_lanes).map(lane).collect();
-    let mut now_s = 0.0f64;
+    let mut simulation = Simulation::new(stages, order);
     loop {
-        // The first arrival of an operand that a lane waits for.
+        let arrives_s = simulation.start();
+        if !simulation.go_on(arrives_s, watch) {
+            break;
+        }
+    }
+    let now_s = simulation.now_s;
+    let timeline = |lane: &Lane| StageTimeline { busy_s: lane.busy_s, bubble_s: (now_s - lane.busy_s).max(0.0) };
+    Timeline { step_s: now_s, stages: simulation.lanes.iter().map(timeline).collect() }
+}
+
+impl<'a> Simulation<'a> {
+    fn new(stages: &'a [SharedStage], order: &'a Order) -> Simulation<'a> {
+        let (num_stages, width) = (stages.len(), order.all_microbatches());
+        let mut forward_at = vec![f64::INFINITY; num_stages * width];
+        forward_at[..width.min(num_stages * width)].fill(0.0);
+        let lane = |_| Lane { position: 0, doing: None, left: 0.0, started_s: 0.0, busy_s: 0.0, finished: Vec::new() };
+        Simulation {
+            stages,
+            order,
+            width,
+            lanes: (0..order.num_lanes()).map(lane).collect(),
+            now_s: 0.0,
+            forward_at,
+            backward_at: vec![f64::INFINITY; num_stages * width],
+            forward_sent_s: vec![0.0; num_stages],
+            backward_sent_s: vec![0.0; num_stages],
+        }
+    }
+
+    /// Gives work to the lanes that have none and whose operand is there. Returns the first arrival of an operand that
+    /// a lane waits for.
+    fn start(&mut self) -> f64 {
+        let (num_stages, num_lanes, width, now_s) = (self.stages.len(), self.lanes.len(), self.width, self.now_s);
         let mut arrives_s = f64::INFINITY;
-        for (l, lane) in lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
-            let next = match order.call(l, lane.position) {
+        for (l, lane) in self.lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
+            lane.doing = match self.order.call(l, lane.position) {
                 Some((s, call)) => {
                     let at_s = match call {
-                        PipelineCall::Forward { microbatch } => forward_at[s * width + microbatch as usize],
-                        PipelineCall::Backward { microbatch } => backward_at[s * width + microbatch as usize],
+                        PipelineCall::Forward { microbatch } => self.forward_at[s * width + microbatch as usize],
+                        PipelineCall::Backward { microbatch } => self.backward_at[s * width + microbatch as usize],
                         PipelineCall::Weights { .. } | PipelineCall::Update { .. } => now_s,
                     };
                     if at_s > now_s {
@@ -91,59 +127,69 @@ pub fn simulate_shared(
                 }
                 None => (l..num_stages).step_by(num_lanes).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
             };
-            lane.doing = next;
             (lane.left, lane.started_s) = (1.0, now_s);
         }
+        arrives_s
+    }
+
+    /// Goes on to the first end of some work, in the first lane among equals, or to the arrival of an operand if that
+    /// is earlier. False if nobody works and nothing is in transit: the step is complete.
+    fn go_on(&mut self, arrives_s: f64, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) -> bool {
         let at_work = |lane: &Lane| match lane.doing {
-            Some(Doing::Call(s, _) | Doing::Finish(s)) => stages[s].devices,
+            Some(Doing::Call(s, _) | Doing::Finish(s)) => self.stages[s].devices,
             None => 0,
         };
-        let busy: u32 = lanes.iter().map(at_work).sum();
+        let busy: u32 = self.lanes.iter().map(at_work).sum();
         let rest_s = |lane: &Lane| match lane.doing {
-            Some(doing @ (Doing::Call(s, _) | Doing::Finish(s))) => lane.left * stages[s].seconds(doing, busy),
+            Some(doing @ (Doing::Call(s, _) | Doing::Finish(s))) => lane.left * self.stages[s].seconds(doing, busy),
             None => f64::INFINITY,
         };
-        // The first work to end, in the first lane among equals, unless an operand arrives before. If nobody works and
-        // nothing is in transit, the step is complete.
-        let rests: Vec<f64> = lanes.iter().map(rest_s).collect();
-        let first = (0..num_lanes).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]));
-        let first = first.filter(|&l| now_s + rests[l] <= arrives_s);
+        let rests: Vec<f64> = self.lanes.iter().map(rest_s).collect();
+        let first = (0..rests.len()).filter(|&l| rests[l].is_finite()).min_by(|&a, &b| rests[a].total_cmp(&rests[b]));
+        let first = first.filter(|&l| self.now_s + rests[l] <= arrives_s);
         let step_s = match first {
             Some(l) => rests[l],
-            None if arrives_s.is_finite() => arrives_s - now_s,
-            None => break,
+            None if arrives_s.is_finite() => arrives_s - self.now_s,
+            None => return false,
         };
-        now_s = if first.is_some() { now_s + step_s } else { arrives_s };
-        for (l, lane) in lanes.iter_mut().enumerate().filter(|(l, _)| rests[*l].is_finite()) {
+        self.now_s = if first.is_some() { self.now_s + step_s } else { arrives_s };
+        for (l, lane) in self.lanes.iter_mut().enumerate().filter(|(l, _)| rests[*l].is_finite()) {
             lane.busy_s += step_s;
             let is_done = first == Some(l) || rests[l] <= 0.0;
             lane.left = if is_done { 0.0 } else { lane.left * (1.0 - step_s / rests[l]) };
         }
-        let Some(first) = first else { continue };
-        let lane = &mut lanes[first];
-        match lane.doing.take() {
-            Some(Doing::Call(s, call)) => {
-                lane.position += 1;
-                watch(s, call, lane.started_s, now_s);
-                match call {
-                    PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
-                        forward_sent_s[s] = forward_sent_s[s].max(now_s) + transfer_s(s).0;
-                        forward_at[(s + 1) * width + microbatch as usize] = forward_sent_s[s];
-                    }
-                    PipelineCall::Forward { microbatch } => backward_at[s * width + microbatch as usize] = now_s,
-                    PipelineCall::Backward { microbatch } if s > 0 => {
-                        backward_sent_s[s] = backward_sent_s[s].max(now_s) + transfer_s(s).1;
-                        backward_at[(s - 1) * width + microbatch as usize] = backward_sent_s[s];
-                    }
-                    PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
-                }
+        if let Some(first) = first {
+            self.end(first, watch);
+        }
+        true
+    }
+
+    /// Ends the work of a lane, and sends its result.
+    fn end(&mut self, lane: usize, watch: &mut dyn FnMut(usize, PipelineCall, f64, f64)) {
+        let (stages, width, now_s) = (self.stages, self.width, self.now_s);
+        let lane = &mut self.lanes[lane];
+        let (s, call) = match lane.doing.take() {
+            Some(Doing::Call(s, call)) => (s, call),
+            Some(Doing::Finish(s)) => return lane.finished.push(s),
+            None => return,
+        };
+        lane.position += 1;
+        watch(s, call, lane.started_s, now_s);
+        let last = stages[s].times.last();
+        let (forward_s, backward_s) = last.map_or((0.0, 0.0), |(_, t)| (t.transfer_forward_s, t.transfer_backward_s));
+        match call {
+            PipelineCall::Forward { microbatch } if s + 1 < stages.len() => {
+                self.forward_sent_s[s] = self.forward_sent_s[s].max(now_s) + forward_s;
+                self.forward_at[(s + 1) * width + microbatch as usize] = self.forward_sent_s[s];
             }
-            Some(Doing::Finish(s)) => lane.finished.push(s),
-            None => {}
+            PipelineCall::Forward { microbatch } => self.backward_at[s * width + microbatch as usize] = now_s,
+            PipelineCall::Backward { microbatch } if s > 0 => {
+                self.backward_sent_s[s] = self.backward_sent_s[s].max(now_s) + backward_s;
+                self.backward_at[(s - 1) * width + microbatch as usize] = self.backward_sent_s[s];
+            }
+            PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
         }
     }
-    let timeline = |lane: &Lane| StageTimeline { busy_s: lane.busy_s, bubble_s: (now_s - lane.busy_s).max(0.0) };
-    Timeline { step_s: now_s, stages: lanes.iter().map(timeline).collect() }
 }
 
 #[cfg(test)]

@@ -439,91 +439,103 @@ pub fn print(cluster: &Cluster) -> String {
 
 fn write_file(out: &mut String, cluster: &Cluster) -> std::fmt::Result {
     writeln!(out, "name = {}", quoted(&cluster.name))?;
-    for group in &cluster.groups {
-        let (intra, inter) = (&group.intra_node, &group.inter_node);
-        writeln!(out, "\n[[group]]")?;
-        writeln!(out, "nodes = {}", group.nodes)?;
-        writeln!(out, "devices_per_node = {}", group.devices_per_node)?;
-        writeln!(out, "device = {}", quoted(&group.device.name))?;
-        let (kind, rate, latency) = (quoted(&intra.kind), float(intra.bytes_per_s), float(intra.latency_s));
-        writeln!(out, "intra_node = {{ kind = {kind}, bytes_per_s = {rate}, latency_s = {latency} }}")?;
-        let (rate, latency) = (float(inter.bytes_per_s), float(inter.latency_s));
-        let shared = match inter.oversubscription {
-            1.0 => String::new(),
-            factor => format!(", oversubscription = {}", float(factor)),
-        };
-        let kind = match inter.kind.as_str() {
-            "" => String::new(),
-            kind => format!("kind = {}, ", quoted(kind)),
-        };
-        let nics = inter.nics;
-        writeln!(out, "inter_node = {{ {kind}bytes_per_s = {rate}, nics = {nics}, latency_s = {latency}{shared} }}")?;
-        if let Some(bytes) = group.host_memory_bytes {
-            writeln!(out, "host_memory_bytes = {}", float(bytes as f64))?;
-        }
-        if let Some(price) = group.price_per_hour {
-            writeln!(out, "price_per_hour = {}", float(price))?;
-        }
-    }
+    cluster.groups.iter().try_for_each(|group| write_group(out, group))?;
     if let Some(link) = &cluster.between_groups {
         writeln!(out, "\n[between_groups]")?;
         writeln!(out, "bytes_per_s = {}", float(link.bytes_per_s))?;
         writeln!(out, "latency_s = {}", float(link.latency_s))?;
     }
     if let Some(storage) = &cluster.storage {
-        writeln!(out, "\n[storage]")?;
-        writeln!(out, "bytes_per_s = {}", float(storage.bytes_per_s))?;
-        writeln!(out, "node_bytes_per_s = {}", float(storage.node_bytes_per_s))?;
-        if let Some(rate) = storage.metadata_ops_per_s {
-            writeln!(out, "metadata_ops_per_s = {}", float(rate))?;
-        }
-        if let Some(NodeDisk { bytes, bytes_per_s }) = storage.node_disk {
-            let (bytes, rate) = (float(bytes as f64), float(bytes_per_s));
-            writeln!(out, "node_disk = {{ bytes = {bytes}, bytes_per_s = {rate} }}")?;
-        }
+        write_storage(out, storage)?;
     }
     let mut written = BTreeSet::new();
     for device in cluster.groups.iter().map(|g| &g.device) {
-        if catalogue::device(&device.name).as_ref() == Some(device) || !written.insert(&device.name) {
-            continue;
+        if catalogue::device(&device.name).as_ref() != Some(device) && written.insert(&device.name) {
+            write_device(out, device)?;
         }
-        writeln!(out, "\n[device.{}]", quoted(&device.name))?;
-        if device.kind == DeviceKind::Cpu {
-            writeln!(out, "kind = \"cpu\"")?;
-        }
-        writeln!(out, "memory_bytes = {}", float(device.memory_bytes as f64))?;
-        writeln!(out, "memory_bytes_per_s = {}", float(device.memory_bytes_per_s))?;
-        let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();
-        writeln!(out, "peak_flops = {{ {} }}", peaks.join(", "))?;
-        writeln!(out, "launch_s = {}", float(device.launch_s))?;
-        if let Some(bytes) = device.l2_bytes {
-            writeln!(out, "l2_bytes = {}", float(bytes as f64))?;
-        }
-        if let Some(count) = device.multiprocessors {
-            writeln!(out, "multiprocessors = {count}")?;
-        }
-        if let Some(watts) = device.watts {
-            writeln!(out, "watts = {}", float(watts))?;
-        }
-        if let Some(watts) = device.power_limit_watts {
-            writeln!(out, "power_limit_watts = {}", float(watts))?;
-        }
-        if let Some(architecture) = device.architecture {
-            writeln!(out, "architecture = \"{architecture}\"")?;
-        }
-        if let Some(fused) = device.fused_attention {
-            writeln!(out, "fused_attention = {fused}")?;
-        }
-        if let Some(Reserved { context_bytes, communication_bytes, allocator_bytes }) = device.reserved {
-            let bytes = format!("context_bytes = {context_bytes}, communication_bytes = {communication_bytes}");
-            writeln!(out, "reserved = {{ {bytes}, allocator_bytes = {allocator_bytes} }}")?;
-        }
-        if let Some(rate) = device.host_bytes_per_s {
-            writeln!(out, "host_bytes_per_s = {}", float(rate))?;
-        }
-        if let Some(constants) = device.constants {
-            write_constants(out, &device.name, constants)?;
-        }
+    }
+    Ok(())
+}
+
+fn write_group(out: &mut String, group: &Group) -> std::fmt::Result {
+    let (intra, inter) = (&group.intra_node, &group.inter_node);
+    writeln!(out, "\n[[group]]")?;
+    writeln!(out, "nodes = {}", group.nodes)?;
+    writeln!(out, "devices_per_node = {}", group.devices_per_node)?;
+    writeln!(out, "device = {}", quoted(&group.device.name))?;
+    let (kind, rate, latency) = (quoted(&intra.kind), float(intra.bytes_per_s), float(intra.latency_s));
+    writeln!(out, "intra_node = {{ kind = {kind}, bytes_per_s = {rate}, latency_s = {latency} }}")?;
+    let (rate, latency) = (float(inter.bytes_per_s), float(inter.latency_s));
+    let shared = match inter.oversubscription {
+        1.0 => String::new(),
+        factor => format!(", oversubscription = {}", float(factor)),
+    };
+    let kind = match inter.kind.as_str() {
+        "" => String::new(),
+        kind => format!("kind = {}, ", quoted(kind)),
+    };
+    let nics = inter.nics;
+    writeln!(out, "inter_node = {{ {kind}bytes_per_s = {rate}, nics = {nics}, latency_s = {latency}{shared} }}")?;
+    if let Some(bytes) = group.host_memory_bytes {
+        writeln!(out, "host_memory_bytes = {}", float(bytes as f64))?;
+    }
+    if let Some(price) = group.price_per_hour {
+        writeln!(out, "price_per_hour = {}", float(price))?;
+    }
+    Ok(())
+}
+
+fn write_storage(out: &mut String, storage: &DataStorage) -> std::fmt::Result {
+    writeln!(out, "\n[storage]")?;
+    writeln!(out, "bytes_per_s = {}", float(storage.bytes_per_s))?;
+    writeln!(out, "node_bytes_per_s = {}", float(storage.node_bytes_per_s))?;
+    if let Some(rate) = storage.metadata_ops_per_s {
+        writeln!(out, "metadata_ops_per_s = {}", float(rate))?;
+    }
+    if let Some(NodeDisk { bytes, bytes_per_s }) = storage.node_disk {
+        let (bytes, rate) = (float(bytes as f64), float(bytes_per_s));
+        writeln!(out, "node_disk = {{ bytes = {bytes}, bytes_per_s = {rate} }}")?;
+    }
+    Ok(())
+}
+
+fn write_device(out: &mut String, device: &Device) -> std::fmt::Result {
+    writeln!(out, "\n[device.{}]", quoted(&device.name))?;
+    if device.kind == DeviceKind::Cpu {
+        writeln!(out, "kind = \"cpu\"")?;
+    }
+    writeln!(out, "memory_bytes = {}", float(device.memory_bytes as f64))?;
+    writeln!(out, "memory_bytes_per_s = {}", float(device.memory_bytes_per_s))?;
+    let peaks: Vec<String> = device.peak_flops.iter().map(|(d, p)| format!("{d} = {}", float(*p))).collect();
+    writeln!(out, "peak_flops = {{ {} }}", peaks.join(", "))?;
+    writeln!(out, "launch_s = {}", float(device.launch_s))?;
+    if let Some(bytes) = device.l2_bytes {
+        writeln!(out, "l2_bytes = {}", float(bytes as f64))?;
+    }
+    if let Some(count) = device.multiprocessors {
+        writeln!(out, "multiprocessors = {count}")?;
+    }
+    if let Some(watts) = device.watts {
+        writeln!(out, "watts = {}", float(watts))?;
+    }
+    if let Some(watts) = device.power_limit_watts {
+        writeln!(out, "power_limit_watts = {}", float(watts))?;
+    }
+    if let Some(architecture) = device.architecture {
+        writeln!(out, "architecture = \"{architecture}\"")?;
+    }
+    if let Some(fused) = device.fused_attention {
+        writeln!(out, "fused_attention = {fused}")?;
+    }
+    if let Some(Reserved { context_bytes, communication_bytes, allocator_bytes }) = device.reserved {
+        let bytes = format!("context_bytes = {context_bytes}, communication_bytes = {communication_bytes}");
+        writeln!(out, "reserved = {{ {bytes}, allocator_bytes = {allocator_bytes} }}")?;
+    }
+    if let Some(rate) = device.host_bytes_per_s {
+        writeln!(out, "host_bytes_per_s = {}", float(rate))?;
+    }
+    if let Some(constants) = device.constants {
+        write_constants(out, &device.name, constants)?;
     }
     Ok(())
 }

@@ -49,7 +49,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
     let mut stages: Vec<Stage> = Vec::with_capacity(parts.stages.len());
     for (chosen, devices) in parts.stages.iter().zip(placement.iter().cycle()) {
         let before = parts.stages.iter().zip(&stages);
-        let mut copies = before.filter_map(|(other, stage)| copied(parts.layered, (other, stage), chosen));
+        let mut copies = before.filter_map(|(other, stage)| copied(parts.layered, other, stage, chosen));
         let stage = match copies.next() {
             Some(copy) => Some(Stage { devices: devices.clone(), ..copy }),
             None => stage(request, parts.layered, costs, chosen, devices.clone()),
@@ -135,8 +135,8 @@ fn stage(
     Some(with_shardings(layered, &mut spaces, stage, shardings))
 }
 
-/// Copies another stage, if both run the same layers in the same config.
-fn copied(layered: &LayeredGraph, (other, stage): (&ChosenStage, &Stage), chosen: &ChosenStage) -> Option<Stage> {
+/// Copies `stage`, which was made of `other`, if both run the same layers in the same config.
+fn copied(layered: &LayeredGraph, other: &ChosenStage, stage: &Stage, chosen: &ChosenStage) -> Option<Stage> {
     let (group, shape) = (chosen.block.group, chosen.block.shape);
     let runs_alike = (other.block.group, other.block.shape) == (group, shape)
         && other.config == chosen.config

@@ -341,7 +341,7 @@ impl Lives<'_, '_, '_> {
             // Values for later stages are held until the forward pass ends.
             self.hold(id, at..if leaves { self.num_nodes.max(from) } else { from }, own.clone());
             match saved {
-                Some(read) => self.saved(holder, (from, last_user), read, copies),
+                Some(read) => self.saved(holder, from..last_user + 1, read, copies),
                 None => self.hold(holder, from..last_user + 1, copies),
             }
             // A value that is only recomputed on the way to another is freed at once.
@@ -381,7 +381,7 @@ impl Lives<'_, '_, '_> {
         if level == Recompute::Full {
             self.hold(id, self.back(at)..self.back(at) + 1, kept);
         } else {
-            self.saved(id, (at, at), Read { first: at, last: at, by_gradient: true }, kept);
+            self.saved(id, at..at + 1, Read { first: at, last: at, by_gradient: true }, kept);
         }
     }
 
@@ -391,7 +391,7 @@ impl Lives<'_, '_, '_> {
         let last_user = self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().max();
         let last_user = last_user.unwrap_or(0);
         match read {
-            Some(read) => self.saved(id, (0, last_user), read, own.clone()),
+            Some(read) => self.saved(id, 0..last_user + 1, read, own.clone()),
             None => self.hold(id, 0..last_user + 1, own.clone()),
         }
         if self.trains && self.model.needs_gradient[v.index()] {
@@ -400,14 +400,14 @@ impl Lives<'_, '_, '_> {
         }
     }
 
-    /// Holds a value that the forward pass makes at a point, last uses at another, and saves for the backward
-    /// pass. It is held once per microbatch in flight. With offloaded activations, it is held only while it is
-    /// used, and while one more node runs to bring it back.
-    fn saved(&mut self, id: usize, (from, last_user): (u32, u32), read: Read, bytes: Vec<u64>) {
+    /// Holds a value that the forward pass makes at the start of `used`, last uses at its end, and saves for the
+    /// backward pass. It is held once per microbatch in flight. With offloaded activations, it is held only while
+    /// it is used, and while one more node runs to bring it back.
+    fn saved(&mut self, id: usize, used: Range<u32>, read: Read, bytes: Vec<u64>) {
         let end = self.back(read.first) + 1;
         if self.model.offload.activations {
-            let begin = self.back(read.last).saturating_sub(1).max(last_user + 1);
-            self.hold(id, from..last_user + 1, bytes.clone());
+            let begin = self.back(read.last).saturating_sub(1).max(used.end);
+            self.hold(id, used, bytes.clone());
             self.hold(id, begin..end, bytes);
             return;
         }
@@ -415,7 +415,7 @@ impl Lives<'_, '_, '_> {
         if others > 0 {
             self.hold(id, 0..2 * self.num_nodes, bytes.iter().map(|b| b.saturating_mul(others)).collect());
         }
-        self.hold(id, from..end, bytes);
+        self.hold(id, used.start..end, bytes);
     }
 
     /// Holds the persistent bytes of a parameter, its gathered copies, and the buffers of its update.

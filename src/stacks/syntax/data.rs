@@ -33,11 +33,11 @@ impl<'a> Flow<'a> {
     }
 
     fn problem(&self, problem: impl Into<String>) -> SyntaxProblem {
-        self.problem_at((self.line, self.rest), problem)
+        self.problem_at(self.line, self.rest, problem)
     }
 
     /// A problem at a line, and at what was left of the text there.
-    fn problem_at(&self, (line, rest): (usize, &str), problem: impl Into<String>) -> SyntaxProblem {
+    fn problem_at(&self, line: usize, rest: &str, problem: impl Into<String>) -> SyntaxProblem {
         match self.whole {
             Some(whole) => SyntaxProblem::behind(whole, whole.len() - rest.len(), problem),
             None => SyntaxProblem::at(line, problem),
@@ -168,11 +168,11 @@ impl<'a> Flow<'a> {
         self.blank();
         let mut word = String::new();
         if let Some(quote @ ('"' | '\'')) = self.peek() {
-            let start = (self.line, self.rest);
+            let (line, rest) = (self.line, self.rest);
             self.take();
             loop {
                 match self.take() {
-                    None => return Err(self.problem_at(start, "a text that begins here does not end")),
+                    None => return Err(self.problem_at(line, rest, "a text that begins here does not end")),
                     Some(c) if c == quote => return Ok(word),
                     Some('\\') if quote == '"' => word.extend(self.take()),
                     Some(c) => word.push(c),

@@ -27,20 +27,6 @@ pub fn settings(text: &str) -> Result<Vec<Setting>, SyntaxProblem> {
     Ok(settings)
 }
 
-/// A word with its variables replaced, whose growth is taken from what is `left`.
-fn expanded(
-    word: &str,
-    variables: &BTreeMap<String, String>,
-    left: &mut usize,
-    line: usize,
-) -> Result<String, SyntaxProblem> {
-    let text = substituted(word, variables, 0);
-    let grown = text.len().saturating_sub(word.len());
-    let too_long = || SyntaxProblem::at(line, format!("its variables expand to more than {MOST_EXPANDED} bytes"));
-    *left = left.checked_sub(grown).ok_or_else(too_long)?;
-    Ok(text)
-}
-
 /// Reads a part of a script. Texts of options that a variable holds are parts of their own. `left`: bytes to which
 /// variables may still expand.
 fn options(
@@ -49,80 +35,122 @@ fn options(
     left: &mut usize,
     depth: usize,
 ) -> Result<Vec<Setting>, SyntaxProblem> {
-    let mut settings: Vec<Setting> = Vec::new();
-    let mut held: Vec<Setting> = Vec::new();
-    let mut option: Option<(String, usize, Vec<String>)> = None;
-    let mut finish = |option: &mut Option<(String, usize, Vec<String>)>| {
-        if let Some((name, line, values)) = option.take() {
-            let path = name.split('.').map(String::from).collect();
-            settings.push(Setting { path, given: given(values), line, is_loose: false });
-        }
-    };
+    let (settings, held) = (Vec::new(), Vec::new());
+    let mut reader = Reader { variables, left, depth, settings, held, option: None };
     for word in words(text)? {
-        let Word::Text(word, line, is_first) = word else {
-            finish(&mut option);
-            continue;
-        };
-        let raw = word.clone();
-        let word = expanded(&word, variables, left, line)?;
-        let named = raw.strip_prefix("--").filter(|rest| rest.starts_with(|c: char| c.is_ascii_alphabetic()));
-        if named.is_some() {
-            finish(&mut option);
-            // An option and its values may stand in one pair of quotes.
-            let mut parts = word.trim_start_matches("--").split_whitespace().map(String::from);
-            let name = parts.next().unwrap_or_default();
-            let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-            // A pattern of the script's own options, not one that it gives.
-            if !name.split('=').next().unwrap_or("").chars().all(is_plain) {
-                continue;
-            }
-            option = Some(match name.split_once('=') {
-                Some((name, value)) => (name.to_string(), line, vec![value.to_string()]),
-                None => (name, line, parts.collect()),
-            });
-            if word.contains('=') {
-                finish(&mut option);
-            }
-            continue;
+        match word {
+            Word::Separator => reader.finish(),
+            Word::Text(word, line, is_first) => reader.word(&word, line, is_first)?,
+        }
+    }
+    reader.finish();
+    let Reader { mut settings, held, .. } = reader;
+    settings.extend(held);
+    Ok(settings)
+}
+
+struct Reader<'a> {
+    variables: &'a mut BTreeMap<String, String>,
+    left: &'a mut usize,
+    depth: usize,
+    settings: Vec<Setting>,
+    /// Options in texts that variables hold.
+    held: Vec<Setting>,
+    /// An option, with its line and the values so far.
+    option: Option<(String, usize, Vec<String>)>,
+}
+
+impl Reader<'_> {
+    /// A word with its variables replaced, whose growth is taken from what is left.
+    fn expanded(&mut self, word: &str, line: usize) -> Result<String, SyntaxProblem> {
+        let text = substituted(word, self.variables, 0);
+        let grown = text.len().saturating_sub(word.len());
+        let too_long = || SyntaxProblem::at(line, format!("its variables expand to more than {MOST_EXPANDED} bytes"));
+        *self.left = self.left.checked_sub(grown).ok_or_else(too_long)?;
+        Ok(text)
+    }
+
+    /// Ends the values of an option.
+    fn finish(&mut self) {
+        if let Some((name, line, values)) = self.option.take() {
+            let path = name.split('.').map(String::from).collect();
+            self.settings.push(Setting { path, given: given(values), line, is_loose: false });
+        }
+    }
+
+    /// An option with one value.
+    fn set(&mut self, name: &str, line: usize, value: String) {
+        self.finish();
+        self.option = Some((name.to_string(), line, vec![value]));
+        self.finish();
+    }
+
+    fn word(&mut self, raw: &str, line: usize, is_first: bool) -> Result<(), SyntaxProblem> {
+        let word = self.expanded(raw, line)?;
+        if raw.strip_prefix("--").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_alphabetic())) {
+            self.begin(&word, line);
+            return Ok(());
         }
         let assigned = raw.split_once('=').filter(|(name, _)| is_name(name));
-        match (assigned, &mut option) {
+        match (assigned, &mut self.option) {
             (Some((name, value)), _) if is_first || name.chars().all(|c| !c.is_ascii_lowercase()) => {
-                finish(&mut option);
-                if value.split_whitespace().any(|word| word.starts_with("--")) && depth < DEEPEST {
-                    let inner = options(value, variables, left, depth + 1).unwrap_or_default();
-                    held.extend(inner.into_iter().map(|s| Setting { line: s.line + line - 1, ..s }));
-                }
-                let value = expanded(value, variables, left, line)?;
-                variables.insert(name.to_string(), value);
+                self.assign(name, value, line)?;
             }
             // `key=value`, as some programs take their options.
             (Some((name, value)), None) => {
-                option = Some((name.to_string(), line, vec![expanded(value, variables, left, line)?]));
-                finish(&mut option);
+                let value = self.expanded(value, line)?;
+                self.set(name, line, value);
             }
             (None, None) if raw.contains('=') && !raw.starts_with(['-', '$']) => {
                 let (name, value) = word.split_once('=').unwrap_or((&word, ""));
-                option = Some((name.to_string(), line, vec![value.to_string()]));
-                finish(&mut option);
+                self.set(name, line, value.to_string());
             }
             // `-x` is an option of a launcher.
             (None, Some(_)) if raw.starts_with('-') && raw[1..].starts_with(|c: char| c.is_ascii_alphabetic()) => {
-                finish(&mut option);
+                self.finish();
             }
             // The program that a launcher starts, and its options in a variable.
             (_, Some((_, _, values)))
                 if word.ends_with(".py") || raw.contains("[@]") || raw.starts_with('$') && !values.is_empty() =>
             {
-                finish(&mut option);
+                self.finish();
             }
             (_, Some((_, _, values))) => values.push(word),
             _ => {}
         }
+        Ok(())
     }
-    finish(&mut option);
-    settings.extend(held);
-    Ok(settings)
+
+    /// Begins an option. It and its values may stand in one pair of quotes.
+    fn begin(&mut self, word: &str, line: usize) {
+        self.finish();
+        let mut parts = word.trim_start_matches("--").split_whitespace().map(String::from);
+        let name = parts.next().unwrap_or_default();
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        // A pattern of the script's own options, not one that it gives.
+        if !name.split('=').next().unwrap_or("").chars().all(is_plain) {
+            return;
+        }
+        self.option = Some(match name.split_once('=') {
+            Some((name, value)) => (name.to_string(), line, vec![value.to_string()]),
+            None => (name, line, parts.collect()),
+        });
+        if word.contains('=') {
+            self.finish();
+        }
+    }
+
+    /// Sets a variable, which may hold a text of options.
+    fn assign(&mut self, name: &str, value: &str, line: usize) -> Result<(), SyntaxProblem> {
+        self.finish();
+        if value.split_whitespace().any(|word| word.starts_with("--")) && self.depth < DEEPEST {
+            let inner = options(value, self.variables, self.left, self.depth + 1).unwrap_or_default();
+            self.held.extend(inner.into_iter().map(|s| Setting { line: s.line + line - 1, ..s }));
+        }
+        let value = self.expanded(value, line)?;
+        self.variables.insert(name.to_string(), value);
+        Ok(())
+    }
 }
 
 /// Variables that people give a script's launcher, which say how many devices there are.
@@ -156,87 +184,120 @@ fn given(values: Vec<String>) -> Given {
 
 /// The words of a script.
 fn words(text: &str) -> Result<Vec<Word>, SyntaxProblem> {
-    let mut found = Vec::new();
-    let (mut word, mut started, mut line, mut begun, mut first) = (String::new(), false, 1, 1, true);
-    let mut in_array = 0;
-    let mut chars = text.chars().peekable();
-    let mut quote: Option<(char, usize)> = None;
-    let end = |found: &mut Vec<Word>, word: &mut String, started: &mut bool, begun: usize, first: &mut bool| {
-        if std::mem::take(started) {
-            // `export` sets variables as well.
-            let stays = *first && word == "export";
-            found.push(Word::Text(std::mem::take(word), begun, *first));
-            *first = stays;
-        }
+    let mut scanner = Scanner {
+        chars: text.chars().peekable(),
+        found: Vec::new(),
+        word: String::new(),
+        started: false,
+        line: 1,
+        begun: 1,
+        first: true,
+        in_array: 0,
+        quote: None,
     };
-    while let Some(c) = chars.next() {
-        if !started {
-            begun = line;
+    while let Some(c) = scanner.chars.next() {
+        if !scanner.started {
+            scanner.begun = scanner.line;
         }
-        line += usize::from(c == '\n');
-        match (quote, c) {
-            (Some((open, _)), c) if c == open => quote = None,
-            (Some(('"', _)), '\\') => {
-                let next = chars.next();
-                line += usize::from(next == Some('\n'));
-                // Ends of lines are kept, for the numbers of lines of options in the text.
-                word.extend(next);
-            }
-            (Some(_), c) => word.push(c),
-            (None, '\'' | '"') => (quote, started) = (Some((c, line)), true),
-            // `${...}` and `$((...))` are one word.
-            (None, '$') if matches!(chars.peek(), Some('{' | '(')) => {
-                started = true;
-                let inner = expansion(&mut chars);
-                line += inner.matches('\n').count();
-                word += &inner;
-            }
-            (None, '\\') => match chars.next() {
-                Some('\n') => {
-                    line += 1;
-                    end(&mut found, &mut word, &mut started, begun, &mut first);
-                }
-                Some(next) => {
-                    word.push(next);
-                    started = true;
-                }
-                None => {}
-            },
-            (None, '#') if !started => {
-                while chars.peek().is_some_and(|&c| c != '\n') {
-                    chars.next();
-                }
-            }
-            (None, '(') if word.ends_with('=') || word.is_empty() => {
-                (word, started) = (String::new(), false);
-                in_array += 1;
-                found.push(Word::Separator);
-                first = false;
-            }
-            (None, ')') if in_array > 0 => {
-                end(&mut found, &mut word, &mut started, begun, &mut first);
-                in_array -= 1;
-                found.push(Word::Separator);
-            }
-            (None, '\n' | ';' | '|' | '&') if in_array == 0 => {
-                end(&mut found, &mut word, &mut started, begun, &mut first);
-                found.push(Word::Separator);
-                first = true;
-            }
-            (None, c) if c.is_whitespace() => end(&mut found, &mut word, &mut started, begun, &mut first),
-            (None, c) => {
-                word.push(c);
-                started = true;
-            }
+        scanner.line += usize::from(c == '\n');
+        match scanner.quote {
+            Some((open, _)) => scanner.quoted(c, open),
+            None => scanner.plain(c),
         }
     }
-    if let Some((_, line)) = quote {
+    if let Some((_, line)) = scanner.quote {
         return Err(SyntaxProblem::at(line, "a quote that begins here does not end"));
     }
-    if started {
-        found.push(Word::Text(word, begun, first));
+    scanner.end();
+    Ok(scanner.found)
+}
+
+struct Scanner<'a> {
+    chars: Peekable<Chars<'a>>,
+    found: Vec<Word>,
+    word: String,
+    /// A word has begun, be it empty.
+    started: bool,
+    line: usize,
+    /// The line of the word.
+    begun: usize,
+    /// The word follows a line's start or a separator.
+    first: bool,
+    in_array: u32,
+    /// The quote that is open, and its line.
+    quote: Option<(char, usize)>,
+}
+
+impl Scanner<'_> {
+    fn end(&mut self) {
+        if std::mem::take(&mut self.started) {
+            // `export` sets variables as well.
+            let stays = self.first && self.word == "export";
+            self.found.push(Word::Text(std::mem::take(&mut self.word), self.begun, self.first));
+            self.first = stays;
+        }
     }
-    Ok(found)
+
+    fn separate(&mut self) {
+        self.end();
+        self.found.push(Word::Separator);
+    }
+
+    fn push(&mut self, c: char) {
+        self.word.push(c);
+        self.started = true;
+    }
+
+    fn quoted(&mut self, c: char, open: char) {
+        if c == open {
+            self.quote = None;
+        } else if (open, c) == ('"', '\\') {
+            let next = self.chars.next();
+            self.line += usize::from(next == Some('\n'));
+            // Ends of lines are kept, for the numbers of lines of options in the text.
+            self.word.extend(next);
+        } else {
+            self.word.push(c);
+        }
+    }
+
+    fn plain(&mut self, c: char) {
+        match c {
+            '\'' | '"' => (self.quote, self.started) = (Some((c, self.line)), true),
+            // `${...}` and `$((...))` are one word.
+            '$' if matches!(self.chars.peek(), Some('{' | '(')) => {
+                self.started = true;
+                let inner = expansion(&mut self.chars);
+                self.line += inner.matches('\n').count();
+                self.word += &inner;
+            }
+            '\\' => match self.chars.next() {
+                Some('\n') => {
+                    self.line += 1;
+                    self.end();
+                }
+                Some(next) => self.push(next),
+                None => {}
+            },
+            '#' if !self.started => while self.chars.next_if(|&c| c != '\n').is_some() {},
+            '(' if self.word.ends_with('=') || self.word.is_empty() => {
+                (self.word, self.started) = (String::new(), false);
+                self.in_array += 1;
+                self.found.push(Word::Separator);
+                self.first = false;
+            }
+            ')' if self.in_array > 0 => {
+                self.separate();
+                self.in_array -= 1;
+            }
+            '\n' | ';' | '|' | '&' if self.in_array == 0 => {
+                self.separate();
+                self.first = true;
+            }
+            c if c.is_whitespace() => self.end(),
+            c => self.push(c),
+        }
+    }
 }
 
 /// The rest of `${...}` or `$(...)`, with the sign before it.

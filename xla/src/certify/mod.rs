@@ -87,14 +87,15 @@ impl Certifier {
         Ok(&self.topologies[&(nodes, devices)])
     }
 
-    /// Compiles the bodies of a program whose devices are so many nodes with so many devices each. `before` is told of
-    /// each body before it is compiled.
+    /// Compiles the bodies of a program on a `submesh`: so many nodes with so many devices each. `before` is told of each
+    /// body before it is compiled.
     pub fn stage(
         &mut self,
         program: &Program,
-        (nodes, devices): (u32, u32),
+        submesh: (u32, u32),
         before: &dyn Fn(&Body),
     ) -> Result<Stage, CertifyError> {
+        let (nodes, devices) = submesh;
         self.topology(nodes, devices)?;
         let mut bodies = Vec::new();
         for body in &program.bodies {
@@ -105,7 +106,7 @@ impl Certifier {
                 continue;
             }
             before(body);
-            let certified = self.body(program, body, &text, (nodes, devices))?;
+            let certified = self.body(program, body, &text, submesh)?;
             self.done.insert(key, certified.clone());
             bodies.push(certified);
         }

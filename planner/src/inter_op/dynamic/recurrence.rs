@@ -365,27 +365,20 @@ impl Space {
                 if possible {
                     let limit = self.counts.end_before(before);
                     for arc in arcs.starting_at(node) {
-                        let (source, range) = if last {
-                            let range = join_ranges(&live[arc.to], &new_live[arc.to]);
-                            (&costs.joined[arc.to * width..], range)
+                        let (rest, known) = if last {
+                            (costs.joined.as_slice(), join_ranges(&live[arc.to], &new_live[arc.to]))
                         } else {
-                            (&previous[arc.to * width..], live[arc.to].clone())
+                            (previous, live[arc.to].clone())
                         };
-                        let end = range.end.min(limit.saturating_sub(self.counts.shift(arc.group, arc.units)));
-                        if range.start >= end {
+                        let end = known.end.min(limit.saturating_sub(self.counts.shift(arc.group, arc.units)));
+                        if known.start >= end {
                             continue;
                         }
-                        let arc_cost = cost(arc, level);
-                        if arc_cost == f64::INFINITY {
-                            continue;
+                        let cost = cost(arc, level);
+                        if cost < f64::INFINITY {
+                            let rest = &rest[arc.to * width..];
+                            self.put_before(arc, rest, known.start..end, row, |rest| join(rest, cost));
                         }
-                        self.counts.for_each_run(arc.group, arc.units, range.start..end, |run, shift| {
-                            let target = &mut row[run.start + shift..run.end + shift];
-                            for (target, &rest) in target.iter_mut().zip(&source[run]) {
-                                let joined = join(rest, arc_cost);
-                                *target = if joined < *target { joined } else { *target };
-                            }
-                        });
                     }
                     if let Some((prefix, cap)) = bound {
                         let prefix = &prefix[node * width..(node + 1) * width];
@@ -409,6 +402,18 @@ impl Space {
             }
         }
         costs
+    }
+
+    /// Puts the stage of an arc before the rest, whose costs are those of `rest` within `known`. Keeps the lower cost of
+    /// each entry of `row`.
+    fn put_before(&self, arc: &Arc, rest: &[f64], known: Range<usize>, row: &mut [f64], join: impl Fn(f64) -> f64) {
+        self.counts.for_each_run(arc.group, arc.units, known, |run, shift| {
+            let target = &mut row[run.start + shift..run.end + shift];
+            for (target, &rest) in target.iter_mut().zip(&rest[run]) {
+                let joined = join(rest);
+                *target = if joined < *target { joined } else { *target };
+            }
+        });
     }
 
     /// Per node and device units, the least cost of the layers before it, for any number of stages. It is infinite if

@@ -49,6 +49,12 @@ pub(super) struct Found {
 /// Plans closer than this, relative to their step time, count as equally fast.
 const TIE: f64 = 1e-10;
 
+/// The longest time of a microbatch, and the largest cost of a step, of all stages.
+fn maxima(legs: &[Leg]) -> (f64, f64) {
+    let of = |seconds: fn(&Leg) -> f64| legs.iter().map(seconds).fold(0.0, f64::max);
+    (of(|leg| leg.choice.microbatch_s), of(|leg| leg.choice.step_s))
+}
+
 impl Space {
     /// Branch and bound over regions. With limits `t <= T` and `step <= P` on every stage, the recurrence gives the
     /// least sum `g` of any plan in the region below (T, P). So `g + (B - 1) * (least t of the region) + (least step of
@@ -94,8 +100,7 @@ impl Space {
             let Some((sum_s, legs)) = self.solve(limits, per_stage, cap) else {
                 continue;
             };
-            let longest = legs.iter().map(|leg| leg.choice.microbatch_s).fold(0.0, f64::max);
-            let largest = legs.iter().map(|leg| leg.choice.step_s).fold(0.0, f64::max);
+            let (longest, largest) = maxima(&legs);
             let sum: f64 = legs.iter().map(|leg| leg.choice.microbatch_s).sum();
             let found = Found { step_s: sum + weight * longest + largest, legs };
             if best.as_ref().is_none_or(|best| is_better(&found, best)) {
