@@ -10,7 +10,7 @@ use super::layout::Layout;
 use crate::explain::alternatives;
 use crate::features::parallelism::expert_products;
 use crate::features::pins::pin_positions;
-use crate::features::stacks::stack;
+use crate::features::stacks::{Stack, stack};
 use crate::features::target::{execution_at, one_group};
 use crate::layers::cache::at_microbatches;
 use crate::layers::graph::LayeredGraph;
@@ -531,71 +531,16 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
 
 /// All configurations that use every device, with layers dealt out evenly.
 pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
-    let group = &request.cluster.groups[0];
-    let stack = stack(request.target);
-    let cp = request.degrees.cp.unwrap_or(1).max(1);
-    let devices = request.cluster.num_devices() / cp;
-    let global = request.global_batch_size();
-    let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
-    let whole = request.loss == LossKind::Other && !request.allow_microbatch_semantics && request.graph.batch != 0;
-    let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
-    let shared = request.degrees.virtual_stages.map_or(space.virtual_stages.clone(), |v| vec![v.max(1)]);
+    let grid = Grid { request, space, stack: stack(request.target), cp: request.degrees.cp.unwrap_or(1).max(1) };
     let mut all = Vec::new();
-    // Tensor parallelism stays within a node unless it is asked for.
-    let within = divisors(group.devices_per_node).filter(|&tp| given(request.degrees.tp, tp) && devices % tp == 0);
-    let beyond = request.degrees.tp.filter(|&tp| tp > group.devices_per_node && devices % tp == 0);
-    for tp in within.chain(beyond).filter(|&tp| tp == 1 || stack.tensor) {
-        let depths = divisors(devices / tp).filter(|&pp| given(request.degrees.pp, pp));
-        for stages in depths.filter(|&pp| pp == 1 || stack.pipelines) {
-            let dp = devices / tp / stages;
-            if !given(request.degrees.dp, dp) {
-                continue;
-            }
-            // A graph that keeps its traced batch runs as often as requested.
-            let sizes: &[u64] = if request.graph.batch == 0 { &[1] } else { &space.micro_batches };
-            let one = [global / u64::from(dp).max(1)];
-            let sizes: &[u64] = if whole { &one } else { sizes };
-            // A given size need not be among those that are tried.
-            let asked =
-                request.batch.microbatch.or(request.batch.num_microbatches.map(|n| global / u64::from(n).max(1)));
-            let asked = asked.filter(|_| request.graph.batch != 0).map(|m| [m / u64::from(dp).max(1)]);
-            let sizes: &[u64] = asked.as_ref().map_or(sizes, |asked| asked);
-            for &size in sizes.iter().filter(|&&size| size > 0) {
-                let together = if request.graph.batch == 0 { 1 } else { size * u64::from(dp) };
-                if global % together != 0 || request.batch.microbatch.is_some_and(|m| m != together) {
-                    continue;
-                }
-                let Ok(num_microbatches) = u32::try_from(global / together) else { continue };
-                // If the loss is no mean over samples, more microbatches would train something else.
-                if whole && num_microbatches != 1 {
-                    continue;
-                }
-                if request.batch.num_microbatches.is_some_and(|n| n != num_microbatches) {
-                    continue;
-                }
-                // Fused attention recomputes its products anyway, so selective recomputation is no choice.
-                let possible = |r: Recompute| match request.recompute {
-                    Some(given) => given == r,
-                    None => r != Recompute::Selective || request.execution.has_selective(),
-                };
-                for &recompute in space.recompute.iter().filter(|&&r| possible(r)) {
-                    // A single replica stores all itself, whatever the level.
-                    let alone = dp == 1 && cp == 1;
-                    let asked = request.degrees.zero.map(|level| vec![level]);
-                    let levels = match (asked, alone) {
-                        (Some(_), true) => vec![0],
-                        (None, true) => space.zero.iter().copied().filter(|&level| level == 0).collect(),
-                        (asked, false) => asked.unwrap_or(space.zero.clone()),
-                    };
-                    for zero in levels.into_iter().filter(|&level| alone || stack.shards(level, tp, stages)) {
-                        // Interleaving needs groups of as many microbatches as there are lanes.
-                        let turns = request.schedule.is_none_or(|s| s == Schedule::OneFOneB);
-                        let fills = |v: u32| v == 1 || turns && stages > 1 && num_microbatches.is_multiple_of(stages);
-                        for &virtual_stages in shared.iter().filter(|&&v| fills(v)) {
-                            let (stages, layout) = (stages.saturating_mul(virtual_stages), Layout::Even);
-                            if !is_countable(num_microbatches, stages as usize) {
-                                continue;
-                            }
+    for (dp, tp, stages) in grid.shapes() {
+        for num_microbatches in grid.microbatches(dp) {
+            for recompute in grid.recomputations() {
+                for zero in grid.levels(dp, tp, stages) {
+                    for virtual_stages in grid.turns(stages, num_microbatches) {
+                        let (stages, layout) = (stages.saturating_mul(virtual_stages), Layout::Even);
+                        let (cp, experts, groups, sequence) = (grid.cp, 1, 1, false);
+                        if is_countable(num_microbatches, stages as usize) {
                             all.push(Degrees {
                                 dp,
                                 tp,
@@ -606,9 +551,9 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
                                 zero,
                                 recompute,
                                 layout,
-                                experts: 1,
-                                groups: 1,
-                                sequence: false,
+                                experts,
+                                groups,
+                                sequence,
                             });
                         }
                     }
@@ -627,6 +572,92 @@ pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     }
     with_experts(request, &mut all);
     all
+}
+
+/// The choices of uniform configurations, one after the other.
+struct Grid<'a> {
+    request: &'a Request,
+    space: &'a Space,
+    stack: Stack,
+    cp: u32,
+}
+
+impl Grid<'_> {
+    /// Replicas, devices of tensor parallelism and stages, which together take all devices.
+    fn shapes(&self) -> Vec<(u32, u32, u32)> {
+        let (degrees, group) = (&self.request.degrees, &self.request.cluster.groups[0]);
+        let devices = self.request.cluster.num_devices() / self.cp;
+        let divisors = |n: u32| (1..=n).filter(move |d| n % d == 0);
+        let given = |degree: Option<u32>, value: u32| degree.is_none_or(|d| d == value);
+        // Tensor parallelism stays within a node unless it is asked for.
+        let within = divisors(group.devices_per_node).filter(|&tp| given(degrees.tp, tp) && devices % tp == 0);
+        let beyond = degrees.tp.filter(|&tp| tp > group.devices_per_node && devices % tp == 0);
+        let mut shapes = Vec::new();
+        for tp in within.chain(beyond).filter(|&tp| tp == 1 || self.stack.tensor) {
+            let depths = divisors(devices / tp).filter(|&pp| given(degrees.pp, pp));
+            let shape = |stages| (devices / tp / stages, tp, stages);
+            let possible = depths.filter(|&pp| pp == 1 || self.stack.pipelines).map(shape);
+            shapes.extend(possible.filter(|&(dp, ..)| given(degrees.dp, dp)));
+        }
+        shapes
+    }
+
+    /// Numbers of microbatches for so many replicas.
+    fn microbatches(&self, dp: u32) -> Vec<u32> {
+        let Request { batch, graph, loss, .. } = self.request;
+        let (dp, global) = (u64::from(dp).max(1), self.request.global_batch_size());
+        // A graph that keeps its traced batch runs as often as requested.
+        let is_traced = graph.batch == 0;
+        // If the loss is no mean over samples, more microbatches would train something else.
+        let whole = *loss == LossKind::Other && !self.request.allow_microbatch_semantics && !is_traced;
+        // A given size need not be among those that are tried.
+        let asked = batch.microbatch.or(batch.num_microbatches.map(|n| global / u64::from(n).max(1)));
+        let sizes = match asked.filter(|_| !is_traced) {
+            Some(samples) => vec![samples / dp],
+            None if whole => vec![global / dp],
+            None if is_traced => vec![1],
+            None => self.space.micro_batches.clone(),
+        };
+        let count = |size: u64| {
+            let together = if is_traced { 1 } else { size * dp };
+            let fits = size > 0 && global % together == 0 && batch.microbatch.is_none_or(|m| m == together);
+            let count = u32::try_from(global / together.max(1)).ok().filter(|_| fits)?;
+            ((!whole || count == 1) && batch.num_microbatches.is_none_or(|n| n == count)).then_some(count)
+        };
+        sizes.into_iter().filter_map(count).collect()
+    }
+
+    fn recomputations(&self) -> impl Iterator<Item = Recompute> {
+        // Fused attention recomputes its products anyway, so selective recomputation is no choice.
+        let possible = |r: &Recompute| match self.request.recompute {
+            Some(given) => given == *r,
+            None => *r != Recompute::Selective || self.request.execution.has_selective(),
+        };
+        self.space.recompute.iter().copied().filter(possible)
+    }
+
+    /// Levels of ZeRO.
+    fn levels(&self, dp: u32, tp: u32, stages: u32) -> Vec<u8> {
+        // A single replica stores all itself, whatever the level.
+        let alone = dp == 1 && self.cp == 1;
+        let asked = self.request.degrees.zero.map(|level| vec![level]);
+        let levels = match (asked, alone) {
+            (Some(_), true) => vec![0],
+            (None, true) => self.space.zero.iter().copied().filter(|&level| level == 0).collect(),
+            (asked, false) => asked.unwrap_or(self.space.zero.clone()),
+        };
+        levels.into_iter().filter(|&level| alone || self.stack.shards(level, tp, stages)).collect()
+    }
+
+    /// Numbers of stages that share devices. Interleaving needs groups of as many microbatches as there are lanes.
+    fn turns(&self, stages: u32, num_microbatches: u32) -> Vec<u32> {
+        let given = self.request.degrees.virtual_stages.map(|v| vec![v.max(1)]);
+        let interleaves = self.request.schedule.is_none_or(|s| s == Schedule::OneFOneB)
+            && stages > 1
+            && num_microbatches.is_multiple_of(stages);
+        let all = given.unwrap_or(self.space.virtual_stages.clone());
+        all.into_iter().filter(|&v| v == 1 || interleaves).collect()
+    }
 }
 
 /// Adds configurations that deal experts out to replicas: as `--ep` asks, or as software with expert parallelism may.
