@@ -32,6 +32,37 @@ pub enum Tag {
     Report,
 }
 
+#[cfg(any(test, feature = "mpi"))]
+impl Tag {
+    /// A tag as the head of a message between processes.
+    pub(crate) fn encode(self) -> [u64; 2] {
+        match self {
+            Tag::Transfer { transfer, microbatch, message } => {
+                let microbatch = microbatch.map_or(0, |m| u64::from(m) + 1);
+                [u64::from(transfer.0), (microbatch << 32) | u64::from(message)]
+            }
+            Tag::Collective => [1 << 32, 0],
+            Tag::Channel => [2 << 32, 0],
+            Tag::Report => [3 << 32, 0],
+            Tag::AsyncCollectives => [4 << 32, 0],
+        }
+    }
+
+    pub(crate) fn decode([first, second]: [u64; 2]) -> Tag {
+        match first >> 32 {
+            0 => Tag::Transfer {
+                transfer: TransferId(first as u32),
+                microbatch: (second >> 32).checked_sub(1).map(|m| m as u32),
+                message: second as u32,
+            },
+            1 => Tag::Collective,
+            2 => Tag::Channel,
+            3 => Tag::Report,
+            _ => Tag::AsyncCollectives,
+        }
+    }
+}
+
 /// The content of a message.
 #[derive(Debug)]
 pub enum Payload {
@@ -270,6 +301,24 @@ impl Mailbox {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tags_are_read_as_they_were_written() {
+        let transfer =
+            |transfer, microbatch, message| Tag::Transfer { transfer: TransferId(transfer), microbatch, message };
+        let all = [
+            transfer(0, None, 0),
+            transfer(u32::MAX, Some(u32::MAX - 1), u32::MAX),
+            transfer(7, Some(0), 3),
+            Tag::Collective,
+            Tag::Channel,
+            Tag::Report,
+            Tag::AsyncCollectives,
+        ];
+        for tag in all {
+            assert_eq!(Tag::decode(tag.encode()), tag);
+        }
+    }
 
     #[test]
     fn looks_in_vain_are_made_less_and_less_often() {

@@ -29,6 +29,14 @@ pub(crate) fn collectives(devices: usize) -> [(Collective, f64); 6] {
     ]
 }
 
+/// `first` and its doublings below `most`, then `most` itself.
+#[cfg(any(test, feature = "mpi"))]
+pub(crate) fn doublings(first: usize, most: usize) -> Vec<usize> {
+    let mut all: Vec<usize> = std::iter::successors(Some(first), |n| Some(2 * n)).take_while(|&n| n < most).collect();
+    all.extend((most >= first).then_some(most));
+    all
+}
+
 pub(crate) fn measure(harness: &mut Harness, cores: usize) {
     let most = if harness.quick { 2 } else { (2 * cores).clamp(4, 16) };
     let widths: &[usize] = if harness.quick { &[16, 1 << 12] } else { &[16, 1 << 10, 1 << 14, 1 << 17, 1 << 20] };
@@ -132,4 +140,16 @@ fn all_at_once(threads: usize, rounds: usize) -> f64 {
         all.into_iter().filter_map(|t| t.join().ok()).sum::<f64>()
     });
     seconds / threads as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_devices_double_up_to_all() {
+        assert_eq!(doublings(2, 1), [0; 0]);
+        assert_eq!(doublings(2, 2), [2]);
+        assert_eq!(doublings(1, 6), [1, 2, 4, 6]);
+    }
 }

@@ -7,7 +7,7 @@ use crate::collective::Member;
 use crate::element::Class;
 use crate::error::{KernelError, RanksError, RuntimeError};
 use crate::mailbox::{Mailbox, Payload, Tag};
-use crate::measure::network::collectives;
+use crate::measure::network::{collectives, doublings};
 use crate::measure::{Harness, Measurements};
 use crate::mpi::sys::Communicator;
 use crate::mpi::wire::RankWire;
@@ -66,13 +66,6 @@ pub fn measure_links(
     measured.map_err(RuntimeError::Carrier)?;
     let found = world.leads().then_some(harness.found);
     Ok((Links { nodes: nodes.len(), ranks_on_node: least, found }, world))
-}
-
-/// The doublings 2, 4, 8, ... below `most`, then `most` itself.
-fn doublings(first: usize, most: usize) -> Vec<usize> {
-    let mut all: Vec<usize> = std::iter::successors(Some(first), |n| Some(2 * n)).take_while(|&n| n < most).collect();
-    all.extend((most >= first).then_some(most));
-    all
 }
 
 impl Linked {
@@ -234,16 +227,4 @@ impl Linked {
 /// The sizes by which a collective of tensors of these widths is priced.
 fn bytes_of(widths: &[usize], devices: usize, priced: f64) -> Vec<f64> {
     widths.iter().map(|&width| 4.0 * (width * devices) as f64 * priced).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_of_devices_double_up_to_all() {
-        assert_eq!(doublings(2, 1), [0; 0]);
-        assert_eq!(doublings(2, 2), [2]);
-        assert_eq!(doublings(1, 6), [1, 2, 4, 6]);
-    }
 }

@@ -5,7 +5,6 @@ use crate::error::{KernelError, Place};
 use crate::mailbox::{Payload, Tag};
 use crate::mpi::sys::{Communicator, Receiving, Sending, Stream};
 use crate::ranks::watch::Watch;
-use altiplano_ir::program::TransferId;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -53,7 +52,7 @@ impl RankWire {
         // Other messages need not wait for this one.
         let stream = if tag == Tag::AsyncCollectives { Stream::AsyncCollectives } else { Stream::Main };
         if stream == Stream::Main {
-            words.extend(encode(tag));
+            words.extend(tag.encode());
         }
         let sent = self.all.send(to, words, stream);
         let mut outbox = self.sending.borrow_mut();
@@ -68,7 +67,7 @@ impl RankWire {
         let mut words = self.all.receive(from)?;
         let unknown = || KernelError::MessageSize { expected: 16, found: 8 * words.len() };
         let split = words.len().checked_sub(2).ok_or_else(unknown)?;
-        let tag = decode([words[split], words[split + 1]]);
+        let tag = Tag::decode([words[split], words[split + 1]]);
         words.truncate(split);
         Ok((tag, words))
     }
@@ -138,55 +137,5 @@ impl RankWire {
     pub fn note(&self, place: &Place) {
         let step = if self.step > 0 { format!("in step {}: ", self.step) } else { String::new() };
         self.watch.note(format!("{step}{place}"));
-    }
-}
-
-fn encode(tag: Tag) -> [u64; 2] {
-    match tag {
-        Tag::Transfer { transfer, microbatch, message } => {
-            let microbatch = microbatch.map_or(0, |m| u64::from(m) + 1);
-            [u64::from(transfer.0), (microbatch << 32) | u64::from(message)]
-        }
-        Tag::Collective => [1 << 32, 0],
-        Tag::Channel => [2 << 32, 0],
-        Tag::Report => [3 << 32, 0],
-        Tag::AsyncCollectives => [4 << 32, 0],
-    }
-}
-
-fn decode([first, second]: [u64; 2]) -> Tag {
-    match first >> 32 {
-        0 => Tag::Transfer {
-            transfer: TransferId(first as u32),
-            microbatch: (second >> 32).checked_sub(1).map(|m| m as u32),
-            message: second as u32,
-        },
-        1 => Tag::Collective,
-        2 => Tag::Channel,
-        3 => Tag::Report,
-        _ => Tag::AsyncCollectives,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tags_are_read_as_they_were_written() {
-        let transfer =
-            |transfer, microbatch, message| Tag::Transfer { transfer: TransferId(transfer), microbatch, message };
-        let all = [
-            transfer(0, None, 0),
-            transfer(u32::MAX, Some(u32::MAX - 1), u32::MAX),
-            transfer(7, Some(0), 3),
-            Tag::Collective,
-            Tag::Channel,
-            Tag::Report,
-            Tag::AsyncCollectives,
-        ];
-        for tag in all {
-            assert_eq!(decode(encode(tag)), tag);
-        }
     }
 }

@@ -5,8 +5,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 part="$(basename "$0")"
 target="${CARGO_TARGET_DIR:-target}"
-altiplano="$target/release/altiplano"
-evaluate="$target/release/examples/evaluate"
+# `tests/oracle/run` makes them; a part that runs by itself takes those of the last build of the tests.
+altiplano="${ALTIPLANO_BUILT:-$target/debug}/altiplano"
+evaluate="${ALTIPLANO_BUILT:-$target/debug/examples}/evaluate"
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 export JAX_PLATFORMS=cpu
