@@ -156,7 +156,7 @@ const OF_RANK: &[u8] = b"rank";
 /// Bytes that nobody can guess.
 fn random<const N: usize>() -> Result<[u8; N], Error> {
     let mut bytes = [0; N];
-    std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes))?;
+    getrandom::fill(&mut bytes)?;
     Ok(bytes)
 }
 
