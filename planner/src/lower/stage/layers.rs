@@ -29,6 +29,7 @@ struct Pairs {
     /// In the order in which they are met.
     all: Vec<(ValueId, ValueId)>,
     to: FxHashMap<ValueId, ValueId>,
+    /// The reverse of `to`, while pairs are added.
     back: FxHashMap<ValueId, ValueId>,
 }
 
@@ -47,9 +48,10 @@ impl Pairs {
         }
     }
 
+    /// The pairs the other way round, to which none is added.
     fn reversed(self) -> Pairs {
         let all = self.all.into_iter().map(|(x, y)| (y, x)).collect();
-        Pairs { all, to: self.back, back: self.to }
+        Pairs { all, to: self.back, back: FxHashMap::default() }
     }
 }
 
