@@ -269,7 +269,7 @@ impl<'a> StageLowering<'a> {
                 match (of.get(&v), of.get(&w)) {
                     (None, None) => {}
                     (Some(mine), Some(other)) if self.same_buffers(*mine, *other) => {
-                        drop(buffers.insert(*mine, *other))
+                        buffers.insert(*mine, *other);
                     }
                     _ => return None,
                 }
