@@ -7,6 +7,7 @@
 use crate::graph::{Graph, Node, ValueId};
 use crate::op::{Decomposition, Op};
 use crate::plan::{Stage, ValueSharding};
+use crate::rule::Strategy;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -83,8 +84,13 @@ impl Expanded {
     }
 
     /// Converts a stage of a plan of the graph with composites to one of the graph without. The stage has the nodes
-    /// from `nodes.start` to `nodes.end`.
-    pub fn stage(&self, stage: &Stage, nodes: Range<u32>) -> Stage {
+    /// from `nodes.start` to `nodes.end`. `written` writes out the layout of a node's result under a strategy.
+    pub fn stage(
+        &self,
+        stage: &Stage,
+        nodes: Range<u32>,
+        written: &mut impl FnMut(ValueId, &Strategy) -> String,
+    ) -> Stage {
         let mut shardings = BTreeMap::new();
         for at in self.start(nodes.start)..self.start(nodes.end) {
             let (v, inside) = &self.origins[at as usize];
@@ -95,9 +101,7 @@ impl Expanded {
                 Some((body, inner)) if body.is_constant(*inner) => continue,
                 Some((body, inner)) => {
                     let strategy = body.strategy(*inner, &known.strategy);
-                    let result = self.graph.rule(here).shardings(&strategy, &stage.mesh).result;
-                    let sharding = result.display(&stage.mesh).to_string();
-                    ValueSharding { name: known.name.clone(), sharding, strategy }
+                    ValueSharding { name: known.name.clone(), sharding: written(here, &strategy), strategy }
                 }
             };
             shardings.insert(here, sharding);

@@ -274,7 +274,7 @@ fn with_products_fused(
         let of_component: Vec<Kernel> = of_component.filter(|kernel| !kernel.writes.is_empty()).collect();
         if of_component.iter().all(&mut *fuses) {
             fused.extend(of_component);
-            (0..kernels.len()).filter(|&i| component[i] == c).for_each(|i| replaced[i] = true);
+            groups.range((c, 0)..=(c, u32::MAX)).flat_map(|(_, of_group)| of_group).for_each(|&i| replaced[i] = true);
         }
     }
     let kept = kernels.into_iter().zip(replaced).filter(|(_, replaced)| !replaced).map(|(kernel, _)| kernel);
@@ -382,19 +382,26 @@ impl Products<'_> {
                 None => reads.push((read, bytes)),
             }
         }
-        // Keep only those nodes of earlier kernels that the large values depend on.
-        let mut needed = vec![false; graph.len()];
-        own().flat_map(|k| &k.nodes).for_each(|n| needed[n.index()] = true);
-        writes.iter().for_each(|w| needed[w.index()] = true);
-        for v in graph.values().rev() {
-            if needed[v.index()] && !reads.iter().any(|r| r.0 == v) {
-                graph.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+        // Keep only those nodes of earlier kernels that the large values depend on. None of them lies before `first`.
+        let of_again = || again.iter().flat_map(|&i| kernels[i].nodes.iter().copied());
+        let asked = || of_again().chain(writes.iter().copied()).map(ValueId::index);
+        let first = asked().chain(reads.iter().map(|r| r.0.index())).min().unwrap_or(0);
+        let mut needed = vec![false; asked().max().map_or(0, |last| last + 1 - first)];
+        let need = |needed: &mut [bool], v: ValueId| {
+            if let Some(needed) = v.index().checked_sub(first).and_then(|at| needed.get_mut(at)) {
+                *needed = true;
+            }
+        };
+        own().flat_map(|k| &k.nodes).chain(&writes).for_each(|v| need(&mut needed, *v));
+        for at in (0..needed.len()).rev() {
+            let v = ValueId((first + at) as u32);
+            if needed[at] && !reads.iter().any(|r| r.0 == v) {
+                graph.node(v).operands.iter().for_each(|o| need(&mut needed, *o));
             }
         }
-        reads.retain(|(r, _)| needed[r.index()]);
-        let of_again = again.iter().flat_map(|&i| kernels[i].nodes.iter().copied());
-        let mut nodes: Vec<ValueId> =
-            of_again.filter(|n| needed[n.index()] && !reads.iter().any(|r| r.0 == *n)).collect();
+        let is_needed = |v: &ValueId| v.index().checked_sub(first).and_then(|at| needed.get(at)).is_some_and(|n| *n);
+        reads.retain(|(r, _)| is_needed(r));
+        let mut nodes: Vec<ValueId> = of_again().filter(|n| is_needed(n) && !reads.iter().any(|r| r.0 == *n)).collect();
         nodes.sort_unstable();
         let kind = KernelKind::Attention(self.attention(&nodes, again.iter().map(|&i| &kernels[i])));
         let read_bytes = reads.iter().map(|r| r.1).sum();

@@ -17,9 +17,13 @@ const TOLD: usize = 4;
 /// `DP 16 (FSDP) x TP 1 x PP 1 x CP 1 x EP 1, micro-batch 2 a GPU, 4 accumulation steps, recompute none: 5.56 s, 23.6k tokens/s/GPU,
 /// 612 TFLOP/s/GPU, 69.3 GB (64.5 GiB) of 80.0 GB`.
 pub fn answer(plan: &Plan) -> String {
-    let all = parallelism(plan);
+    answer_of(plan, &parallelism(plan))
+}
+
+/// [`answer`] of a plan whose degrees are known.
+pub(super) fn answer_of(plan: &Plan, all: &[Parallelism]) -> String {
     let Some(first) = all.first() else { return String::new() };
-    format!("{}, {}: {}", degrees(plan, &all), batches(plan, first), predicted(plan))
+    format!("{}, {}: {}", degrees(plan, all), batches(plan, first), predicted(plan))
 }
 
 /// The intended user of the plan.

@@ -25,14 +25,15 @@ pub fn figures(plan: &Plan) -> Value {
             "bubble_s": stage.predicted.bubble_s,
         })
     };
+    let all = parallelism(plan);
     let mut figures = side(plan);
     figures["one_line"] = json!(one_line(plan));
-    figures["answer"] = json!(answer::answer(plan));
+    figures["answer"] = json!(answer::answer_of(plan, &all));
     figures["pp"] = json!(plan.num_lanes());
     figures["virtual_stages"] = json!(plan.virtual_stages);
     figures["schedule"] = json!(plan.schedule.to_string());
     figures["lower_bound_s"] = json!(p.lower_bound_s);
     figures["model_flop"] = json!(p.model_flop);
-    figures["of_stages"] = json!(plan.stages.iter().zip(&parallelism(plan)).map(stage).collect::<Vec<_>>());
+    figures["of_stages"] = json!(plan.stages.iter().zip(&all).map(stage).collect::<Vec<_>>());
     figures
 }

@@ -5,13 +5,13 @@
 //! one all-gather serves all users.
 
 use super::StageContext;
-use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::op::{Local, Microbatches, Op, Operator};
 use altiplano_ir::program::BufferId;
-use altiplano_ir::reshard::reshard;
 use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use rustc_hash::FxHashMap;
+use std::ops::Range;
 
 /// A local graph under construction.
 pub struct BodyBuilder<'a> {
@@ -21,6 +21,28 @@ pub struct BodyBuilder<'a> {
     have: FxHashMap<ValueId, Vec<(Sharding, ValueId)>>,
     pub reads: Vec<(ValueId, BufferId)>,
     leaves: FxHashMap<BufferId, ValueId>,
+    /// Each value that came to exist in another layout, and the position of that among its layouts.
+    defined: Vec<(ValueId, u32)>,
+    /// Local values that have the name of a value of the training graph.
+    named: Vec<(ValueId, ValueId)>,
+}
+
+/// A point in the making of a local graph.
+#[derive(Clone, Copy)]
+pub struct Point {
+    nodes: usize,
+    reads: usize,
+    defined: usize,
+    named: usize,
+}
+
+/// Names of one part of a local graph, in terms of another part.
+pub struct Renaming<'r> {
+    /// Values of the training graph.
+    pub values: &'r FxHashMap<ValueId, ValueId>,
+    /// Local values from before the part.
+    pub locals: FxHashMap<ValueId, ValueId>,
+    pub buffers: FxHashMap<BufferId, BufferId>,
 }
 
 impl<'a> BodyBuilder<'a> {
@@ -28,13 +50,88 @@ impl<'a> BodyBuilder<'a> {
     pub fn new(stage: &'a StageContext<'a>, name: String, num_nodes: usize) -> Self {
         let mut graph = Graph::new(name);
         graph.nodes.reserve(num_nodes + num_nodes / 2);
-        BodyBuilder { stage, graph, have: FxHashMap::default(), reads: Vec::new(), leaves: FxHashMap::default() }
+        BodyBuilder {
+            stage,
+            graph,
+            have: FxHashMap::default(),
+            reads: Vec::new(),
+            leaves: FxHashMap::default(),
+            defined: Vec::new(),
+            named: Vec::new(),
+        }
+    }
+
+    /// The end of what is made so far.
+    pub fn point(&self) -> Point {
+        Point { nodes: self.graph.len(), reads: self.reads.len(), defined: self.defined.len(), named: self.named.len() }
+    }
+
+    /// The buffers first read in a part.
+    pub fn read_in(&self, part: &Range<Point>) -> impl Iterator<Item = BufferId> + '_ {
+        self.reads[part.start.reads..part.end.reads].iter().map(|read| read.1)
+    }
+
+    /// Returns true if the names that a part takes from outside are renamed.
+    pub fn is_closed(&self, part: &Range<Point>, names: &Renaming<'_>) -> bool {
+        let is_renamed = |v: &ValueId| v.index() >= part.start.nodes || names.locals.contains_key(v);
+        let (start, end) = (&part.start, &part.end);
+        self.graph.nodes[start.nodes..end.nodes].iter().all(|node| node.operands.iter().all(is_renamed))
+            && self.read_in(part).all(|buffer| names.buffers.contains_key(&buffer))
+            && self.named[start.named..end.named]
+                .iter()
+                .all(|(local, value)| local.index() >= start.nodes && names.values.contains_key(value))
+            && self.defined[start.defined..end.defined]
+                .iter()
+                .all(|(value, at)| names.values.contains_key(value) && is_renamed(&self.have[value][*at as usize].1))
+    }
+
+    /// Appends a closed part again under other names. Returns the local value that a local value of the part becomes.
+    pub fn repeat<'r>(
+        &mut self,
+        part: &Range<Point>,
+        names: &'r Renaming<'r>,
+    ) -> impl Fn(ValueId) -> ValueId + use<'r> {
+        let (start, end) = (part.start, part.end);
+        let further = (self.graph.len() - start.nodes) as u32;
+        let local = move |v: ValueId| if v.index() < start.nodes { names.locals[&v] } else { ValueId(v.0 + further) };
+        let mut reads = start.reads..end.reads;
+        let mut next_read = reads.next();
+        for at in start.nodes..end.nodes {
+            let node = &self.graph.nodes[at];
+            if let Some(read) = next_read
+                && self.reads[read].0.index() == at
+            {
+                let (buffer, ty) = (names.buffers[&self.reads[read].1], node.ty.clone());
+                let leaf = altiplano_ir::optimizer::leaf(&mut self.graph, buffer.to_string(), ty);
+                self.reads.push((leaf, buffer));
+                self.leaves.insert(buffer, leaf);
+                next_read = reads.next();
+                continue;
+            }
+            let operands = node.operands.iter().map(|o| local(*o)).collect();
+            let Node { op, ty, batch_dims, name, .. } = node;
+            let node = Node { op: op.clone(), operands, ty: ty.clone(), batch_dims: *batch_dims, name: name.clone() };
+            self.graph.append(node);
+        }
+        for at in start.named..end.named {
+            let (of, value) = self.named[at];
+            let (of, value) = (local(of), names.values[&value]);
+            self.graph.nodes[of.index()].name.clone_from(&self.stage.training.graph.node(value).name);
+            self.named.push((of, value));
+        }
+        for at in start.defined..end.defined {
+            let (value, position) = self.defined[at];
+            let (sharding, of) = self.have[&value][position as usize].clone();
+            self.define(names.values[&value], sharding, local(of));
+        }
+        local
     }
 
     /// Records that `value` exists as `local` in this layout.
     pub fn define(&mut self, value: ValueId, sharding: Sharding, local: ValueId) {
         let entries = self.have.entry(value).or_default();
         if !entries.iter().any(|(s, _)| *s == sharding) {
+            self.defined.push((value, entries.len() as u32));
             entries.push((sharding, local));
         }
     }
@@ -59,8 +156,8 @@ impl<'a> BodyBuilder<'a> {
     /// Reshards a local value.
     pub fn reshard(&mut self, local: ValueId, from: &Sharding, to: &Sharding) -> ValueId {
         let mut value = local;
-        for step in reshard(from, to, &self.stage.mesh) {
-            value = self.graph.emit(Op::collective(step.collective, &self.stage.mesh), &[value]);
+        for step in self.stage.reshard_steps(from, to).iter() {
+            value = self.graph.emit(Op::collective(step.collective.clone(), &self.stage.mesh), &[value]);
         }
         value
     }
@@ -82,9 +179,9 @@ impl<'a> BodyBuilder<'a> {
         let Some((_, from, mut local)) = best else {
             unreachable!("{value} is used before it is fetched");
         };
-        for step in reshard(&from, to, &self.stage.mesh) {
-            local = self.graph.emit(Op::collective(step.collective, &self.stage.mesh), &[local]);
-            self.define(value, step.result, local);
+        for step in self.stage.reshard_steps(&from, to).iter() {
+            local = self.graph.emit(Op::collective(step.collective.clone(), &self.stage.mesh), &[local]);
+            self.define(value, step.result.clone(), local);
         }
         local
     }
@@ -181,6 +278,7 @@ impl<'a> BodyBuilder<'a> {
         }
         if !operands.contains(&local) {
             self.graph.nodes[local.index()].name.clone_from(&node.name);
+            self.named.push((local, value));
         }
         local
     }

@@ -34,7 +34,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
-use altiplano_ir::reshard::{Collective, legs};
+use altiplano_ir::reshard::{Collective, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::softmax_max::irrelevant_maxima;
@@ -110,6 +110,8 @@ struct Cut<'a> {
     layer_of: Vec<Option<u32>>,
     /// The nodes of each stage in order.
     nodes: Vec<Vec<ValueId>>,
+    /// True if equal layers are lowered once and repeated.
+    repeats: bool,
 }
 
 impl<'a> Cut<'a> {
@@ -133,7 +135,7 @@ impl<'a> Cut<'a> {
                 nodes[*stage as usize].push(v);
             }
         }
-        Cut { plan, training_graphs, stage_of, layer_of, nodes }
+        Cut { plan, training_graphs, stage_of, layer_of, nodes, repeats: true }
     }
 
     /// Returns true if other microbatches may run on a stage between the forward and the backward pass of one.
@@ -145,10 +147,22 @@ impl<'a> Cut<'a> {
         let Cut { plan, training_graphs, .. } = self;
         let stage = &plan.stages[index];
         let nodes = plan.layers[stage.layers.start as usize]..plan.layers[stage.layers.end as usize];
+        let alike = &training_graphs.alike;
+        let mut known: FxHashMap<u32, Vec<(Strategy, String)>> = FxHashMap::default();
+        let mut written = |v: ValueId, strategy: &Strategy| {
+            let of_kind = known.entry(alike.kind(v)).or_default();
+            if let Some((_, layout)) = of_kind.iter().find(|(other, _)| other == strategy) {
+                return layout.clone();
+            }
+            let rule = alike.rule(&training_graphs.training.graph, v);
+            let layout = rule.shardings(strategy, &stage.mesh).result.display(&stage.mesh).to_string();
+            of_kind.push((strategy.clone(), layout.clone()));
+            layout
+        };
         StageContext {
             plan,
             graph: &training_graphs.expanded.graph,
-            stage: training_graphs.expanded.stage(stage, nodes),
+            stage: training_graphs.expanded.stage(stage, nodes, &mut written),
             index: index as u32,
             // Stages that share devices form one program, whose axes have one name each.
             mesh: plan.lanes()[plan.lane_of(index)].mesh.clone(),
@@ -160,7 +174,7 @@ impl<'a> Cut<'a> {
             users: &training_graphs.users,
             recomputed: &training_graphs.recomputed,
             owned: &training_graphs.owned,
-            alike: &training_graphs.alike,
+            alike,
             updates: Updates {
                 here: plan.schedule.trains() && plan.servers.is_none(),
                 peer: index as u32,
@@ -169,7 +183,9 @@ impl<'a> Cut<'a> {
             apart: self.apart(index),
             prices: Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh),
             choices: RefCell::default(),
+            repeats: self.repeats,
             layouts: RefCell::default(),
+            steps: RefCell::default(),
         }
     }
 }
@@ -202,8 +218,12 @@ struct StageContext<'a> {
     apart: bool,
     prices: Prices<'a>,
     choices: RefCell<FxHashMap<ChoiceKey, Chosen>>,
+    /// True if equal layers are lowered once and repeated.
+    repeats: bool,
     /// Layouts of a kind of nodes under the strategies that were asked for.
     layouts: RefCell<FxHashMap<u32, Vec<(Strategy, Rc<OpShardings>)>>>,
+    /// The steps of reshards that were asked for, by layout before and after.
+    steps: RefCell<FxHashMap<Sharding, FxHashMap<Sharding, Rc<[Step]>>>>,
 }
 
 /// Who updates the parameters of a stage, and the peers that exchange sums over all gradients.
@@ -592,6 +612,17 @@ impl StageContext<'_> {
         self.prices.reshard_s(ty, from, to)
     }
 
+    /// See [`reshard`].
+    pub fn reshard_steps(&self, from: &Sharding, to: &Sharding) -> Rc<[Step]> {
+        let mut steps = self.steps.borrow_mut();
+        if let Some(known) = steps.get(from).and_then(|of_from| of_from.get(to)) {
+            return known.clone();
+        }
+        let new: Rc<[Step]> = reshard(from, to, &self.mesh).into();
+        steps.entry(from.clone()).or_default().insert(to.clone(), new.clone());
+        new
+    }
+
     pub fn op_s(&self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) -> f64 {
         let graph = &self.training.graph;
         let (op, operands) = (&graph.node(value).op, graph.operand_types(value));
@@ -664,6 +695,19 @@ pub fn lowered(plan: &Plan, training_graphs: &TrainingGraphs, costs: &dyn Costs)
         Some(over) => servers::programs(&cut, over, costs, false),
         None => lower_distinct(&cut, costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>()),
     }
+}
+
+/// Like [`lowered`], with all layers lowered node by node, for tests of what equal layers share.
+pub fn lowered_node_by_node(plan: &Plan, training_graphs: &TrainingGraphs, costs: &dyn Costs) -> Programs {
+    let cut = Cut { repeats: false, ..Cut::new(plan, training_graphs) };
+    lower_distinct(&cut, costs, &(0..plan.num_lanes()).map(|_| None).collect::<Vec<_>>())
+}
+
+/// The numbers of layers whose forward pass, and whose backward pass, repeats that of an equal layer of its stage.
+pub fn repeated_layers(plan: &Plan, training_graphs: &TrainingGraphs, costs: &dyn Costs) -> [usize; 2] {
+    let cut = Cut::new(plan, training_graphs);
+    let of_stages = (0..plan.stages.len()).map(|i| stage::lower_stage(&cut.context(i, costs)).repeated);
+    of_stages.fold([0; 2], |[f, b], [forward, backward]| [f + forward, b + backward])
 }
 
 /// Deduplicated programs. A lane that equals an earlier one has only its schedule, which refers to the earlier one's

@@ -7,6 +7,7 @@
 //! holds all keys.
 
 mod activations;
+mod layers;
 mod offload;
 mod passes;
 mod server;
@@ -23,6 +24,8 @@ use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Transfer, Transf
 use altiplano_ir::rule::OpShardings;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
+use layers::Layers;
+use passes::Accumulation;
 use rustc_hash::FxHashMap;
 pub use server::{Server, lower_server, weights_alone};
 use std::borrow::Cow;
@@ -43,6 +46,8 @@ pub struct Lowered {
     /// Sums over all microbatches, if the forward body reads any.
     pub totals: Option<Body>,
     pub boundary: Boundary,
+    /// The numbers of layers whose forward pass, and whose backward pass, repeats that of an equal layer.
+    pub repeated: [usize; 2],
 }
 
 /// The buffers that a stage exchanges with others.
@@ -145,21 +150,26 @@ struct StageLowering<'a> {
     parameters: BTreeMap<ValueId, BufferId>,
     inputs: BTreeMap<(ValueId, Sharding), BufferId>,
     received: BTreeMap<ValueId, BufferId>,
-    /// Forward values kept for the backward body, by layout.
-    saved: BTreeMap<(ValueId, Sharding), BufferId>,
+    /// Layouts of forward values that are kept for the backward body.
+    saved: BTreeMap<ValueId, Vec<(Sharding, BufferId)>>,
+    /// The same in the order in which they were asked for.
+    saved_in_order: Vec<(ValueId, Sharding, BufferId)>,
     /// Forward values that the backward body recomputes.
     again: BTreeSet<ValueId>,
     /// The state of loss scaling, by slot.
     scaling: BTreeMap<&'static str, BufferId>,
     /// Sums over all microbatches, by value.
     totals: BTreeMap<ValueId, BufferId>,
+    /// See [`Lowered::repeated`].
+    repeated: [usize; 2],
 }
 
 /// Lowers one stage on its own.
 pub fn lower_stage(cx: &StageContext<'_>) -> Lowered {
     let mut lowering = StageLowering::new(cx, computed_again(cx));
-    let forward = lowering.forward();
-    lowering.complete(forward)
+    let layers = Layers::new(cx);
+    let forward = lowering.forward(&layers);
+    lowering.complete(forward, layers)
 }
 
 impl<'a> StageLowering<'a> {
@@ -172,9 +182,11 @@ impl<'a> StageLowering<'a> {
             inputs: BTreeMap::new(),
             received: BTreeMap::new(),
             saved: BTreeMap::new(),
+            saved_in_order: Vec::new(),
             again,
             scaling: BTreeMap::new(),
             totals: BTreeMap::new(),
+            repeated: [0; 2],
         };
         lowering.declare_leaves();
         lowering
@@ -236,21 +248,25 @@ impl<'a> StageLowering<'a> {
         true
     }
 
-    fn forward(&mut self) -> BodyBuilder<'a> {
+    fn forward(&mut self, layers: &Layers<'a>) -> BodyBuilder<'a> {
         let cx = self.cx;
         let mut b = BodyBuilder::new(cx, format!("stage{} forward", cx.index), cx.nodes.len());
-        for &v in cx.nodes {
-            let shardings = cx.shardings(v);
-            if cx.graph.is_total(v) && cx.plan.num_microbatches > 1 {
-                self.total(&mut b, v, &shardings.result);
-                continue;
-            }
-            for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
-                self.fetch_outer(&mut b, o, to);
-            }
-            b.emit(v, cx.rule(v), cx.strategy(v), &shardings);
-        }
+        self.walk(&mut b, layers, None, &mut Accumulation::default(), &mut |lowering, b, _, nodes| {
+            nodes.iter().for_each(|v| lowering.emit_forward(b, *v));
+        });
         b
+    }
+
+    fn emit_forward(&mut self, b: &mut BodyBuilder<'a>, v: ValueId) {
+        let cx = self.cx;
+        let shardings = cx.shardings(v);
+        if cx.graph.is_total(v) && cx.plan.num_microbatches > 1 {
+            return self.total(b, v, &shardings.result);
+        }
+        for (&o, to) in cx.graph.node(v).operands.iter().zip(&shardings.operands) {
+            self.fetch_outer(b, o, to);
+        }
+        b.emit(v, cx.rule(v), cx.strategy(v), &shardings);
     }
 
     /// Makes a value of the forward graph available in the backward body, as close to layout `to` as possible. What is
@@ -307,16 +323,22 @@ impl<'a> StageLowering<'a> {
             .map(|(s, _)| (price(s), s.clone()))
             .min_by(|a, b| a.0.0.total_cmp(&b.0.0).then(a.0.1.cmp(&b.0.1)));
         let Some((_, sharding)) = best else { return };
-        let buffer = match self.saved.get(&(v, sharding.clone())) {
-            Some(&buffer) => buffer,
-            None => {
-                let buffer = self.buffer(format!("{v} saved"), BufferKind::Value, ty.clone(), sharding.clone());
-                self.saved.insert((v, sharding.clone()), buffer);
-                buffer
-            }
-        };
+        let buffer = self.saved_as(v, &sharding).unwrap_or_else(|| self.save(v, sharding.clone()));
         let local = b.read(buffer, &sharding, ty);
         b.define(v, sharding, local);
+    }
+
+    /// The buffer that keeps a layout of a forward value for the backward body.
+    fn saved_as(&self, v: ValueId, sharding: &Sharding) -> Option<BufferId> {
+        self.saved.get(&v)?.iter().find(|(s, _)| s == sharding).map(|(_, buffer)| *buffer)
+    }
+
+    fn save(&mut self, v: ValueId, sharding: Sharding) -> BufferId {
+        let ty = self.cx.graph.ty(v).clone();
+        let buffer = self.buffer(format!("{v} saved"), BufferKind::Value, ty, sharding.clone());
+        self.saved.entry(v).or_default().push((sharding.clone(), buffer));
+        self.saved_in_order.push((v, sharding, buffer));
+        buffer
     }
 
     /// The source of a chain of rolls, and their total shift. The backward pass begins with the last round of a ring,

@@ -9,7 +9,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped};
+use altiplano_planner::lower::{DedupedPrograms, TrainingGraphs, lower_deduped, lowered_node_by_node, repeated_layers};
 use altiplano_planner::predict::predict;
 use altiplano_planner::{Request, Silent, plan, programs};
 
@@ -36,6 +36,8 @@ fn check_one(plan: &Plan) -> usize {
     let mut by_all = plan.clone();
     predict(&mut by_all, &DedupedPrograms::whole(&whole), &costs);
     let derived = TrainingGraphs::of(plan).expect("differentiable");
+    // Equal layers of a stage are lowered once as well. The programs are those in which none is.
+    assert_eq!(whole, lowered_node_by_node(plan, &derived, &Rooflines::of(&plan.cluster)));
     let deduped = lower_deduped(plan, &derived, &costs, true);
     let mut by_sketch = plan.clone();
     predict(&mut by_sketch, &deduped, &costs);
@@ -84,6 +86,29 @@ fn middle_stages_are_lowered_once() {
             let plan = plan(&request, &Silent).expect("a plan");
             assert!(check(&plan) < 4, "{schedule:?} {recompute} dp{dp} tp{tp}");
         }
+    }
+}
+
+/// Of the equal layers of a stage, one is lowered, or two if the first begins with what the stage receives.
+#[test]
+fn equal_layers_are_lowered_once() {
+    for (zero, tp, recompute, pp) in [
+        (0, 1, Recompute::None, 1),
+        (0, 1, Recompute::None, 2),
+        (1, 2, Recompute::Selective, 1),
+        (1, 2, Recompute::Selective, 2),
+        (2, 1, Recompute::Full, 1),
+    ] {
+        let mut request = request(&transformer(8), LossKind::Mean, &format!("dgx-a100:1/{}", 2 * tp * pp));
+        (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(2), Some(tp), Some(pp));
+        (request.degrees.zero, request.recompute, request.batch.num_microbatches) =
+            (Some(zero), Some(recompute), Some(4));
+        let plan = plan(&request, &Silent).expect("a plan");
+        check(&plan);
+        let graphs = TrainingGraphs::of(&plan).expect("differentiable");
+        let [forward, backward] = repeated_layers(&plan, &graphs, &Rooflines::of(&plan.cluster));
+        let least = 8 - 2 * pp as usize - 2;
+        assert!(forward.min(backward) >= least, "{forward}, {backward} of {:?}, zero {zero}, pp {pp}", plan.layers);
     }
 }
 

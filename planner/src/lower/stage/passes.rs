@@ -5,6 +5,7 @@ use super::super::body::BodyBuilder;
 use super::super::choose::Available;
 use super::super::split::split;
 use super::activations::{self, Passes};
+use super::layers::{Layers, Seen};
 use super::update::{Gradients, Shares, Variance};
 use super::{Boundary, Lowered, StageLowering};
 use super::{parts_of, stages_of_contributions};
@@ -23,22 +24,23 @@ struct Pass<K> {
 }
 
 /// Accumulators of gradients over microbatches, and the writes to them so far.
-struct Accumulation {
-    accumulators: BTreeMap<ValueId, BufferId>,
-    variance: Option<Variance>,
-    writes: Vec<(BufferId, ValueId)>,
+#[derive(Default)]
+pub struct Accumulation {
+    pub accumulators: BTreeMap<ValueId, BufferId>,
+    pub variance: Option<Variance>,
+    pub writes: Vec<(BufferId, ValueId)>,
 }
 
 impl<'a> StageLowering<'a> {
     /// Lowers the backward pass and the bodies that run once a step, and completes the forward pass.
-    pub(super) fn complete(mut self, forward: BodyBuilder<'a>) -> Lowered {
+    pub(super) fn complete(mut self, forward: BodyBuilder<'a>, layers: Layers<'a>) -> Lowered {
         let cx = self.cx;
         let mut sums = Accumulation {
             accumulators: self.accumulators(),
             variance: self.variance_accumulator(),
             writes: Vec::new(),
         };
-        let mut backward = self.backward(&forward, &mut sums);
+        let mut backward = self.backward(&forward, layers, &mut sums);
         let Accumulation { accumulators, variance, .. } = sums;
         let mut forward = self.finish_forward(forward, &backward.body);
         self.free(&mut forward.body, &mut backward);
@@ -77,10 +79,16 @@ impl<'a> StageLowering<'a> {
             receives_shares,
         };
         let (forward, backward) = (forward.body, backward.body);
-        Lowered { buffers: self.buffers, forward, backward, weights, reduce, norm, update, totals, boundary }
+        let (buffers, repeated) = (self.buffers, self.repeated);
+        Lowered { buffers, forward, backward, weights, reduce, norm, update, totals, boundary, repeated }
     }
 
-    fn backward(&mut self, forward: &BodyBuilder<'a>, sums: &mut Accumulation) -> Pass<(ValueId, u32)> {
+    fn backward(
+        &mut self,
+        forward: &BodyBuilder<'a>,
+        layers: Layers<'a>,
+        sums: &mut Accumulation,
+    ) -> Pass<(ValueId, u32)> {
         let cx = self.cx;
         let training = cx.training;
         let here = |v: ValueId| cx.stage_of[v.index()] == Some(cx.index);
@@ -100,19 +108,23 @@ impl<'a> StageLowering<'a> {
             let scaled = self.scaled_seed(&mut b);
             b.define(seed, Sharding::replicated(&[]), scaled);
         }
-        for v in cx.nodes.iter().rev().copied() {
-            if self.total_cotangent(&mut b, v, &mut receives) {
-                for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n) && seed != Some(**n)) {
-                    let wanted = parts.get(&n).map(|&of| cx.resting(of));
-                    self.emit_gradient(&mut b, forward, n, wanted.as_ref());
+        let seen = Seen { parts: &parts, first_used: &first_used };
+        let layers = layers.reversed(self, sums, &seen);
+        self.walk(&mut b, &layers, Some(forward), sums, &mut |lowering, b, sums, nodes| {
+            for v in nodes.iter().rev().copied() {
+                if lowering.total_cotangent(b, v, &mut receives) {
+                    for &n in cx.owned[v.index()].iter().filter(|n| !cx.is_constant(**n) && seed != Some(**n)) {
+                        let wanted = parts.get(&n).map(|&of| cx.resting(of));
+                        lowering.emit_gradient(b, forward, n, wanted.as_ref());
+                    }
+                }
+                // A gradient joins its accumulator as soon as its last contribution is available. The parameter's
+                // first user may itself have no cotangent.
+                for &p in first_used.get(&v).into_iter().flatten() {
+                    lowering.accumulate(b, p, sums);
                 }
             }
-            // A gradient joins its accumulator as soon as its last contribution is available. The parameter's first
-            // user may itself have no cotangent.
-            for &p in first_used.get(&v).into_iter().flatten() {
-                self.accumulate(&mut b, p, sums);
-            }
-        }
+        });
         let mut writes = std::mem::take(&mut sums.writes);
         if let Some(variance) = &sums.variance
             && let Some(sum) = variance.sum
@@ -197,9 +209,10 @@ impl<'a> StageLowering<'a> {
         let cx = self.cx;
         let read_back: BTreeSet<BufferId> = backward.reads.iter().map(|(_, b)| *b).collect();
         let mut writes = Vec::new();
-        for ((v, sharding), &buffer) in &self.saved {
-            if read_back.contains(&buffer) {
-                writes.push((buffer, forward.want(*v, sharding)));
+        for (&v, saved) in &mut self.saved {
+            saved.sort_by(|a, b| a.0.cmp(&b.0));
+            for (sharding, buffer) in saved.iter().filter(|saved| read_back.contains(&saved.1)) {
+                writes.push((*buffer, forward.want(v, sharding)));
             }
         }
         let mut sends = BTreeMap::new();
@@ -207,8 +220,8 @@ impl<'a> StageLowering<'a> {
             let later = cx.users[v.index()].iter().any(|u| cx.stage_of[u.index()] != Some(cx.index));
             if later {
                 let to = cx.resting(v);
-                let buffer = match self.saved.get(&(v, to.clone())).filter(|b| read_back.contains(b)) {
-                    Some(&buffer) => buffer,
+                let buffer = match self.saved_as(v, &to).filter(|b| read_back.contains(b)) {
+                    Some(buffer) => buffer,
                     None => {
                         let ty = cx.graph.ty(v).clone();
                         let buffer = self.buffer(format!("{v} to later stages"), BufferKind::Value, ty, to.clone());
