@@ -39,7 +39,11 @@ fn agrees(name: &str, plan: &Plan) {
     assert_eq!(verified.failure(), None, "{name}");
     assert!(!verified.no_gradient, "{name} has no gradient");
     let worst = verified.one_device.iter().map(|c| format!("{} {:.1e}", c.quantity.name(), c.worst.amount));
-    println!("ok {name}: loss {:.6}; off by: {}", verified.loss.unwrap_or_default(), worst.collect::<Vec<_>>().join(", "));
+    println!(
+        "ok {name}: loss {:.6}; off by: {}",
+        verified.loss.unwrap_or_default(),
+        worst.collect::<Vec<_>>().join(", ")
+    );
 }
 
 #[test]
@@ -76,12 +80,8 @@ fn plans_of_all_kinds_compute_what_one_device_computes() {
 #[test]
 #[ignore = "needs a PJRT plugin"]
 fn models_of_many_kinds_compute_what_one_device_computes() {
-    let plans = [
-        "local:4 dp4 tp1 pp1",
-        "local:4 dp1 tp4 pp1",
-        "local:4 dp2 tp2 pp1 zero3",
-        "local:4 dp2 tp1 pp2 micro2",
-    ];
+    let plans =
+        ["local:4 dp4 tp1 pp1", "local:4 dp1 tp4 pp1", "local:4 dp2 tp2 pp1 zero3", "local:4 dp2 tp1 pp2 micro2"];
     let mut seen = 0;
     for model in ["scanned-remat.mlir", "moe-switch.mlir", "moe-sorted.mlir", "state-space.mlir", "unet.mlir"] {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/models").join(model);

@@ -8,9 +8,12 @@ use altiplano_ir::program::Body;
 const NAN: i32 = 1;
 const INFINITE: i32 = 2;
 
-/// Adds a result to a graph: one integer for each value of floats, which the returned list names.
+/// Adds a result to a graph: one integer for each value of floats, which the returned list names. Values that follow from
+/// constants alone are left out, because models select among them, and a NaN is one of the choices.
 pub(super) fn watch(graph: &mut Graph) -> Vec<ValueId> {
-    let values: Vec<ValueId> = graph.values().filter(|&v| graph.ty(v).dtype.is_float()).collect();
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let is_watched = |v: &ValueId| varies[v.index()] && graph.ty(*v).dtype.is_float();
+    let values: Vec<ValueId> = graph.values().filter(is_watched).collect();
     let mut flags = Vec::new();
     for &v in &values {
         // Masks are full of negative infinities. Only a positive one is a sign of overflow.
