@@ -104,6 +104,11 @@ fn check_nan_names_the_op() {
     assert!(xla.contains("step 1: ") && xla.contains("sqrt") && xla.contains("made a NaN"), "{xla}\n{cpu}");
 }
 
+/// The arguments of a short run.
+fn run<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&["run", DEMO, "--cluster", "local:2", "--steps", "1"], more].concat()
+}
+
 /// Refusals are one message and exit code 2.
 #[test]
 #[ignore = "needs a PJRT plugin"]
@@ -111,11 +116,6 @@ fn refusals_are_one_message() {
     let scratch = Scratch::new();
     let text = scratch.file("text.so", "no library");
     let missing = scratch.path("missing.so").display().to_string();
-    let run = |more: &[&str]| {
-        let mut arguments = vec!["run", DEMO, "--cluster", "local:2", "--steps", "1"];
-        arguments.extend(more);
-        arguments
-    };
     let cases: [(Vec<&str>, &str); 7] = [
         (run(&["--device", "xla", "--plugin", &missing]), "there is no such file"),
         (run(&["--device", "xla:cpu", "--plugin", &text]), "cannot be opened as a PJRT plugin"),
