@@ -28,8 +28,8 @@ fn a_run_trains_evaluates_and_resumes_as_on_cpu_workers() {
         "2",
         "--pp",
         "2",
-        "--microbatches",
-        "2",
+        "--microbatch",
+        "4",
         "--clip-norm",
         "0.5",
         "-o",
@@ -96,7 +96,7 @@ fn check_nan_names_the_op() {
     );
     let said = |device: &str| {
         let Output { code, stderr, .. } =
-            altiplano(&["run", &model, "--cluster", "local:2", "--loss", "sum", "--check-nan", "--device", device]);
+            altiplano(&["run", &model, "--cluster", "local:2", "--check-nan", "--device", device]);
         assert_eq!(code, Some(1), "{stderr}");
         stderr
     };
