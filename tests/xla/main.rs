@@ -131,7 +131,7 @@ fn steps_follow_each_other_as_on_cpu_workers() {
         "local:2 dp1 tp1 pp2 micro4 pipedream",
         "local:4 dp2 tp1 pp2 micro4 pipedream zero1",
         "local:2 dp2 tp1 pp1 stale sgd",
-        "local:2 dp1 tp1 pp2 virtual2 micro4 zb",
+        "local:2 dp1 tp1 pp2 virtual2 micro4",
     ]
     .into_iter()
     .map(|words| (words, gpt2(&scratch, words)))
