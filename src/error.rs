@@ -25,11 +25,11 @@ use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
 use altiplano_runtime::RuntimeError;
 use altiplano_runtime::devices::cuda::CudaError;
+use altiplano_runtime::devices::xla::XlaError;
 use altiplano_runtime::error::{KernelError, RanksError};
 use altiplano_runtime::tape::BuildError;
 use altiplano_xla::certify::CertifyError;
 use altiplano_xla::pjrt::PjrtError;
-use altiplano_xla::program::EngineError;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -145,7 +145,7 @@ pub enum Error {
     #[error(transparent)]
     Cuda(Box<CudaError>),
     #[error(transparent)]
-    Xla(Box<EngineError>),
+    Xla(Box<XlaError>),
     #[error(transparent)]
     Certify(Box<CertifyError>),
     #[error("{}", uncompiled(target, refusals))]
@@ -284,6 +284,7 @@ impl Error {
                         | RuntimeError::InputType { .. }
                         | RuntimeError::Ranks(_)
                         | RuntimeError::Rendezvous(_)
+                        | RuntimeError::Xla(_)
                 )
             }
             Error::Checkpoint { problem, .. } => !matches!(**problem, CheckpointProblem::NotWritten { .. }),
@@ -401,8 +402,8 @@ impl From<RuntimeError> for Error {
     }
 }
 
-impl From<EngineError> for Error {
-    fn from(error: EngineError) -> Self {
+impl From<XlaError> for Error {
+    fn from(error: XlaError) -> Self {
         Error::Xla(Box::new(error))
     }
 }
@@ -415,7 +416,7 @@ impl From<CertifyError> for Error {
 
 impl From<PjrtError> for Error {
     fn from(error: PjrtError) -> Self {
-        EngineError::from(error).into()
+        XlaError::from(error).into()
     }
 }
 

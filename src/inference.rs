@@ -2,9 +2,10 @@
 
 use crate::error::Error;
 use crate::simulate::Recorded;
-use crate::training::{Batch, Ran, Training, at_step, session, start};
+use crate::training::team::Team;
+use crate::training::{Batch, Ran, Training, at_step, start};
 use altiplano_ir::plan::{Goal, Plan};
-use altiplano_runtime::{HostData, HostTensor, Options};
+use altiplano_runtime::{HostData, HostTensor, Session};
 use std::collections::BTreeMap;
 
 /// A model's results for a batch, as `result/0`, `result/1` and so on.
@@ -26,7 +27,7 @@ pub fn infer(
     training: &Training,
     mut on_pass: impl FnMut(&Pass) -> Result<(), Error>,
 ) -> Result<(Ran, Results), Error> {
-    let mut session = session(plan, &Options { record: true, check_nan: training.check_nan, ..Options::default() })?;
+    let mut session = Team::Alone.session(plan, training)?;
     let mut recorded = Recorded::default();
     let (weights, mut batches) = start(plan, training)?;
     for (name, weights) in weights {
@@ -53,9 +54,13 @@ pub fn infer(
     Ok((Ran { peak_bytes: session.peak_bytes(), last: recorded, noise: None }, last))
 }
 
-/// The results of one batch with these weights.
-pub(crate) fn results_of(plan: &Plan, weights: &BTreeMap<String, HostTensor>, batch: &Batch) -> Result<Results, Error> {
-    let mut session = session(plan, &Options::default())?;
+/// The results of one batch with these weights, on a plan's devices.
+pub(crate) fn results_on(
+    session: &mut Session,
+    plan: &Plan,
+    weights: &BTreeMap<String, HostTensor>,
+    batch: &Batch,
+) -> Result<Results, Error> {
     for (name, tensor) in weights {
         session.load_parameter(name, tensor)?;
     }

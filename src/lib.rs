@@ -47,7 +47,6 @@ pub mod suggestions;
 pub mod training;
 pub mod units;
 pub mod verify;
-mod xla;
 
 pub use altiplano_cost_models as cost_models;
 pub use altiplano_import as import;

@@ -3,10 +3,10 @@
 //! values recorded in another framework.
 
 use crate::error::{DataProblem, Error};
-use crate::inference::{Results, results_of};
+use crate::inference::{Results, results_on};
 use crate::model::GivenStep;
+use crate::training::team::Team;
 use crate::training::{Batch, Batches, Training, expect_memory, scalars, session, start, weights_of};
-use crate::xla;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
@@ -197,10 +197,11 @@ pub fn verify(
     let one = single_device(plan)?;
     expect_memory("the single device for comparison", &programs(&one)?)?;
     if !plan.schedule.trains() {
-        let values = |plan: &Plan| results_of(plan, &weights, &batch).map(as_numbers);
-        let ours = values(plan)?;
+        let values = |plan: &Plan, session: &mut Session| results_on(session, plan, &weights, &batch).map(as_numbers);
+        let ours = values(plan, &mut Team::Alone.session(plan, training)?)?;
         progress.step("one device", 1, 2);
-        let one_device = vec![tolerance.tensors(Quantity::Results, &ours, &values(&one)?)];
+        let single = values(&one, &mut session(&one, &Options::default())?)?;
+        let one_device = vec![tolerance.tensors(Quantity::Results, &ours, &single)];
         let expected = match &recorded {
             None => Vec::new(),
             Some((file, tensors)) => {
@@ -214,18 +215,9 @@ pub fn verify(
     // gradients.
     let unscaled = |plan: &Plan| Plan { loss_scale: None, ..plan.clone() };
     let (plan, one) = (&unscaled(plan), unscaled(&one));
-    let ours = match (&training.cuda, &training.xla) {
-        (None, None) => outcome(plan, &weights, &batch, training.learning_rate)?,
-        (_, Some(plugin)) => {
-            let xla::Stepped { loss, gradients, weights } =
-                xla::step(plan, plugin, &weights, &batch, training.learning_rate)?;
-            Outcome { loss, gradients, weights }
-        }
-        (Some(options), None) => {
-            let mut session = Session::on_gpus(&programs(plan)?, options)?;
-            outcome_on(&mut session, plan, &weights, &batch, training.learning_rate)?
-        }
-    };
+    let mut devices = Team::Alone.session(plan, training)?;
+    let ours = outcome_on(&mut devices, plan, &weights, &batch, training.learning_rate)?;
+    drop(devices);
     progress.step("one device", 1, 2);
     let single = outcome(&one, &weights, &batch, training.learning_rate)?;
     let expected = recorded.as_ref().map(|(file, tensors)| recorded_values(plan, file, tensors)).transpose()?;

@@ -12,7 +12,7 @@ const ALLOWED: [(&str, &[&str]); 9] = [
     ("cost_models", &["ir"]),
     ("solver", &[]),
     ("planner", &["ir", "transforms", "cost_models", "solver"]),
-    ("runtime", &["ir"]),
+    ("runtime", &["ir", "xla"]),
     // Its tests read back what it prints.
     ("xla", &["ir", "import"]),
     ("", &["ir", "transforms", "import", "cost_models", "solver", "planner", "runtime", "xla"]),

@@ -2,6 +2,7 @@
 //! tensor), so that a caller can act on it.
 
 use crate::devices::cuda::{CudaError, ExecutorError};
+use crate::devices::xla::XlaError;
 use crate::tape::BuildError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::program::{BufferId, TransferId};
@@ -132,6 +133,8 @@ pub enum RuntimeError {
     Cuda(Box<CudaError>),
     #[error(transparent)]
     Executor(Box<ExecutorError>),
+    #[error(transparent)]
+    Xla(Box<XlaError>),
     #[error("{}: {error}", file.display())]
     Io { file: PathBuf, error: std::io::Error },
     #[error("{}: {error}", file.display())]
@@ -147,6 +150,12 @@ pub enum RuntimeError {
 impl From<BuildError> for RuntimeError {
     fn from(error: BuildError) -> RuntimeError {
         RuntimeError::Tape(Box::new(error))
+    }
+}
+
+impl From<XlaError> for RuntimeError {
+    fn from(error: XlaError) -> RuntimeError {
+        RuntimeError::Xla(Box::new(error))
     }
 }
 

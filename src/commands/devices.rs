@@ -43,7 +43,7 @@ impl Devices {
                 Err(error) => format!("  {:<8} {}", name(*kind), missing(*kind, error)),
             })?;
         }
-        say("xla      plugins of PJRT: --device xla:cpu, and `altiplano certify`")?;
+        say("xla      plugins of PJRT: --device xla, and `altiplano certify`")?;
         for plugin in plugins(&survey) {
             say(format!("  {:<8} {}", plugin.platform, plugin.line()))?;
         }

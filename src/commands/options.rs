@@ -14,12 +14,14 @@ use altiplano::planner::features::rings::Ring;
 use altiplano::planner::search::pareto::Point;
 use altiplano::planner::{OverServers, Progress, Request, SearchKind};
 use altiplano::runtime::devices::cuda::{CudaOptions, Search, Survey};
+use altiplano::runtime::devices::xla::XlaOptions;
 use altiplano::training::{DataOptions, Training};
 use altiplano::{
     Error, Format, GivenStep, ImportOptions, Model, Warning, load_cluster, load_devices, model_of, open_cache, plan_of,
     read_bytes,
 };
 use altiplano_transforms::downscale::Goal;
+use altiplano_xla::pjrt::{Platform, find, find_any};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -731,6 +733,9 @@ pub(crate) struct Start {
     /// Devices to run on; `altiplano devices` lists them
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
     device: DeviceKind,
+    /// The PJRT plugin of `--device xla` [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    #[arg(long, value_name = "FILE", requires = "device")]
+    plugin: Option<PathBuf>,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -743,39 +748,60 @@ enum TokenType {
 enum DeviceKind {
     Cpu,
     Cuda,
+    /// The devices of a PJRT plugin of XLA, whatever they are
+    Xla,
     /// CPU devices of XLA, by a PJRT plugin
     #[value(name = "xla:cpu")]
     XlaCpu,
+    /// NVIDIA's GPUs by XLA
+    #[value(name = "xla:cuda")]
+    XlaCuda,
+    /// AMD's GPUs by XLA
+    #[value(name = "xla:rocm")]
+    XlaRocm,
+    /// TPUs
+    #[value(name = "xla:tpu")]
+    XlaTpu,
 }
 
 impl Start {
     /// The options of GPUs, if requested. Unusable GPUs are an error before anything is planned.
     pub(crate) fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
-        match self.device {
-            DeviceKind::Cpu => Ok(None),
-            DeviceKind::Cuda => gpus().map(Some),
-            DeviceKind::XlaCpu => Err(Error::Option {
-                option: "--device",
-                problem: "xla:cpu runs only plans that train so far, with `verify`",
-            }),
-        }
+        self.is_cuda().then(gpus).transpose()
     }
 
     /// The plugin of XLA's devices, if these are requested: the one that is named, or the one that is found.
-    pub(crate) fn xla(&self, named: Option<&Path>) -> Result<Option<PathBuf>, Error> {
-        if self.device != DeviceKind::XlaCpu {
-            return Ok(None);
-        }
-        Ok(Some(altiplano_xla::pjrt::find(named, altiplano_xla::pjrt::Platform::Cpu)?))
+    pub(crate) fn xla(&self) -> Result<Option<XlaOptions>, Error> {
+        let platform = match self.device {
+            DeviceKind::Cpu | DeviceKind::Cuda if self.plugin.is_some() => {
+                let problem = "applies only to XLA's devices; it needs --device xla";
+                return Err(Error::Option { option: "--plugin", problem });
+            }
+            DeviceKind::Cpu | DeviceKind::Cuda => return Ok(None),
+            DeviceKind::Xla => None,
+            DeviceKind::XlaCpu => Some(Platform::Cpu),
+            DeviceKind::XlaCuda => Some(Platform::Cuda),
+            DeviceKind::XlaRocm => Some(Platform::Rocm),
+            DeviceKind::XlaTpu => Some(Platform::Tpu),
+        };
+        let plugin = match platform {
+            Some(platform) => find(self.plugin.as_deref(), platform)?,
+            None => find_any(self.plugin.as_deref())?,
+        };
+        Ok(Some(XlaOptions { plugin, platform, check_nan: false }))
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
         self.device == DeviceKind::Cuda
     }
 
-    /// Fails if GPUs are requested for work that runs only on CPUs.
-    pub(crate) fn expect_cpu(&self) -> Result<(), Error> {
-        if self.cuda()?.is_none() {
+    pub(crate) fn is_xla(&self) -> bool {
+        !matches!(self.device, DeviceKind::Cpu | DeviceKind::Cuda)
+    }
+
+    /// Fails if GPUs are requested for work that does not run on them.
+    pub(crate) fn expect_no_cuda(&self) -> Result<(), Error> {
+        if !self.is_cuda() {
             return Ok(());
         }
         Err(Error::Option {

@@ -1,5 +1,5 @@
-//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, on GPUs, or as one of several ranks. It also
-//! runs models without training.
+//! `altiplano run PLAN|MODEL`: trains on the CPU workers of this machine, on GPUs, on XLA's devices, or as one of several
+//! ranks. It also runs models without training.
 
 use crate::commands::options::{PlanOrModel, Start};
 use crate::commands::ranks::RankArguments;
@@ -13,6 +13,7 @@ use altiplano::planner::Progress;
 use altiplano::runtime::Session;
 use altiplano::runtime::data::write_safetensors;
 use altiplano::runtime::devices::cuda::CudaOptions;
+use altiplano::runtime::devices::xla::XlaOptions;
 use altiplano::simulate::Simulation;
 use altiplano::training::checkpoint::Checkpoints;
 use altiplano::training::evaluation::EvaluationOptions;
@@ -91,6 +92,14 @@ impl Run {
     pub(crate) fn run(self) -> Result<(), Error> {
         let cuda = self.start.is_cuda();
         let of_many = self.ranks.option_of_many(cuda)?;
+        if self.start.is_xla() {
+            let problem = "runs on CPUs and with --device cuda; XLA's devices belong to one process so far";
+            of_many.map_or(Ok(()), |option| Err(Error::Option { option, problem }))?;
+            if self.trace.is_some() {
+                let problem = "is not recorded on XLA's devices so far; leave it out, or run without --device";
+                return Err(Error::Option { option: "--trace", problem });
+            }
+        }
         self.ranks.clone().on_team(cuda, |team| self.run_on(team, of_many))
     }
 
@@ -102,7 +111,7 @@ impl Run {
         if let Some(option) = of_many {
             self.plan.expect_plan(option)?;
         }
-        let cuda = self.start.cuda()?;
+        let (cuda, xla) = (self.start.cuda()?, self.start.xla()?);
         let files = [&self.trace, &self.output, &self.metrics].into_iter().filter(|_| leads);
         files.flatten().try_for_each(|file| expect_writable(file))?;
         let (mut plan, given) = self.plan.plan_and_step()?;
@@ -110,13 +119,14 @@ impl Run {
         self.expect_compatible(&plan)?;
         let profile = self.plan.profile()?;
         if !plan.schedule.trains() {
-            self.start.expect_cpu()?;
+            self.start.expect_no_cuda()?;
             if let Some(option) = of_many {
                 let problem = "supports only training so far; without it this plan runs on threads";
                 return Err(Error::Option { option, problem });
             }
         }
-        let training = self.training(&plan, cuda, given.as_ref())?;
+        let xla = xla.map(|options| XlaOptions { check_nan: self.check_nan, ..options });
+        let training = Training { xla, ..self.training(&plan, cuda, given.as_ref())? };
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         if let Some(profile) = &plan.profile {
             let step = if plan.schedule.trains() { "step" } else { "batch" };

@@ -19,18 +19,14 @@ pub(crate) struct Verify {
     /// Also compare with this file: weights by name, input/NAME, loss, grad/NAME or result/N (.safetensors)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "weights"])]
     expect: Option<PathBuf>,
-    /// The PJRT plugin of `--device xla:cpu` [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
-    #[arg(long, value_name = "FILE", requires = "device")]
-    plugin: Option<PathBuf>,
     #[command(flatten)]
     start: Start,
 }
 
 impl Verify {
     pub(crate) fn run(self) -> Result<(), Error> {
-        if self.start.xla(self.plugin.as_deref())?.is_none() {
-            self.start.cuda()?;
-        }
+        self.start.xla()?;
+        self.start.cuda()?;
         let (plan, given) = self.plan.plan_and_step()?;
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         let bar = Bar::new();
@@ -47,10 +43,9 @@ impl Verify {
         given: Option<&GivenStep>,
         progress: &dyn Progress,
     ) -> Result<(String, Result<(), Error>), Error> {
-        let xla = self.start.xla(self.plugin.as_deref())?;
-        let cuda = if xla.is_some() { None } else { self.start.cuda()? };
+        let (xla, cuda) = (self.start.xla()?, self.start.cuda()?);
         if !plan.schedule.trains() {
-            self.start.expect_cpu()?;
+            self.start.expect_no_cuda()?;
         }
         let training = Training { cuda, xla, ..self.start.clone().training(1, given) };
         let verified = verify(plan, &training, self.expect.as_deref(), given, progress)?;

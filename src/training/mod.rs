@@ -33,9 +33,11 @@ use altiplano_planner::predict::memory::{cpu_host_peaks, cpu_peaks};
 use altiplano_planner::programs;
 use altiplano_runtime::data::{decode, read_safetensors, tensor_named};
 use altiplano_runtime::devices::cuda::{CudaOptions, ExecutorError};
+use altiplano_runtime::devices::xla::XlaOptions;
 use altiplano_runtime::error::KernelError;
 use altiplano_runtime::init::{initial, role};
 use altiplano_runtime::{HostTensor, Options, RuntimeError, Session, files};
+use altiplano_xla::pjrt::Platform;
 use checkpoint::{Checkpoints, DataState, Folder, Manifest, newest};
 use evaluation::EvaluationOptions;
 use noise::{NoiseEstimate, NoiseScale};
@@ -64,8 +66,8 @@ pub struct Training {
     pub check_nan: bool,
     /// Train on these GPUs; on CPU workers if absent.
     pub cuda: Option<CudaOptions>,
-    /// Verify on the devices of this PJRT plugin. No other command runs on one.
-    pub xla: Option<PathBuf>,
+    /// Train on the devices of this PJRT plugin instead.
+    pub xla: Option<XlaOptions>,
     pub checkpoints: Option<Checkpoints>,
     /// File of metrics, with a line for each step.
     pub metrics: Option<PathBuf>,
@@ -318,13 +320,25 @@ pub(crate) fn at_step(step: u64, error: RuntimeError) -> Error {
 
 /// Creates workers for a plan, with nothing loaded.
 pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
+    Ok(Session::new(&programs_here(plan)?, options)?)
+}
+
+/// Creates XLA's devices for a plan, with nothing loaded.
+fn xla_session(plan: &Plan, options: &XlaOptions) -> Result<Session, Error> {
+    let on_cpu = options.platform == Some(Platform::Cpu);
+    let programs = if on_cpu { programs_here(plan)? } else { programs(plan)? };
+    Ok(Session::on_xla(&programs, options)?)
+}
+
+/// The programs of a plan, all devices of which have to fit into this machine.
+fn programs_here(plan: &Plan) -> Result<Programs, Error> {
     let devices = plan.num_devices();
     if devices > MAX_WORKERS {
         return Err(Error::TooManyWorkers { devices, most: MAX_WORKERS });
     }
     let programs = programs(plan)?;
     expect_memory("the plan's workers", &programs)?;
-    Ok(Session::new(&programs, options)?)
+    Ok(programs)
 }
 
 /// Fails if workers would need more memory than there is, since the system would kill the process without a message.

@@ -1,8 +1,8 @@
-//! The processes that run a plan together, and their sessions: CPU workers or GPUs of one process, this process's share
-//! of the GPUs of many, or one device of many ranks.
+//! The processes that run a plan together, and their sessions: CPU workers, GPUs or XLA's devices of one process, this
+//! process's share of the GPUs of many, or one device of many ranks.
 
 use crate::error::Error;
-use crate::training::{Training, session};
+use crate::training::{Training, session, xla_session};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
 use altiplano_runtime::devices::cuda::CudaOptions;
@@ -64,9 +64,10 @@ impl Team {
     pub fn session(self, plan: &Plan, training: &Training) -> Result<Session, Error> {
         let (world, anywhere) = match self {
             Team::Alone => {
-                return match &training.cuda {
-                    Some(options) => Ok(Session::on_gpus(&programs(plan)?, &of_plan(plan, options))?),
-                    None => {
+                return match (&training.cuda, &training.xla) {
+                    (_, Some(options)) => xla_session(plan, options),
+                    (Some(options), None) => Ok(Session::on_gpus(&programs(plan)?, &of_plan(plan, options))?),
+                    (None, None) => {
                         let check_nan = training.check_nan;
                         session(plan, &Options { record: true, check_nan, ..Options::default() })
                     }

@@ -290,6 +290,33 @@ fn layouts_split_a_program_over_devices() {
     }
 }
 
+/// A program for one device runs on another without being compiled again. Tensors move between devices, and an argument
+/// that is kept survives a program that would take its memory.
+#[test]
+#[ignore = "needs a PJRT plugin"]
+fn programs_and_tensors_move_to_other_devices() {
+    let client = client(4);
+    let mut graph = Graph::new("doubled");
+    let ty = TensorType::new(DType::F32, [4]);
+    let x = graph.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[]);
+    graph.outputs = vec![graph.add(x, x)];
+    let text = module(&graph, &Options { donated: vec![(0, 0)], ..Options::default() });
+    let first = client.compile_on(&text, Launch::default(), &[2]).expect("it compiles");
+    assert_eq!(first.devices(), [2]);
+    let other = first.on_other_devices(Launch::default(), &[3]).expect("it moves");
+    assert_eq!(other.devices(), [3]);
+    let tensor = Tensor::splat(ty.clone(), 1.5);
+    let buffer = client.buffer(&pjrt::to_bytes(&tensor), &ty, 0).expect("a buffer").copy_to(2).expect("a copy");
+    let value = |buffer: &pjrt::Buffer| pjrt::from_bytes(&ty, &buffer.to_host().expect("a copy")).data;
+    // Nothing waits for the first program before the second uses its result.
+    let (results, _first) = first.launch(&[vec![&buffer]], &[0]).expect("it starts");
+    let moved = results[0][0].copy_to(3).expect("a copy");
+    let (results, mut second) = other.launch(&[vec![&moved]], &[]).expect("it starts");
+    second.wait().expect("it runs");
+    assert_eq!((value(&buffer), value(&results[0][0])), (vec![1.5; 4], vec![6.0; 4]));
+    assert!(moved.to_host().is_err(), "its memory was taken");
+}
+
 /// A donated argument is gone, and XLA says so. A program that XLA refuses, and one for too many devices, give errors.
 #[test]
 #[ignore = "needs a PJRT plugin"]

@@ -2,3 +2,4 @@
 //! serves machines with and without it.
 
 pub mod cuda;
+pub mod xla;

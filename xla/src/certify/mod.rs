@@ -11,9 +11,9 @@ pub use targets::{TARGETS, Target};
 
 use crate::hlo::{self, Collectives, Kind};
 use crate::pjrt::{Compiled, Launch, Memory, PjrtError, Platform, Plugin, Topology};
-use crate::program::body_text;
+use crate::program::{anonymous, body_text};
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::op::{Input, Op, Parameter};
+use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Call, Program, Programs};
 use altiplano_ir::reshard::Collective;
 use std::collections::BTreeMap;
@@ -150,19 +150,6 @@ impl Certifier {
 
 fn emitted(compiled: &Compiled) -> Result<Option<Collectives>, PjrtError> {
     Ok(hlo::collectives(&compiled.optimized()?))
-}
-
-/// A body without names, so that equal bodies of different layers have equal texts.
-fn anonymous(body: &Body) -> Body {
-    let mut body = body.clone();
-    body.name = format!("{:?}", body.phase).to_lowercase();
-    for (at, node) in body.graph.nodes.iter_mut().enumerate() {
-        node.name.clear();
-        if let Op::Input(Input { name, .. }) | Op::Parameter(Parameter { name, .. }) = &mut node.op {
-            *name = at.to_string();
-        }
-    }
-    body
 }
 
 /// The collectives of a body's graph, counted as [`hlo::collectives`] counts those of the compiler.

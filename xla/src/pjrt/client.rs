@@ -105,10 +105,29 @@ impl Client {
         self.inner.devices.get(device).copied().ok_or(PjrtError::NoDevice { device, devices })
     }
 
-    /// Compiles StableHLO text.
-    pub fn compile(&self, module: &str, launch: Launch) -> Result<Executable, PjrtError> {
+    /// The ids by which XLA knows devices.
+    fn ids(&self, devices: &[usize]) -> Result<Vec<u64>, PjrtError> {
+        const ACTION: &str = "describe a device";
         let plugin = &self.inner.plugin;
-        let options = launch.encoded(&[]);
+        let id = |&device: &usize| {
+            let mut of = sys::DeviceGetDescription { device: self.handle(device)?, ..Default::default() };
+            plugin.call(ACTION, Function::DeviceGetDescription, &mut of)?;
+            let mut arguments = sys::DeviceDescriptionId { description: of.description, ..Default::default() };
+            plugin.call(ACTION, Function::DeviceDescriptionId, &mut arguments)?;
+            Ok(u64::from(arguments.id.unsigned_abs()))
+        };
+        devices.iter().map(id).collect()
+    }
+
+    /// Compiles StableHLO text for devices that XLA chooses, the first ones.
+    pub fn compile(&self, module: &str, launch: Launch) -> Result<Executable, PjrtError> {
+        self.compile_on(module, launch, &[])
+    }
+
+    /// Compiles StableHLO text for these devices, one for each replica.
+    pub fn compile_on(&self, module: &str, launch: Launch, devices: &[usize]) -> Result<Executable, PjrtError> {
+        let plugin = &self.inner.plugin;
+        let options = launch.encoded(&[], &self.ids(devices)?);
         let program = sys::Program::of_text(module);
         let mut arguments = sys::ClientCompile {
             client: self.inner.client,
@@ -118,8 +137,11 @@ impl Client {
             ..Default::default()
         };
         plugin.call("compile the program", Function::ClientCompile, &mut arguments)?;
-        let mut executable =
-            Executable { client: self.clone(), loaded: arguments.executable, devices: Vec::new(), outputs: 0 };
+        self.owned(arguments.executable)
+    }
+
+    fn owned(&self, loaded: *mut c_void) -> Result<Executable, PjrtError> {
+        let mut executable = Executable { client: self.clone(), loaded, devices: Vec::new(), outputs: 0 };
         executable.outputs = executable.compiled()?.num_outputs()?;
         executable.devices = executable.list_devices()?;
         Ok(executable)
@@ -196,9 +218,52 @@ impl Executable {
         Ok(Compiled::new(self.client.inner.plugin.clone(), of.executable))
     }
 
-    /// Runs the program on all its devices and waits for it. There is a list of arguments for each device, and the
-    /// result has a list of outputs for each. A donated argument cannot be used again.
+    /// The same program on other devices, one for each replica, without compiling it again.
+    ///
+    /// # Errors
+    /// Fails if the plugin cannot write and read its programs.
+    pub fn on_other_devices(&self, launch: Launch, devices: &[usize]) -> Result<Executable, PjrtError> {
+        const ACTION: &str = "copy a program to other devices";
+        let plugin = self.plugin();
+        let mut of = sys::LoadedExecutableGetExecutable { loaded: self.loaded, ..Default::default() };
+        plugin.call(ACTION, Function::LoadedExecutableGetExecutable, &mut of)?;
+        let compiled = Compiled::new(self.client.inner.plugin.clone(), of.executable);
+        let mut written = sys::ExecutableSerialize { executable: of.executable, ..Default::default() };
+        plugin.call(ACTION, Function::ExecutableSerialize, &mut written)?;
+        let options = launch.encoded(&[], &self.client.ids(devices)?);
+        let mut arguments = sys::ExecutableDeserializeAndLoad {
+            client: self.client.inner.client,
+            bytes: written.bytes,
+            size: written.size,
+            options: options.as_ptr().cast(),
+            options_size: options.len(),
+            ..Default::default()
+        };
+        let read = plugin.call(ACTION, Function::ExecutableDeserializeAndLoad, &mut arguments);
+        if let Some(forget) = written.forget {
+            // SAFETY: the plugin gave the function for this text, which nobody uses any more.
+            unsafe { forget(written.serialized) };
+        }
+        drop(compiled);
+        read?;
+        let copy = self.client.owned(arguments.executable)?;
+        if copy.devices != devices {
+            let message = "the plugin keeps the devices of the first compilation".to_string();
+            return Err(PjrtError::Refused { action: ACTION, message });
+        }
+        Ok(copy)
+    }
+
+    /// Runs the program on all its devices and waits for it, as [`Executable::launch`] does without waiting.
     pub fn execute(&self, arguments: &[Vec<&Buffer>]) -> Result<Vec<Vec<Buffer>>, PjrtError> {
+        let (results, mut launched) = self.launch(arguments, &[])?;
+        launched.wait().map(|()| results)
+    }
+
+    /// Starts the program on all its devices. There is a list of arguments for each device, and the result has a list of
+    /// outputs for each, which other programs may use at once. A donated argument cannot be used again, unless its index
+    /// is among those to `keep`.
+    pub fn launch(&self, arguments: &[Vec<&Buffer>], keep: &[i64]) -> Result<(Vec<Vec<Buffer>>, Launched), PjrtError> {
         if arguments.len() != self.devices.len() {
             return Err(PjrtError::DeviceCount { found: arguments.len(), expected: self.devices.len() });
         }
@@ -208,7 +273,7 @@ impl Executable {
         let mut outputs = vec![vec![std::ptr::null_mut::<c_void>(); self.outputs]; arguments.len()];
         let output_lists: Vec<*mut *mut c_void> = outputs.iter_mut().map(|list| list.as_mut_ptr()).collect();
         let mut done = vec![std::ptr::null_mut::<c_void>(); arguments.len()];
-        let mut options = sys::ExecuteOptions::default();
+        let mut options = sys::ExecuteOptions { kept: keep.as_ptr(), num_kept: keep.len(), ..Default::default() };
         let mut call = sys::LoadedExecutableExecute {
             executable: self.loaded,
             options: &mut options,
@@ -222,11 +287,34 @@ impl Executable {
         self.plugin().call("run the program", Function::LoadedExecutableExecute, &mut call)?;
         let owned = |buffer| Buffer { client: self.client.clone(), buffer };
         let results = outputs.into_iter().map(|list| list.into_iter().map(owned).collect()).collect();
-        let mut finished = Ok(());
-        for event in done {
-            finished = finished.and(self.plugin().wait("run the program", event));
-        }
-        finished.map(|()| results)
+        Ok((results, Launched { plugin: self.client.inner.plugin.clone(), events: done }))
+    }
+}
+
+/// A program that runs.
+#[derive(Debug)]
+pub struct Launched {
+    plugin: Arc<Plugin>,
+    /// The event at the end of the program on each device.
+    events: Vec<*mut c_void>,
+}
+
+// SAFETY: see `Inner`.
+unsafe impl Send for Launched {}
+
+impl Launched {
+    /// Waits for all devices, and returns the first error.
+    pub fn wait(&mut self) -> Result<(), PjrtError> {
+        let waited =
+            std::mem::take(&mut self.events).into_iter().map(|event| self.plugin.wait("run the program", event));
+        waited.fold(Ok(()), Result::and)
+    }
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        // An error that nobody waited for follows from an earlier one.
+        let _ = self.wait();
     }
 }
 
@@ -250,6 +338,18 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
+    /// Copies the tensor to another device, without waiting for it.
+    pub fn copy_to(&self, device: usize) -> Result<Buffer, PjrtError> {
+        let device = self.client.handle(device)?;
+        let mut arguments = sys::BufferCopyToDevice { buffer: self.buffer, device, ..Default::default() };
+        self.client.inner.plugin.call(
+            "copy a tensor to another device",
+            Function::BufferCopyToDevice,
+            &mut arguments,
+        )?;
+        Ok(Buffer { client: self.client.clone(), buffer: arguments.copy })
+    }
+
     /// Copies the tensor to the host, as [`super::to_bytes`] writes it.
     pub fn to_host(&self) -> Result<Vec<u8>, PjrtError> {
         const ACTION: &str = "copy a tensor to the host";

@@ -55,6 +55,14 @@ pub fn find(named: Option<&Path>, platform: Platform) -> Result<PathBuf, PjrtErr
     found.ok_or(PjrtError::NotFound { platform: platform.name(), package })
 }
 
+/// A plugin of any platform: the file that is named, the one in `ALTIPLANO_PJRT_PLUGIN`, or one of a package, before that
+/// of CPUs.
+pub fn find_any(named: Option<&Path>) -> Result<PathBuf, PjrtError> {
+    let order = [Platform::Cuda, Platform::Rocm, Platform::Tpu, Platform::Cpu];
+    let mut found = order.into_iter().map(|platform| find(named, platform));
+    found.find(Result::is_ok).unwrap_or_else(|| find(named, Platform::Cpu))
+}
+
 /// The first plugin of a platform in a Python environment.
 fn in_environment(folder: &Path, platform: Platform) -> Option<PathBuf> {
     let mut pythons: Vec<PathBuf> = std::fs::read_dir(folder.join("lib")).ok()?.flatten().map(|e| e.path()).collect();
@@ -74,6 +82,12 @@ pub fn package(file: &Path) -> Option<String> {
     let names = folders.filter_map(|name| name.to_str().map(str::to_string));
     let version = |name: String| Some(name.strip_prefix(&prefix)?.strip_suffix(".dist-info")?.to_string());
     names.filter_map(version).next().map(|version| format!("{package} {version}"))
+}
+
+/// The platform of a plugin that a package brought. `None` for other files.
+pub fn platform_of(file: &Path) -> Option<Platform> {
+    let file = file.canonicalize().ok()?;
+    PACKAGES.iter().find(|(.., place)| file.ends_with(place)).map(|(platform, ..)| *platform)
 }
 
 /// The plugins that are at hand: the one in `ALTIPLANO_PJRT_PLUGIN`, and those of packages in the environment that

@@ -1,7 +1,8 @@
 //! A thin safe layer over PJRT's C API, the interface of XLA's plugins for CPUs, GPUs and TPUs.
 //!
 //! A [`Plugin`] is a shared library, opened at run time. It makes a [`Client`] with devices, which compiles StableHLO
-//! text to an [`Executable`] and keeps tensors in [`Buffer`]s. All calls wait until they are done.
+//! text to an [`Executable`] and keeps tensors in [`Buffer`]s. Calls wait until they are done, except
+//! [`Executable::launch`] and [`Buffer::copy_to`].
 
 mod client;
 mod compiled;
@@ -15,10 +16,10 @@ mod topology;
 #[cfg(test)]
 mod tests;
 
-pub use client::{Buffer, Client, Executable};
+pub use client::{Buffer, Client, Executable, Launched};
 pub use compiled::{Compiled, Memory};
 pub use error::PjrtError;
-pub use find::{Platform, at_hand, find, package};
+pub use find::{Platform, at_hand, find, find_any, package, platform_of};
 pub use options::{ClientOption, Launch};
 pub use plugin::Plugin;
 pub use topology::Topology;

@@ -28,9 +28,11 @@ impl Default for Launch {
 }
 
 impl Launch {
-    /// `CompileOptionsProto` in the wire format of protocol buffers. Settings are XLA's own flags by name.
-    pub(super) fn encoded(self, settings: &[ClientOption]) -> Vec<u8> {
-        // `ExecutableBuildOptionsProto`: no device, replicas, partitions, SPMD, and Shardy as its partitioner.
+    /// `CompileOptionsProto` in the wire format of protocol buffers. Settings are XLA's own flags by name. `devices` are
+    /// the ids of the devices of the replicas, of which each has one partition; XLA chooses them if there are none.
+    pub(super) fn encoded(self, settings: &[ClientOption], devices: &[u64]) -> Vec<u8> {
+        // `ExecutableBuildOptionsProto`: no device, replicas, partitions, SPMD, the device of each replica, and Shardy as
+        // its partitioner.
         let mut build = Vec::new();
         field(&mut build, 1, u64::MAX);
         field(&mut build, 4, u64::from(self.replicas));
@@ -38,6 +40,16 @@ impl Launch {
         if self.partitions > 1 {
             field(&mut build, 6, 1);
             field(&mut build, 19, 1);
+        }
+        if !devices.is_empty() {
+            // `DeviceAssignmentProto`: replicas, computations, and the devices of each computation as packed integers.
+            let (mut packed, mut of_computation, mut assignment) = (Vec::new(), Vec::new(), Vec::new());
+            devices.iter().for_each(|&device| varint(&mut packed, device));
+            message(&mut of_computation, 1, &packed);
+            field(&mut assignment, 1, devices.len() as u64);
+            field(&mut assignment, 2, 1);
+            message(&mut assignment, 3, &of_computation);
+            message(&mut build, 9, &assignment);
         }
         let mut options = Vec::new();
         message(&mut options, 3, &build);
@@ -118,9 +130,12 @@ mod tests {
     fn options_are_encoded_as_protocol_buffers() {
         let minus_one = [0x08, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
         let one = [&[0x1a, 15][..], &minus_one, &[0x20, 1, 0x28, 1]].concat();
-        assert_eq!(Launch::default().encoded(&[]), one);
+        assert_eq!(Launch::default().encoded(&[], &[]), one);
         let four = [&[0x1a, 21][..], &minus_one, &[0x20, 0x80, 2, 0x28, 4, 0x30, 1, 0x98, 1, 1]].concat();
-        assert_eq!(Launch { replicas: 256, partitions: 4 }.encoded(&[]), [&[0x1a, four[1]], &four[2..]].concat());
+        assert_eq!(Launch { replicas: 256, partitions: 4 }.encoded(&[], &[]), [&[0x1a, four[1]], &four[2..]].concat());
         assert_eq!(usize::from(four[1]), four.len() - 2);
+        let assigned =
+            [&[0x1a, 27][..], &minus_one, &[0x20, 2, 0x28, 1, 0x4a, 10, 8, 2, 16, 1, 26, 4, 10, 2, 3, 5]].concat();
+        assert_eq!(Launch { replicas: 2, partitions: 1 }.encoded(&[], &[3, 5]), assigned);
     }
 }

@@ -25,8 +25,9 @@ const NEEDED: [Function; 3] =
     [Function::BufferToHostBuffer, Function::LoadedExecutableExecute, Function::ClientBufferFromHostBuffer];
 
 impl Plugin {
-    /// Opens a plugin and checks its version.
+    /// Opens a plugin and checks its version. Its messages of progress are not shown, unless a variable asks for them.
     pub fn open(path: &Path) -> Result<Arc<Plugin>, PjrtError> {
+        set_if_absent("TF_CPP_MIN_LOG_LEVEL", "2");
         let failed = |why: String| PjrtError::Open { path: path.to_path_buf(), why };
         if !path.is_file() {
             return Err(failed("there is no such file".into()));
@@ -78,15 +79,8 @@ impl Plugin {
     }
 
     /// Opens a plugin whose devices are not used, so that it looks for none: TPUs' plugin would ask a cloud for them.
-    /// Its messages of progress are not shown. Variables that are set keep their values.
     pub fn open_without_devices(path: &Path) -> Result<Arc<Plugin>, PjrtError> {
-        for (name, value) in [("TPU_SKIP_MDS_QUERY", "1"), ("TF_CPP_MIN_LOG_LEVEL", "2")] {
-            if std::env::var_os(name).is_none() {
-                // SAFETY: the plugin reads the variables in the calls that follow, and no other code of this program
-                // reads the environment at that time.
-                unsafe { std::env::set_var(name, value) };
-            }
-        }
+        set_if_absent("TPU_SKIP_MDS_QUERY", "1");
         Plugin::open(path)
     }
 
@@ -154,6 +148,15 @@ impl Plugin {
         let destroyed =
             self.call(action, Function::EventDestroy, &mut sys::EventDestroy { event, ..Default::default() });
         waited.and(destroyed)
+    }
+}
+
+/// Sets a variable for a plugin, unless the user has set it.
+fn set_if_absent(name: &str, value: &str) {
+    if std::env::var_os(name).is_none() {
+        // SAFETY: the plugin reads the variable in the calls that follow, and no other code of this program reads the
+        // environment at that time.
+        unsafe { std::env::set_var(name, value) };
     }
 }
 

@@ -44,17 +44,21 @@ pub(crate) enum Function {
     ClientAddressableDevices = 16,
     ClientCompile = 20,
     ClientBufferFromHostBuffer = 22,
+    DeviceDescriptionId = 23,
     DeviceDescriptionToString = 28,
     DeviceGetDescription = 29,
     ExecutableDestroy = 40,
     ExecutableNumOutputs = 44,
     ExecutableOptimizedProgram = 48,
+    ExecutableSerialize = 49,
     LoadedExecutableDestroy = 50,
     LoadedExecutableGetExecutable = 51,
     LoadedExecutableAddressableDevices = 52,
     LoadedExecutableExecute = 55,
+    ExecutableDeserializeAndLoad = 56,
     BufferDestroy = 58,
     BufferDimensions = 60,
+    BufferCopyToDevice = 69,
     BufferToHostBuffer = 70,
     TopologyCreate = 82,
     TopologyDestroy = 83,
@@ -84,7 +88,7 @@ macro_rules! arguments {
 
         impl Default for $name {
             fn default() -> Self {
-                // SAFETY: every field is an integer, a float, a pointer or a struct of these, for which zero is valid.
+                // SAFETY: every field is an integer, a float, a pointer, an optional function or a struct of these, for which zero is valid.
                 let mut arguments: Self = unsafe { std::mem::zeroed() };
                 arguments.struct_size = size_of::<Self>();
                 arguments
@@ -156,6 +160,7 @@ arguments! {
         done: *mut c_void,
         buffer: *mut c_void,
     }
+    DeviceDescriptionId { description: *mut c_void, id: c_int }
     DeviceGetDescription { device: *mut c_void, description: *mut c_void }
     ExecutableDestroy { executable: *mut c_void }
     ExecutableNumOutputs { executable: *mut c_void, count: usize }
@@ -168,6 +173,21 @@ arguments! {
         temporary: i64,
         host: [i64; 5],
         peak: i64,
+    }
+    ExecutableSerialize {
+        executable: *mut c_void,
+        bytes: *const u8,
+        size: usize,
+        serialized: *mut c_void,
+        forget: Option<unsafe extern "C" fn(*mut c_void)>,
+    }
+    ExecutableDeserializeAndLoad {
+        client: *mut c_void,
+        bytes: *const u8,
+        size: usize,
+        executable: *mut c_void,
+        options: *const c_char,
+        options_size: usize,
     }
     LoadedExecutableGetExecutable { loaded: *mut c_void, executable: *mut c_void }
     LoadedExecutableAddressableDevices { executable: *mut c_void, devices: *const *mut c_void, count: usize }
@@ -196,6 +216,7 @@ arguments! {
         device: *mut c_void,
     }
     BufferDestroy { buffer: *mut c_void }
+    BufferCopyToDevice { buffer: *mut c_void, device: *mut c_void, copy: *mut c_void }
     BufferDimensions { buffer: *mut c_void, dims: *const i64, count: usize }
     TiledLayout {
         minor_to_major: *const i64,

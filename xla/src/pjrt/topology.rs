@@ -72,7 +72,7 @@ impl Topology {
 
     /// Compiles StableHLO text for the described devices, with XLA's own settings (`xla_gpu_autotune_level`).
     pub fn compile(&self, module: &str, launch: Launch, settings: &[ClientOption]) -> Result<Compiled, PjrtError> {
-        let options = launch.encoded(settings);
+        let options = launch.encoded(settings, &[]);
         let program = sys::Program::of_text(module);
         let mut arguments = sys::Compile {
             topology: self.topology,
