@@ -9,6 +9,7 @@ use altiplano_ir::types::TensorType;
 use altiplano_xla::pjrt::PjrtError;
 use bytemuck::{Pod, cast_slice};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 /// The way of a transfer.
@@ -78,9 +79,8 @@ impl Link {
     fn join<T: Pod>(&self, messages: &[Message], compiler: &Compiler, from: &Spread) -> Result<Spread, PjrtError> {
         let mut parts: BTreeMap<u32, Vec<T>> = BTreeMap::new();
         for message in messages {
-            if !parts.contains_key(&message.source) {
-                let bytes = from[message.source as usize].to_host()?;
-                parts.insert(message.source, read(&bytes));
+            if let Entry::Vacant(place) = parts.entry(message.source) {
+                place.insert(read(&from[message.source as usize].to_host()?));
             }
         }
         let shapes = self.types.each_ref().map(|ty| ty.shape.iter().map(|&d| d as usize).collect::<Vec<_>>());
