@@ -5,7 +5,7 @@
 //! once; one that is stopped or cut off falls silent. A separate thread does all this, whatever the rank itself is
 //! doing. If the hub is lost, the remaining ranks find out who reports (`failover.rs`).
 //!
-//! The thread turns a state machine, [`Watcher`], which is told the time and does not wait. So tests turn thousands of
+//! The thread turns a state machine, `Watcher`, which is told the time and does not wait. So tests turn thousands of
 //! them over a simulated network.
 
 use crate::error::WatchError;
