@@ -234,24 +234,26 @@ impl<'a> BodyBuilder<'a> {
     pub fn emit_as(
         &mut self,
         value: ValueId,
-        (op, operands): (&Op, &[ValueId]),
+        op: &Op,
+        operands: &[ValueId],
         rule: &ShardingRule,
         strategy: &Strategy,
         shardings: &OpShardings,
     ) {
-        let local = self.applied(value, (op, operands), rule, strategy, shardings);
+        let local = self.applied(value, op, operands, rule, strategy, shardings);
         self.define(value, shardings.result.clone(), local);
     }
 
     fn apply(&mut self, value: ValueId, rule: &ShardingRule, strategy: &Strategy, shardings: &OpShardings) -> ValueId {
         let node = self.stage.training.graph.node(value);
-        self.applied(value, (&node.op, &node.operands), rule, strategy, shardings)
+        self.applied(value, &node.op, &node.operands, rule, strategy, shardings)
     }
 
     fn applied(
         &mut self,
         value: ValueId,
-        (op, operands): (&Op, &[ValueId]),
+        op: &Op,
+        operands: &[ValueId],
         rule: &ShardingRule,
         strategy: &Strategy,
         shardings: &OpShardings,

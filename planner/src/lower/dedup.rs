@@ -171,7 +171,8 @@ impl<'a> Pairing<'a> {
             && p.operands.iter().zip(&q.operands).all(|(&v, &w)| self.same_operands(v, w, stages))
     }
 
-    fn same_operands(&mut self, v: ValueId, w: ValueId, (a, b): (usize, usize)) -> bool {
+    fn same_operands(&mut self, v: ValueId, w: ValueId, stages: (usize, usize)) -> bool {
+        let (a, b) = stages;
         let known = self.to.contains_key(&v);
         if !self.bind(v, w) {
             return false;
@@ -191,7 +192,7 @@ impl<'a> Pairing<'a> {
             }
             (Op::Input(_), _) => p.op == q.op,
             _ if known => true,
-            _ if constant[v.index()] => self.same_nodes(v, w, (a, b)),
+            _ if constant[v.index()] => self.same_nodes(v, w, stages),
             // Values made in this stage are paired before they are used.
             _ => received.0.is_some(),
         }
@@ -210,7 +211,8 @@ impl<'a> Pairing<'a> {
     }
 
     /// Returns true if the cotangents of two values sum the same contributions, local and remote.
-    fn same_contributions(&mut self, x: ValueId, y: ValueId, (a, b): (usize, usize)) -> bool {
+    fn same_contributions(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
+        let (a, b) = stages;
         let Cut { training_graphs, stage_of, .. } = self.of.cut;
         let all = &training_graphs.training.contributions;
         let (mine, others) = (&all[x.index()], &all[y.index()]);
@@ -221,7 +223,7 @@ impl<'a> Pairing<'a> {
                 let here = from == Some(a as u32);
                 from.map(|s| s + further) == other_from
                     && (!here
-                        || self.to.get(&user) == Some(&other_user) && self.same_operands(value, other_value, (a, b)))
+                        || self.to.get(&user) == Some(&other_user) && self.same_operands(value, other_value, stages))
             })
     }
 }

@@ -20,28 +20,13 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
         backward.writes.iter().copied().partition(|w| sent.contains(&w.0));
     let graph = &backward.graph;
     let waited = ancestors(graph, first.iter().map(|w| w.1));
-    let rest = ancestors(graph, second.iter().map(|w| w.1));
-    let cheap = cheap(graph);
     let buffer_of: BTreeMap<ValueId, BufferId> = backward.reads.iter().copied().collect();
 
     let mut weights = Graph::new(graph.name.clone());
     let mut map: BTreeMap<ValueId, ValueId> = BTreeMap::new();
     let mut reads = Vec::new();
     let mut passed: Vec<(BufferId, ValueId)> = Vec::new();
-    // Values that the second part computes: those that the first does not, and needed ones that are cheap.
-    let own: BTreeSet<ValueId> = {
-        let later = rest.iter().filter(|v| !waited.contains(v));
-        let mut own: BTreeSet<ValueId> = later.copied().collect();
-        let results: BTreeSet<ValueId> = second.iter().map(|w| w.1).collect();
-        for v in graph.values().rev().filter(|v| rest.contains(v)) {
-            let needed = results.contains(&v) || own.contains(&v);
-            if needed && (own.contains(&v) || cheap[v.index()]) {
-                own.insert(v);
-                own.extend(graph.node(v).operands.iter().filter(|o| cheap[o.index()]));
-            }
-        }
-        own
-    };
+    let own = computed_later(graph, &waited, &second);
     let needed: BTreeSet<ValueId> =
         own.iter().flat_map(|v| graph.node(*v).operands.iter().copied()).chain(second.iter().map(|w| w.1)).collect();
     for v in graph.values() {
@@ -97,6 +82,22 @@ pub fn split(backward: Body, sent: &BTreeSet<BufferId>, buffers: &mut Vec<Buffer
         frees: later_frees,
     };
     (Body { graph, reads: first_reads, writes, frees, ..backward }, weights)
+}
+
+/// Values that the second part computes: those that the first does not, which `waited` for, and needed ones that are
+/// cheap.
+fn computed_later(graph: &Graph, waited: &BTreeSet<ValueId>, second: &[(BufferId, ValueId)]) -> BTreeSet<ValueId> {
+    let results: BTreeSet<ValueId> = second.iter().map(|w| w.1).collect();
+    let (rest, cheap) = (ancestors(graph, results.iter().copied()), cheap(graph));
+    let mut own: BTreeSet<ValueId> = rest.iter().filter(|v| !waited.contains(v)).copied().collect();
+    for v in graph.values().rev().filter(|v| rest.contains(v)) {
+        let needed = results.contains(&v) || own.contains(&v);
+        if needed && (own.contains(&v) || cheap[v.index()]) {
+            own.insert(v);
+            own.extend(graph.node(v).operands.iter().filter(|o| cheap[o.index()]));
+        }
+    }
+    own
 }
 
 /// The part of a graph that some values need, with its reads and writes.

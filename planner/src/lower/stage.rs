@@ -283,7 +283,7 @@ impl<'a> StageLowering<'a> {
                 Task::Emit(v, shardings) => {
                     let (rule, strategy) = (cx.rule(v), cx.strategy(v));
                     match self.rolled_from(v) {
-                        Some((from, roll)) => b.emit_as(v, (&Op::Roll(roll), &[from]), rule, strategy, &shardings),
+                        Some((from, roll)) => b.emit_as(v, &Op::Roll(roll), &[from], rule, strategy, &shardings),
                         None => b.emit(v, rule, strategy, &shardings),
                     }
                 }

@@ -89,7 +89,7 @@ fn middle_stages_are_lowered_once() {
     }
 }
 
-/// Of the equal layers of a stage, one is lowered, or two if the first begins with what the stage receives.
+/// One of the equal layers of a stage is lowered, or two if the first begins with the values that the stage receives.
 #[test]
 fn equal_layers_are_lowered_once() {
     for (zero, tp, recompute, pp) in [

@@ -45,7 +45,7 @@ impl Random {
     }
 }
 
-/// What travels in one direction of a connection.
+/// A part of the data in one direction of a connection.
 enum Segment {
     Bytes(Vec<u8>),
     End,
@@ -142,7 +142,7 @@ impl Network {
         }
     }
 
-    /// Whether data that has arrived on a pipe is unread.
+    /// Returns whether data that has arrived on a pipe is unread.
     fn has_unread(&self, pipe: usize) -> bool {
         let arrived = |(at, segment): &(Option<u64>, Segment)| {
             at.is_some_and(|at| at <= self.now_ms) && matches!(segment, Segment::Bytes(_))

@@ -254,7 +254,7 @@ const SHORT_TURN: Duration = Duration::from_millis(5);
 /// Time limit for others to close their connections, once they were told to end.
 const DRAIN: Duration = Duration::from_millis(300);
 
-/// What a [`Watch`]'s thread does.
+/// The state machine of a [`Watch`]'s thread.
 pub(super) struct Watcher<R: Reach> {
     me: usize,
     peers: Vec<Peer>,

@@ -321,24 +321,7 @@ impl Space {
         let (layers, width) = (self.num_layers, self.counts.width());
         let (first_end, num_nodes) = (layers * self.num_groups, (layers + 1) * self.num_groups);
         let level_len = num_nodes * width;
-        let mut costs = Costs {
-            num_nodes,
-            width,
-            levels,
-            saturating,
-            rows: vec![f64::INFINITY; level_len],
-            joined: vec![f64::INFINITY; if saturating { level_len } else { 0 }],
-        };
-        let no_layers_left = if self.all_devices { 1 } else { width };
-        // Per node, the part of the source row that is finite.
-        let mut live: Vec<Range<usize>> = vec![0..0; num_nodes];
-        live[first_end..].fill(0..no_layers_left);
-        for row in costs.rows[first_end * width..].chunks_mut(width) {
-            row[..no_layers_left].fill(0.0);
-        }
-        if saturating && levels == 1 {
-            costs.joined[first_end * width..].copy_from_slice(&costs.rows[first_end * width..level_len]);
-        }
+        let (mut costs, mut live) = self.without_stages(levels, saturating);
         for level in 1..=levels {
             let last = saturating && level == levels;
             let bound = prune.as_ref().and_then(|prune| Some((prune.before(level)?, prune.cap)));
@@ -402,6 +385,24 @@ impl Space {
             }
         }
         costs
+    }
+
+    /// The costs of no stages, and for each node the part of its row that is finite.
+    fn without_stages(&self, levels: usize, saturating: bool) -> (Costs, Vec<Range<usize>>) {
+        let width = self.counts.width();
+        let (first_end, num_nodes) = (self.num_layers * self.num_groups, (self.num_layers + 1) * self.num_groups);
+        let no_layers_left = if self.all_devices { 1 } else { width };
+        let mut rows = vec![f64::INFINITY; num_nodes * width];
+        for row in rows[first_end * width..].chunks_mut(width) {
+            row[..no_layers_left].fill(0.0);
+        }
+        let mut joined = vec![f64::INFINITY; if saturating { rows.len() } else { 0 }];
+        if saturating && levels == 1 {
+            joined[first_end * width..].copy_from_slice(&rows[first_end * width..]);
+        }
+        let mut live = vec![0..0; num_nodes];
+        live[first_end..].fill(0..no_layers_left);
+        (Costs { num_nodes, width, levels, saturating, rows, joined }, live)
     }
 
     /// Puts the stage of an arc before the rest, whose costs are those of `rest` within `known`. Keeps the lower cost of

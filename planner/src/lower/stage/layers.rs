@@ -114,7 +114,7 @@ fn forward_pairs(cx: &StageContext<'_>, first: &[ValueId], second: &[ValueId]) -
 /// Pairs two nodes that run the same op, with their operands.
 fn same_nodes(cx: &StageContext<'_>, pairs: &mut Pairs, v: ValueId, w: ValueId) -> Option<()> {
     let (p, q) = (cx.training.graph.node(v), cx.training.graph.node(w));
-    // What a lookup becomes depends on how its table was made.
+    // The lowering of a lookup depends on how its table was made.
     if cx.alike.kind(v) != cx.alike.kind(w) || matches!(p.op, Op::Gather(_)) || cx.is_constant(v) != cx.is_constant(w) {
         return None;
     }
@@ -144,7 +144,7 @@ fn same_values(cx: &StageContext<'_>, pairs: &mut Pairs, v: ValueId, w: ValueId)
     same.then_some(())
 }
 
-/// What the backward pass of a stage looks at beside its nodes.
+/// Tables that the backward pass of a stage reads beside its nodes.
 pub struct Seen<'s> {
     /// See [`super::parts_of`].
     pub parts: &'s FxHashMap<ValueId, ValueId>,
@@ -152,7 +152,7 @@ pub struct Seen<'s> {
     pub first_used: &'s FxHashMap<ValueId, Vec<ValueId>>,
 }
 
-/// What a walk did in one layer.
+/// The traces of a walk through one layer.
 struct Section {
     part: Range<Point>,
     /// For each pair with the layer that repeats it: the numbers of layouts and of saved layouts at the start.

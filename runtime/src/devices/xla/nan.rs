@@ -38,7 +38,7 @@ pub(super) fn watch(graph: &mut Graph) -> Vec<ValueId> {
     values
 }
 
-/// What a body's flags say.
+/// The meaning of a body's flags.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// A leaf holds a NaN.
