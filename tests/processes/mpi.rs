@@ -134,6 +134,9 @@ fn losses(metrics: &Path) -> Vec<f64> {
     text.lines().map(loss).collect()
 }
 
+/// Steps of a comparison. Gradients that are late show in the third.
+const STEPS: usize = 5;
+
 /// Trains a plan on threads and on ranks, with sums in order and in any order.
 fn check(model: &str, devices: u32, degrees: &[&str], more: &[&str]) {
     let scratch = Scratch::new();
@@ -143,12 +146,13 @@ fn check(model: &str, devices: u32, degrees: &[&str], more: &[&str]) {
     let metrics = |name: &str| scratch.path(name).display().to_string();
     let (threads, ordered, fast) = (metrics("threads"), metrics("ordered"), metrics("fast"));
     let run = |file: &str| -> Vec<String> {
-        let fixed = ["run", plan.as_str(), "--steps", "20", "--metrics", file];
+        let steps = STEPS.to_string();
+        let fixed = ["run", plan.as_str(), "--steps", &steps, "--metrics", file];
         fixed.iter().chain(more).map(|s| s.to_string()).collect()
     };
     succeeds(&run(&threads));
     let expected = losses(Path::new(&threads));
-    assert_eq!(expected.len(), 20);
+    assert_eq!(expected.len(), STEPS);
     for (file, in_order) in [(&ordered, true), (&fast, false)] {
         let mut arguments = run(file);
         arguments.extend(in_order.then(|| "--reduce-in-order".to_string()));
