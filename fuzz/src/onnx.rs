@@ -1,7 +1,7 @@
 //! Mutations of ONNX files by the message: a protocol buffer of damaged bytes is seldom one, and says little of the reader.
 
 use crate::Random;
-use altiplano_import::onnx::proto::{Attribute, Graph, Model, Node, Tensor};
+use altiplano::import::onnx::proto::{Attribute, Graph, Model, Node, Tensor};
 use prost::Message;
 
 const NUMBERS: [i64; 16] = [0, 1, 2, 3, 4, 7, 8, 16, 64, 1000, -1, -2, 65536, 1 << 32, i64::MAX, i64::MIN];

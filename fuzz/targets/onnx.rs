@@ -1,7 +1,7 @@
 #![no_main]
 
 use altiplano::Format;
-use altiplano_import::onnx::held;
+use altiplano::import::onnx::held;
 use altiplano_fuzz::{onnx, read_model};
 use libfuzzer_sys::{fuzz_crossover, fuzz_mutator, fuzz_target};
 

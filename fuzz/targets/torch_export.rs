@@ -1,7 +1,7 @@
 #![no_main]
 
 use altiplano::Format;
-use altiplano_import::torch_export::weights;
+use altiplano::import::torch_export::weights;
 use altiplano_fuzz::{mutate_tokens, read_model};
 use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use std::io::{Cursor, Write};
