@@ -21,7 +21,7 @@ fn is_small(graph: &Graph) -> bool {
     graph.nodes.len() <= MOST_NODES
         && graph.values().all(|value| {
             flop = flop.saturating_add(graph.flop(value));
-            graph.ty(value).num_elements() <= MOST_ELEMENTS && flop <= MOST_FLOP
+            graph.ty(value).elements() <= MOST_ELEMENTS && flop <= MOST_FLOP
         })
 }
 
@@ -47,7 +47,7 @@ fuzz_target!(|data: &[u8]| -> Corpus {
     let found = match plan(&asked, &Silent) {
         Ok(found) => found,
         Err(error) => {
-            refused(&error);
+            refused(&error.into());
             return Corpus::Keep;
         }
     };
