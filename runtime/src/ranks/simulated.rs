@@ -80,10 +80,10 @@ struct Network {
     late_one_in: u64,
 }
 
-type Shares = Arc<Mutex<Network>>;
+type SharedNetwork = Arc<Mutex<Network>>;
 
-fn network(shares: &Shares) -> MutexGuard<'_, Network> {
-    shares.lock().expect("one thread")
+fn network(net: &SharedNetwork) -> MutexGuard<'_, Network> {
+    net.lock().expect("one thread")
 }
 
 impl Network {
@@ -153,20 +153,20 @@ impl Network {
 
 /// One end of a simulated connection, which does not block. It closes when it is dropped.
 struct Stream {
-    network: Shares,
+    network: SharedNetwork,
     incoming: usize,
     outgoing: usize,
 }
 
 impl Stream {
     /// Both ends of a connection.
-    fn pair(shares: &Shares, near: usize, far: usize) -> (Stream, Stream) {
-        let mut network = network(shares);
+    fn pair(net: &SharedNetwork, near: usize, far: usize) -> (Stream, Stream) {
+        let mut network = network(net);
         let first = network.pipes.len();
         for (from, to) in [(near, far), (far, near)] {
             network.pipes.push(Pipe { from, to, segments: VecDeque::new(), reset: false, ended: false });
         }
-        let end = |incoming, outgoing| Stream { network: shares.clone(), incoming, outgoing };
+        let end = |incoming, outgoing| Stream { network: net.clone(), incoming, outgoing };
         (end(first + 1, first), end(first, first + 1))
     }
 }
@@ -246,8 +246,8 @@ struct Dialing {
 }
 
 impl Dialing {
-    fn new(shares: &Shares, from: usize, rank: usize) -> Dialing {
-        let mut locked = network(shares);
+    fn new(net: &SharedNetwork, from: usize, rank: usize) -> Dialing {
+        let mut locked = network(net);
         if !locked.reaches(from, rank) {
             return Dialing { rank, known_ms: locked.now_ms + ACCEPT_MS, stream: None };
         }
@@ -256,15 +256,15 @@ impl Dialing {
             return Dialing { rank, known_ms, stream: None };
         }
         drop(locked);
-        let (near, far) = Stream::pair(shares, from, rank);
-        network(shares).arriving[rank].push_back((known_ms, far));
+        let (near, far) = Stream::pair(net, from, rank);
+        network(net).arriving[rank].push_back((known_ms, far));
         Dialing { rank, known_ms, stream: Some(near) }
     }
 }
 
 /// A rank's connections for failover.
 struct Simulated {
-    network: Shares,
+    network: SharedNetwork,
     me: usize,
     size: usize,
     dialing: Vec<Dialing>,
@@ -313,8 +313,8 @@ impl Reach for Simulated {
 }
 
 /// Goes on with the greetings of a rank's hub.
-fn accept(shares: &Shares, rank: usize, greetings: &mut Greetings<Stream>) -> Option<(Hello, Stream)> {
-    let mut locked = network(shares);
+fn accept(net: &SharedNetwork, rank: usize, greetings: &mut Greetings<Stream>) -> Option<(Hello, Stream)> {
+    let mut locked = network(net);
     let (now, now_ms) = (locked.now(), locked.now_ms);
     let (come, later) = std::mem::take(&mut locked.arriving[rank]).into_iter().partition(|(at, _)| *at <= now_ms);
     locked.arriving[rank] = later;
@@ -334,12 +334,12 @@ struct Stranger {
 }
 
 impl Stranger {
-    fn new(shares: &Shares, rank: usize) -> Option<Stranger> {
-        let mut stream = Dialing::new(shares, STRANGER, rank).stream?;
-        let kind = network(shares).random.within(0, 3);
-        let noise: Vec<u8> = (0..80).map(|_| network(shares).random.next() as u8).collect();
+    fn new(net: &SharedNetwork, rank: usize) -> Option<Stranger> {
+        let mut stream = Dialing::new(net, STRANGER, rank).stream?;
+        let kind = network(net).random.within(0, 3);
+        let noise: Vec<u8> = (0..80).map(|_| network(net).random.next() as u8).collect();
         match kind {
-            // It says nothing, or noise, or it greets with another token.
+            // It connects and says nothing, sends noise, or greets with another token.
             0 => {}
             1 => drop(stream.write(&noise)),
             _ => {
@@ -447,7 +447,7 @@ fn scenario(random: &mut Random) -> Scenario {
 
 /// All processes of a run.
 struct Run {
-    network: Shares,
+    network: SharedNetwork,
     hosts: Vec<usize>,
     processes: Vec<Process>,
     strangers: Vec<Stranger>,
