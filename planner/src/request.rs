@@ -3,6 +3,7 @@
 use crate::cache::Cache;
 use crate::features::chunked_loss::{self, LossChunks};
 use crate::features::rings::{self, Ring};
+use crate::features::stages::GivenStages;
 use crate::features::target::execution;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
@@ -35,6 +36,8 @@ pub struct Request {
     pub cluster: Cluster,
     pub batch: BatchSizes,
     pub degrees: GivenDegrees,
+    /// Stages given by hand, which fix the degree of pipeline parallelism.
+    pub stages: GivenStages,
     pub training: Training,
     /// [`Schedule::Forward`] plans inference instead of training.
     pub schedule: Option<Schedule>,
@@ -137,6 +140,7 @@ impl Request {
             cluster,
             batch: BatchSizes::default(),
             degrees: GivenDegrees::default(),
+            stages: GivenStages::default(),
             training: Training {
                 optimizer: Optimizer::adamw(),
                 clip_norm: None,
@@ -160,7 +164,7 @@ impl Request {
         }
     }
 
-    /// True if a plan respects the degrees that the user fixed.
+    /// True if a plan respects the degrees and stages that the user fixed.
     pub fn allows(&self, plan: &Plan) -> bool {
         let mesh_is = |axis: usize, degree: Option<u32>| {
             degree.is_none_or(|d| plan.stages.iter().all(|s| s.mesh.axes[axis].size == d))
@@ -170,6 +174,7 @@ impl Request {
             && self.degrees.pp.is_none_or(|pp| plan.num_lanes() as u32 == pp)
             && self.degrees.virtual_stages.is_none_or(|v| plan.virtual_stages == v)
             && self.degrees.zero.is_none_or(|z| plan.stages.iter().all(|s| s.zero == z))
+            && self.stages.allow(plan)
     }
 
     /// Samples of a step.
@@ -255,6 +260,8 @@ pub enum PlanFailure {
     Lacks { target: &'static str, option: &'static str, given: String, problem: String },
     #[error("--{option}: {value} {problem}")]
     Option { option: &'static str, value: u64, problem: &'static str },
+    #[error("--{option} {given}: {problem}")]
+    Stages { option: &'static str, given: String, problem: String },
     #[error("--{option} with --parameter-servers: {problem}")]
     Servers { option: &'static str, problem: &'static str },
     #[error("{}", degrees(*.dp, *.tp, *.pp, *.cp, *.product, *.devices))]

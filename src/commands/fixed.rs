@@ -5,6 +5,7 @@ use altiplano::Error;
 use altiplano::ir::plan::{self, Offload, Schedule, UnknownOffload, Update};
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::Request;
+use altiplano::planner::features::stages::{GivenStages, StageBlocks};
 use altiplano_ir::recompute::Recompute;
 use clap::{Args, ValueEnum};
 use std::sync::Arc;
@@ -42,6 +43,12 @@ pub(crate) struct FixedOptions {
     /// Degree of expert parallelism: parts over which experts are distributed, within the devices of the other degrees
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     ep: Option<u32>,
+    /// Blocks of the model in each pipeline stage, by number or by the name of a parameter: 0-11,12-23 or h.0-h.11,h.12-h.23
+    #[arg(long, value_name = "FIRST-LAST,..", help_heading = "Parallelism")]
+    stages: Option<StageBlocks>,
+    /// Number of devices of each pipeline stage: 1,2
+    #[arg(long, value_name = "N,..", value_delimiter = ',', help_heading = "Parallelism")]
+    stage_devices: Vec<u32>,
     /// Stages that share each block of devices (interleaved 1f1b); 1 turns it off
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     virtual_stages: Option<u32>,
@@ -168,6 +175,8 @@ impl FixedOptions {
         request.degrees.ep = self.ep;
         request.degrees.groups = self.dp_replicate;
         request.degrees.virtual_stages = self.virtual_stages;
+        request.stages =
+            GivenStages { blocks: self.stages.clone().unwrap_or_default(), devices: self.stage_devices.clone() };
         request.degrees.zero = self.zero.or(self.data_parallel_shard_degree.map(|_| 3));
         request.offload = match self.offload {
             None => request.offload,

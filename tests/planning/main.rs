@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod given_stages;
 mod kernels;
 mod late_gradients;
 mod matrix;

@@ -87,6 +87,7 @@ fn solved(run: &Run) -> Stages {
         num_microbatches: run.num_microbatches,
         schedule: Schedule::OneFOneB,
         num_stages: None,
+        devices: Vec::new(),
         all_devices: true,
         relative_tolerance: 0.0,
     };

@@ -9,4 +9,5 @@ pub(crate) mod pins;
 pub mod rings;
 pub(crate) mod servers;
 pub mod stacks;
+pub mod stages;
 pub mod target;

@@ -147,6 +147,8 @@ pub struct Query {
     pub schedule: Schedule,
     /// Fixed by the user; `None` leaves it to the search.
     pub num_stages: Option<u32>,
+    /// Devices of each stage, first to last, of which there are `num_stages`; empty if stages may have any number.
+    pub devices: Vec<u64>,
     /// Every device of the rooms must be used; otherwise some may be left idle.
     pub all_devices: bool,
     /// Stop when no plan can be faster by more than this fraction. Zero finds an optimum; 0.01 saves time on

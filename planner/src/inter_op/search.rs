@@ -331,7 +331,11 @@ pub fn candidates(
             let exact = space.degrees.dp.is_some() && space.degrees.tp.is_some();
             let whole = space.all_devices && space.degrees.pp == Some(1) && devices != of_group.num_devices() as u64;
             let alpas = !space.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
-            let worth = worth_trying(block.shape, of_group, num_layers);
+            let given = &request.stages.devices;
+            let worth = match given.is_empty() {
+                true => worth_trying(block.shape, of_group, num_layers),
+                false => given.iter().any(|&size| u64::from(size) == devices),
+            };
             alpas && !whole && (!exact || product == Some(devices)) && worth
         };
         let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
@@ -371,18 +375,19 @@ pub fn candidates(
             if i / blocks.len() == whole { best } else { of_use(best, limits[i % blocks.len()]) }
         })
         .collect();
-    if !space.all_devices && !blocks.is_empty() {
+    if !space.all_devices && !blocks.is_empty() && request.stages.devices.is_empty() {
         kept.par_chunks_mut(blocks.len()).for_each(|cells| drop_idle_growth(cells, &blocks));
     }
     let layers = layered.layers.len();
     let mut table = StageTable::new(layers, blocks.clone());
+    let given = given_stages(request, &layered);
     for first in 0..layers {
         if first > 0 {
             for (i, &block) in blocks.iter().enumerate() {
                 table.set_crossing(first, i, crossing_s(request, costs, block, layered.entering_bytes(first)));
             }
         }
-        for end in first + 1..=layers {
+        for end in (first + 1..=layers).filter(|end| given.is_empty() || given.contains(&(first..*end))) {
             let cells = &kept[runs.of(first, end) * blocks.len()..][..blocks.len()];
             for (block, cell) in cells.iter().enumerate() {
                 cell.iter().for_each(|&candidate| table.push(first, end, block, candidate));
@@ -391,6 +396,14 @@ pub fn candidates(
     }
     let num_devices = cluster.groups.iter().map(|g| g.num_devices() as u64).collect();
     CandidatesAtMicrobatch { layered, num_microbatches, num_devices, blocks, table, configs, answers: Mutex::default() }
+}
+
+/// The layers of each stage that the user gives; empty if the search decides.
+fn given_stages(request: &Request, layered: &LayeredGraph) -> Vec<Range<usize>> {
+    let starts = request.stages.starts(&layered.graph).unwrap_or_default();
+    let layers = starts.iter().map(|start| layered.starts.partition_point(|s| s < start));
+    let ends = layers.clone().skip(1).chain([layered.layers.len()]);
+    layers.zip(ends).map(|(start, end)| start..end).collect()
 }
 
 /// Extra seconds if the inputs of a stage on a block come from another group instead of its own.
@@ -461,6 +474,7 @@ impl CandidatesAtMicrobatch {
                 num_microbatches: self.num_microbatches.saturating_mul(steps),
                 schedule,
                 num_stages,
+                devices: request.stages.devices.iter().map(|&n| u64::from(n)).collect(),
                 all_devices: space.all_devices,
                 relative_tolerance: 1e-3,
             };

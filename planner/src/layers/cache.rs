@@ -1,6 +1,7 @@
 //! A model cut into layers, at every microbatch size that a search asks for. The cut and the data derived from its
 //! layers do not depend on the cluster, so requests for several clusters share them.
 
+use crate::features::stages;
 use crate::intra_op::stage::gradient_readers;
 use crate::layers;
 use crate::layers::graph::{LayeredGraph, saved_between};
@@ -57,7 +58,9 @@ impl<'a> LayeredAtBatch<'a> {
         };
         let cell = self.cache.known.lock().unwrap_or_else(PoisonError::into_inner).entry(samples).or_default().clone();
         let new = || {
-            let starts = || [layers::cluster(graph), layers::cluster_finely(graph, usize::MAX)];
+            let starts = || {
+                [stages::with_starts(self.request, layers::cluster(graph)), layers::cluster_finely(graph, usize::MAX)]
+            };
             let [starts, units] = self.cache.starts.get_or_init(starts);
             let graph = at_microbatches(self.request, count)?;
             let layered = LayeredGraph::new(graph, starts.clone(), stop_gradients, self.request.trains());

@@ -25,21 +25,7 @@ pub fn cluster(graph: &Graph) -> Vec<u32> {
 
 /// Like [`cluster`], with at most about `most` layers.
 pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
-    let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
-    let signature: Vec<String> = heavy
-        .iter()
-        .map(|&i| {
-            let node = &graph.nodes[i];
-            format!("{:?} {:?} {}", node.op, graph.operand_types(ValueId(i as u32)), node.ty)
-        })
-        .collect();
-    let mut before = vec![0u128; graph.len() + 1];
-    for v in graph.values() {
-        before[v.index() + 1] = before[v.index()] + u128::from(graph.flop(v));
-    }
-    let of = Sequence { graph, crossing: crossing_bytes(graph), before, ids: numbered(&signature), heavy };
-    let mut cuts = Vec::new();
-    of.cut(0..of.heavy.len(), 0..graph.len(), None, &mut cuts);
+    let cuts = cuts(graph);
     let repeated: usize = cuts.iter().map(|c| if let Cuts::Repeated(cuts) = c { cuts.len() - 1 } else { 0 }).sum();
     let group = repeated.div_ceil(most.max(1)).max(1);
     let mut starts = vec![0u32];
@@ -57,6 +43,40 @@ pub fn cluster_finely(graph: &Graph, most: usize) -> Vec<u32> {
     starts.sort_unstable();
     starts.dedup();
     without_empty_layers(graph, starts)
+}
+
+/// The first node of each repeated block of a model, in order: of each block of an encoder, and then of a decoder.
+pub fn blocks(graph: &Graph) -> Vec<u32> {
+    let of_part = |cuts| match cuts {
+        Cuts::Repeated(mut cuts) => {
+            cuts.pop();
+            cuts
+        }
+        Cuts::Balanced(_) => Vec::new(),
+    };
+    let mut starts: Vec<u32> = cuts(graph).into_iter().flat_map(of_part).map(|start| start as u32).collect();
+    starts.sort_unstable();
+    starts
+}
+
+/// The cuts of all parts of a model.
+fn cuts(graph: &Graph) -> Vec<Cuts> {
+    let heavy: Vec<usize> = graph.values().filter(|&v| is_heavy(graph, v)).map(|v| v.index()).collect();
+    let signature: Vec<String> = heavy
+        .iter()
+        .map(|&i| {
+            let node = &graph.nodes[i];
+            format!("{:?} {:?} {}", node.op, graph.operand_types(ValueId(i as u32)), node.ty)
+        })
+        .collect();
+    let mut before = vec![0u128; graph.len() + 1];
+    for v in graph.values() {
+        before[v.index() + 1] = before[v.index()] + u128::from(graph.flop(v));
+    }
+    let of = Sequence { graph, crossing: crossing_bytes(graph), before, ids: numbered(&signature), heavy };
+    let mut cuts = Vec::new();
+    of.cut(0..of.heavy.len(), 0..graph.len(), None, &mut cuts);
+    cuts
 }
 
 /// Data by which cuts are found.

@@ -23,7 +23,7 @@ mod variants;
 
 use crate::explain::alternatives;
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, one_device, pins, rings, servers, target};
+use crate::features::{chunked_loss, one_device, pins, rings, servers, stages, target};
 use crate::layers::cache::{LayeredAtBatch, LayeredCache};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
@@ -45,6 +45,9 @@ pub fn plan(
     if let Some(size) = request.batch.per_replica {
         return pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress));
     }
+    let request = &stages::with_degrees(request)?;
+    // Given stages are cuts of their own.
+    let cache = if request.stages.is_empty() { cache } else { &Arc::default() };
     let request = &pins::with_pins(request)?;
     let request = &rings::with_blocks(request)?;
     let request = &chunked_loss::with_chunks(request)?;

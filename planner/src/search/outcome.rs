@@ -80,6 +80,7 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
     let other_layout = plans.first().and_then(|best| laid_out(cx, best));
     plans.extend(plans.first().and_then(|best| without_bubble(cx, best)));
     plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    plans.retain(|plan| cx.request.stages.allow(plan));
     let lines = baselines.iter().map(|baseline| baseline.line(cx)).collect();
     let candidates: Vec<Plan> = baselines.into_iter().filter_map(|b: Baseline| b.candidate(cx)).collect();
     let (mut finalists, others) = finalists(candidates, plans, cx.request.graph.len());
@@ -119,7 +120,8 @@ fn has_workers(cx: &SearchContext<'_>) -> bool {
 fn uniform_plans(cx: &SearchContext<'_>, found: &Plan) -> Vec<Plan> {
     let request = cx.request;
     // The sweep honours neither pins nor a given schedule, and covers only training on GPUs.
-    let asked = !request.graph.pins.is_empty() || request.schedule.is_some() || cx.space.only_group.is_some();
+    let given = !request.stages.is_empty() || cx.space.only_group.is_some();
+    let asked = !request.graph.pins.is_empty() || request.schedule.is_some() || given;
     let other = cx.space.alpa || request.target != Target::Altiplano || !request.trains() || has_workers(cx);
     if asked || other || cx.progress.stopped() {
         return Vec::new();
@@ -135,7 +137,8 @@ fn uniform_plans(cx: &SearchContext<'_>, found: &Plan) -> Vec<Plan> {
 /// between plans with the same degrees.
 fn laid_out(cx: &SearchContext<'_>, best: &Plan) -> Option<Plan> {
     let request = cx.request;
-    let asked = !request.graph.pins.is_empty() || request.degrees.ep.is_some() || cx.space.only_group.is_some();
+    let given = !request.stages.is_empty() || cx.space.only_group.is_some();
+    let asked = !request.graph.pins.is_empty() || request.degrees.ep.is_some() || given;
     let other = cx.space.alpa || request.target != Target::Altiplano || !request.trains() || has_workers(cx);
     let several = request.cluster.groups.len() > 1;
     if asked || other || several || cx.progress.stopped() || !fits(best) {

@@ -2,6 +2,7 @@
 
 use crate::inter_op::submesh::shapes;
 use crate::request::{GivenDegrees, PlanFailure, Request, SearchKind};
+use crate::search::sweep::is_uniform;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::Group;
 use altiplano_ir::plan::{Goal, Schedule, is_countable};
@@ -114,11 +115,20 @@ fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
         Err(PlanFailure::Degrees { dp, tp, pp, cp, product, devices })
     };
     let given: u64 = [dp, tp, pp, Some(cp)].into_iter().flatten().map(u64::from).product();
-    if dp.is_some() && tp.is_some() && pp.is_some() && given != u64::from(devices) {
+    if dp.is_some() && tp.is_some() && pp.is_some() && given != u64::from(devices) && request.stages.devices.is_empty()
+    {
         return refused(given);
     }
     let several = request.cluster.groups.len() > 1;
-    if given > u64::from(devices) || !several && u64::from(devices) % given != 0 {
+    let of_stages = &request.stages.devices;
+    if let Some(&size) = of_stages.iter().find(|&&size| !may_have(request, size)) {
+        let problem = format!("a stage of {size} devices cannot have --dp {} and --tp {}", or_any(dp), or_any(tp));
+        let list = of_stages.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        return Err(PlanFailure::Stages { option: "stage-devices", given: list, problem });
+    }
+    // Stages of a pipeline may differ in size if nothing else is asked of them.
+    let may_differ = several || !of_stages.is_empty() || (dp, tp) == (None, None) && !is_uniform(request);
+    if given > u64::from(devices) && of_stages.is_empty() || !may_differ && u64::from(devices) % given != 0 {
         return refused(given);
     }
     if several {
@@ -131,6 +141,9 @@ fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
         }
         return Ok(request.degrees);
     }
+    if !of_stages.is_empty() {
+        return Ok(request.degrees);
+    }
     let rest = (u64::from(devices) / given) as u32;
     match (dp, tp, pp) {
         (None, Some(_), Some(_)) => dp = Some(rest),
@@ -139,6 +152,20 @@ fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
         _ => {}
     }
     Ok(GivenDegrees { dp, tp, pp, ..request.degrees })
+}
+
+/// True if a stage of this many devices can have the given degrees of data and tensor parallelism.
+fn may_have(request: &Request, devices: u32) -> bool {
+    let GivenDegrees { dp, tp, .. } = request.degrees;
+    let of_stage = u64::from(dp.unwrap_or(1)) * u64::from(tp.unwrap_or(1));
+    match dp.and(tp) {
+        Some(_) => u64::from(devices) == of_stage,
+        None => u64::from(devices).is_multiple_of(of_stage.max(1)),
+    }
+}
+
+fn or_any(degree: Option<u32>) -> String {
+    degree.map_or("any".to_string(), |degree| degree.to_string())
 }
 
 /// The counts that a plan can have on one stage. Fails if there are none.

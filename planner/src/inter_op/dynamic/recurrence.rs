@@ -17,6 +17,7 @@ pub(super) struct Arc {
     group: usize,
     /// Devices in the units of its group.
     units: usize,
+    devices: u64,
     /// Indices into `Space::choices`.
     pub(super) choices: Range<usize>,
 }
@@ -72,6 +73,8 @@ pub(super) struct Space {
     counts: Counts,
     pub(super) all_devices: bool,
     pub(super) num_stages: Option<usize>,
+    /// See [`Query::devices`].
+    devices: Vec<u64>,
     /// Upper bound on the number of stages.
     pub(super) max_stages: usize,
     /// From this many stages to the end, memory no longer depends on the number.
@@ -106,6 +109,7 @@ impl Space {
             counts,
             all_devices: query.all_devices,
             num_stages: query.num_stages.map(|_| max_stages),
+            devices: query.devices.clone(),
             max_stages,
             saturation: 1,
             num_microbatches: query.num_microbatches.max(1),
@@ -137,6 +141,7 @@ impl Space {
                             to: end * groups.len() + position,
                             group,
                             units: (table.blocks[block].shape.num_devices() / units[group]) as usize,
+                            devices: table.blocks[block].shape.num_devices(),
                             choices: start..space.choices.len(),
                         });
                     }
@@ -193,6 +198,12 @@ impl Space {
             .take_while(|choice| choice.microbatch_s <= limits.microbatch_s)
             .find(|choice| choice.step_s <= limits.step_s && choice.max_position as usize >= position)
             .copied()
+    }
+
+    /// True if a stage with `position` stages from it to the end may be on the block of an arc.
+    pub(super) fn may_be_at(&self, arc: &Arc, position: usize) -> bool {
+        let stage = self.devices.len().checked_sub(position).and_then(|stage| self.devices.get(stage));
+        self.devices.is_empty() || stage == Some(&arc.devices)
     }
 
     /// The arcs with at least one choice within the limits.
@@ -552,7 +563,10 @@ impl Space {
                 .unwrap_or(u64::MAX)
         };
         // Exact as `f64` up to 2^53 bytes, which is 9 PB.
-        let cost = |arc: &Arc, position: usize| bytes(arc, position) as f64 / limit(arc).max(1) as f64;
+        let cost = |arc: &Arc, position: usize| match self.may_be_at(arc, position) {
+            true => bytes(arc, position) as f64 / limit(arc).max(1) as f64,
+            false => f64::INFINITY,
+        };
         let (levels, saturating) = match self.num_stages {
             Some(n) => (n, false),
             None => {

@@ -203,9 +203,12 @@ impl Space {
             let prefixes = positions.map(|p| (p, prefix(p.min(self.saturation)))).collect();
             Prune { prefixes, cap }
         });
-        let costs = self.costs(&arcs, levels, saturating, &cost, add, prune);
+        // Levels are positions here; the bounds above do not know them.
+        let cost =
+            |arc: &Arc, position| if self.may_be_at(arc, position) { cost(arc, position) } else { f64::INFINITY };
+        let costs = self.costs(&arcs, levels, saturating, cost, add, prune);
         let (sum, level) = self.cheapest(&costs).filter(|(sum, _)| *sum <= cap)?;
-        let legs = to_legs(self.walk(&arcs, &costs, level, &cost, add, slack))?;
+        let legs = to_legs(self.walk(&arcs, &costs, level, cost, add, slack))?;
         Some((sum, legs))
     }
 }

@@ -9,6 +9,7 @@ fn query(nodes: u32, devices_per_node: u32, num_microbatches: u32) -> Query {
         num_microbatches,
         schedule: Schedule::OneFOneB,
         num_stages: None,
+        devices: Vec::new(),
         all_devices: true,
         relative_tolerance: 0.0,
     }
@@ -85,7 +86,9 @@ fn every_plan(table: &StageTable, query: &Query, visit: &mut dyn FnMut(&[Choice]
             return;
         }
         if first == table.num_layers {
-            let counts = query.num_stages.is_none_or(|n| n as usize == stages.len());
+            let sizes_of = blocks.iter().map(|block| block.shape.num_devices());
+            let given = query.devices.is_empty() || sizes_of.eq(query.devices.iter().copied());
+            let counts = given && query.num_stages.is_none_or(|n| n as usize == stages.len());
             let placed = place_blocks(&blocks, &sizes(query)).is_some();
             if counts && placed && (free.iter().all(|&free| free == 0) || !query.all_devices) {
                 visit(stages);
@@ -160,6 +163,8 @@ fn check_against_every_plan(table: &StageTable, query: &Query) -> Result<Stages,
             let total: u64 = query.rooms.iter().map(Room::num_devices).sum();
             assert!(!query.all_devices || used as u64 == total);
             assert!(query.num_stages.is_none_or(|n| n as usize == plan.len()));
+            let devices: Vec<u64> = blocks_of(&plan, table).iter().map(|block| block.shape.num_devices()).collect();
+            assert!(query.devices.is_empty() || query.devices == devices);
             assert!(close(stages.bound_s, stages.step_s));
         }
         Err(NoStages::Memory { required_bytes, limit_bytes, .. }) => {
@@ -226,6 +231,7 @@ prop_compose! {
         all_devices in any::<bool>(),
         coarse in any::<bool>(),
         density in 0.4f64..1.5,
+        sizes_of_stages in prop_oneof![2 => Just(None), 1 => prop::collection::vec(1u64..4, 4).prop_map(Some)],
     )(
         cells in prop::collection::vec(
             prop::collection::vec(any_candidate(), 0..=3),
@@ -236,6 +242,7 @@ prop_compose! {
         (num_layers, num_microbatches) in Just((num_layers, num_microbatches)),
         (gpipe, num_stages, all_devices, coarse, density) in
             Just((gpipe, num_stages, all_devices, coarse, density)),
+        sizes_of_stages in Just(sizes_of_stages),
     ) -> (StageTable, Query) {
         let mut table = StageTable::new(num_layers, blocks_of_groups(&groups));
         let mut crossings = crossings.into_iter().map(|n| f64::from(n) / 8.0).cycle();
@@ -277,7 +284,12 @@ prop_compose! {
             Room { nodes, devices_per_node, device_memory_bytes }
         };
         let rooms = groups.iter().zip(&memories).map(room).collect();
-        let query = Query { rooms, num_microbatches, schedule, num_stages, all_devices, relative_tolerance: 0.0 };
+        let devices = match (sizes_of_stages, num_stages) {
+            (Some(sizes), Some(count)) => sizes.into_iter().take(count as usize).collect(),
+            _ => Vec::new(),
+        };
+        let relative_tolerance = 0.0;
+        let query = Query { rooms, num_microbatches, schedule, num_stages, devices, all_devices, relative_tolerance };
         (table, query)
     }
 }

@@ -1,0 +1,103 @@
+//! Stages given by hand: by numbers and names of blocks, and of unequal sizes. Such plans compute what one device does.
+
+use crate::common::{DEMO, Scratch, altiplano, succeeds};
+use altiplano::ir::plan::Plan;
+use altiplano::load_plan;
+
+/// A model whose parameters have dotted names.
+const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 64, "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+
+fn planned(model: &str, options: &[&str]) -> Plan {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    succeeds(&[&["plan", model, "-o", &file], options].concat());
+    load_plan(file.as_ref()).expect("a plan")
+}
+
+/// Devices and layers of each stage.
+fn shape(plan: &Plan) -> (Vec<usize>, Vec<usize>) {
+    plan.stages.iter().map(|stage| (stage.devices.len(), stage.layers.len())).unzip()
+}
+
+/// The number of the stage that holds each parameter of a block.
+fn stages_of(plan: &Plan, block: &str) -> Vec<usize> {
+    let holds = |stage: usize| plan.stages[stage].parameters.keys().any(|name| name.contains(block));
+    (0..plan.stages.len()).filter(|&stage| holds(stage)).collect()
+}
+
+#[test]
+fn blocks_by_number_and_by_name_give_the_same_stages() {
+    let options = ["--cluster", "local:2", "--num-microbatches", "2"];
+    let by_number = planned(DEMO, &[&options[..], &["--stages", "0,1-3"]].concat());
+    let by_name = planned(DEMO, &[&options[..], &["--stages", "h0,h1-h3"]].concat());
+    assert_eq!(by_number.layers, by_name.layers);
+    assert_eq!(by_number.stages, by_name.stages);
+    assert_eq!(stages_of(&by_name, "'h0'"), [0]);
+    for block in ["'h1'", "'h2'", "'h3'"] {
+        assert_eq!(stages_of(&by_name, block), [1], "{block}");
+    }
+}
+
+#[test]
+fn stages_have_the_devices_that_are_given() {
+    let plan = planned(DEMO, &["--cluster", "local:3", "--stages", "0,1-3", "--stage-devices", "1,2"]);
+    assert_eq!(shape(&plan).0, [1, 2]);
+    assert_eq!(stages_of(&plan, "'h0'"), [0]);
+    // The search cuts the model where only devices are given.
+    let plan = planned(DEMO, &["--cluster", "local:4", "--stage-devices", "3,1"]);
+    assert_eq!(shape(&plan).0, [3, 1]);
+    let plan = planned(DEMO, &["--cluster", "local:4", "--stage-devices", "1,3", "--tp", "1"]);
+    assert_eq!(shape(&plan).0, [1, 3]);
+    assert!(plan.stages.iter().all(|stage| stage.mesh.axes[1].size == 1));
+}
+
+#[test]
+fn stages_of_a_given_number_may_differ_in_size() {
+    let plan = planned(DEMO, &["--cluster", "local:3", "--pp", "2", "--global-batch", "12"]);
+    let mut sizes = shape(&plan).0;
+    sizes.sort_unstable();
+    assert_eq!(sizes, [1, 2]);
+}
+
+#[test]
+fn given_stages_compute_what_one_device_does() {
+    let scratch = Scratch::new();
+    let llama = scratch.file("config.json", LLAMA);
+    let of_config = ["--seq", "64", "--global-batch", "8"];
+    let cases: [(&str, &[&str], &[&str]); 4] = [
+        (DEMO, &["--cluster", "local:3"], &["--stages", "0-2,3", "--stage-devices", "2,1"]),
+        (
+            DEMO,
+            &["--cluster", "local:6"],
+            &["--stages", "0,1,2-3", "--stage-devices", "1,2,3", "--num-microbatches", "4"],
+        ),
+        (&llama, &of_config, &["--cluster", "local:4", "--stages", "layers.0-layers.3,layers.4-layers.5"]),
+        (&llama, &of_config, &["--cluster", "local:4", "--stage-devices", "1,3", "--zero", "3"]),
+    ];
+    for (model, options, stages) in cases {
+        let output = altiplano(&[&["verify", model], options, stages].concat());
+        assert_eq!(output.code, Some(0), "{stages:?}: {}{}", output.stdout, output.stderr);
+    }
+}
+
+#[test]
+fn stages_that_cannot_be_are_refused() {
+    let refused = |options: &[&str], problem: &str| {
+        let output = altiplano(&[&["plan", DEMO, "--cluster", "local:4"], options].concat());
+        assert_eq!(output.code, Some(2), "{options:?}: {}", output.stderr);
+        assert!(output.stderr.contains(problem), "{options:?}: {}", output.stderr);
+    };
+    refused(&["--stages", "0-1,3"], "begins with block 3 of 4, but block 2 comes next");
+    refused(&["--stages", "0-1"], "is not the last block: the model has 4");
+    refused(&["--stages", "0-1,2-9"], "--stages 9: is no block: the model has 4, counted from 0");
+    refused(&["--stages", "h0-h1,h2-h7"], "h7: is in the name of no parameter");
+    refused(&["--stages", "0-1,2-3", "--pp", "3"], "--pp: 3 is not the number of stages");
+    refused(&["--stages", "0-1,2-3", "--stage-devices", "1"], "one number for each of the 2 stages");
+    refused(&["--stages", "0-1,2-3", "--stage-devices", "2,3"], "is 5 devices, but the cluster has 4");
+    refused(&["--stages", "0-1,2-3", "--stage-devices", "0,4"], "each stage needs a device");
+    refused(&["--stage-devices", "1,3", "--tp", "2"], "a stage of 1 devices cannot have");
+    refused(&["--stages", "0-1,2-3", "--virtual-stages", "2"], "virtual-stages");
+    refused(&["--stages", "0-1,2-3", "--target", "megatron"], "runs stages of equal size only");
+    refused(&["--stages", "0-"], "is no stage");
+}
