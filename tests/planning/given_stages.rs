@@ -84,18 +84,24 @@ fn given_stages_compute_what_one_device_does() {
 #[test]
 fn stages_that_cannot_be_are_refused() {
     let refused = |options: &[&str], problem: &str| {
-        let output = altiplano(&[&["plan", DEMO, "--cluster", "local:4"], options].concat());
+        let cluster: &[&str] = if options.contains(&"--cluster") { &[] } else { &["--cluster", "local:4"] };
+        let output = altiplano(&[&["plan", DEMO][..], options, cluster].concat());
         assert_eq!(output.code, Some(2), "{options:?}: {}", output.stderr);
         assert!(output.stderr.contains(problem), "{options:?}: {}", output.stderr);
     };
-    refused(&["--stages", "0-1,3"], "begins with block 3 of 4, but block 2 comes next");
-    refused(&["--stages", "0-1"], "is not the last block: the model has 4");
-    refused(&["--stages", "0-1,2-9"], "--stages 9: is no block: the model has 4, counted from 0");
+    refused(&["--stages", "0-1,3"], "begins with params.h3, but params.h2 comes next");
+    refused(&["--stages", "0-1"], "params.h2 is in no stage; the model has 4, params.h0 to params.h3");
+    refused(&["--stages", "0-1,2-9"], "--stages 9: is no block; the model has 4");
     refused(&["--stages", "h0-h1,h2-h7"], "h7: is in the name of no parameter");
     refused(&["--stages", "0-1,2-3", "--pp", "3"], "--pp: 3 is not the number of stages");
     refused(&["--stages", "0-1,2-3", "--stage-devices", "1"], "one number for each of the 2 stages");
     refused(&["--stages", "0-1,2-3", "--stage-devices", "2,3"], "is 5 devices, but the cluster has 4");
     refused(&["--stages", "0-1,2-3", "--stage-devices", "0,4"], "each stage needs a device");
+    refused(&["--stages", "h1-h3"], "begins with params.h1, but params.h0 comes next");
+    refused(&["--stages", "0-1,1-3"], "begins with params.h1, but params.h2 comes next");
+    refused(&["--stages", "0-3,h3"], "cannot be cut before h3");
+    refused(&["--stages", "1-0,2-3"], "0 comes before 1");
+    refused(&["--cluster", "dgx-a100:2", "--stage-devices", "3,8"], "3 devices are neither a part of a node");
     refused(&["--stage-devices", "1,3", "--tp", "2"], "a stage of 1 devices cannot have");
     refused(&["--stages", "0-1,2-3", "--virtual-stages", "2"], "virtual-stages");
     refused(&["--stages", "0-1,2-3", "--target", "megatron"], "runs stages of equal size only");

@@ -1,16 +1,18 @@
 //! Stages of a pipeline given by hand: the blocks of the model in each, and its number of devices.
 //!
-//! A block is a repetition in the model, such as a layer of a transformer, known by its number or by the name of a
-//! parameter in it. Embeddings before the first block belong to the first stage, a head after the last to the last one.
-//! Shardings, microbatches and whatever else is not given are searched.
+//! A block is what parameters with a number in their path make up, such as `h.3` or `encoder.block.0`; in a model without
+//! such names, it is a repetition in the graph. Embeddings before the first block belong to the first stage, a head
+//! after the last to the last one. Shardings, microbatches and whatever else is not given are searched.
 
+use crate::inter_op::submesh::SubmeshShape;
 use crate::layers::{blocks, cluster_finely};
 use crate::request::{PlanFailure, Request};
 use crate::search::sweep;
-use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -35,6 +37,13 @@ pub enum BlockName {
     /// Parts of the name of a parameter in it: `h.3` is in `transformer.h.3.ln_1.weight`, and `h3` in
     /// `params['h3']['ln1']`.
     Name(String),
+}
+
+impl fmt::Display for StageBlocks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stages: Vec<String> = self.0.iter().map(|(first, last)| format!("{first}-{last}")).collect();
+        f.write_str(&stages.join(","))
+    }
 }
 
 impl fmt::Display for BlockName {
@@ -83,27 +92,41 @@ impl GivenStages {
         if stages.is_empty() {
             return Ok(Vec::new());
         }
-        let blocks = blocks(graph);
-        let number = |block: &BlockName| number_of(graph, &blocks, block);
+        let blocks = Blocks::of(graph);
+        let cuts = cluster_finely(graph, usize::MAX);
+        let cut_before = |at: u32| cuts[cuts.partition_point(|&cut| cut <= at).saturating_sub(1)];
         let mut starts = vec![0];
-        let mut next = 0;
+        let mut before: Option<usize> = None;
         for (first, last) in stages {
-            let (from, to) = (number(first)?, number(last)?);
-            if from != next || to < from {
-                let problem = match from == next {
-                    true => format!("ends before it begins, with block {to} of {}", blocks.len()),
-                    false => format!("begins with block {from} of {}, but block {next} comes next", blocks.len()),
-                };
-                return refused(&format!("{first}-{last}"), problem);
+            let stage = format!("{first}-{last}");
+            let ((from, at), (to, end)) = (blocks.find(graph, first)?, blocks.find(graph, last)?);
+            let next = before.map_or(0, |before| before + 1);
+            // Names may tell parts of blocks apart.
+            let continues = matches!(first, BlockName::Name(_)) && before == Some(from);
+            if end < at {
+                return refused(&stage, format!("{last} comes before {first}"));
             }
-            next = to + 1;
-            starts.extend(blocks.get(next).copied());
+            if from != next && !continues {
+                let problem = match blocks.names.get(next) {
+                    Some(name) => format!("begins with {}, but {name} comes next", blocks.names[from]),
+                    None => format!("nothing is left: {} is the last block", blocks.names[next - 1]),
+                };
+                return refused(&stage, problem);
+            }
+            if before.is_some() {
+                let start = cut_before(at);
+                let least = if continues { cut_before(blocks.first[from]) } else { starts[starts.len() - 1] };
+                if start <= least {
+                    return refused(&stage, format!("the model cannot be cut before {first}, but only between layers"));
+                }
+                starts.push(start);
+            }
+            before = Some(to);
         }
-        if next < blocks.len() {
-            let (_, last) = &stages[stages.len() - 1];
-            return refused(&last.to_string(), format!("is not the last block: the model has {}", blocks.len()));
+        match before.and_then(|before| blocks.names.get(before + 1)) {
+            Some(name) => refused(&self.blocks.to_string(), format!("{name} is in no stage; {}", blocks.in_words())),
+            None => Ok(starts),
         }
-        Ok(starts)
     }
 
     /// True if a plan has these stages.
@@ -141,6 +164,15 @@ pub(crate) fn with_degrees(request: &Request) -> Result<Cow<'_, Request>, PlanFa
     if given.devices.contains(&0) {
         return of_devices("each stage needs a device".to_string());
     }
+    let is_block = |&&size: &&u32| {
+        let groups = &request.cluster.groups;
+        groups.iter().any(|g| {
+            SubmeshShape::of(size, g.devices_per_node).is_some_and(|s| s.is_block_of(g.nodes, g.devices_per_node))
+        })
+    };
+    if let Some(size) = given.devices.iter().find(|size| !is_block(size)) {
+        return of_devices(format!("{size} devices are neither a part of a node that divides it nor whole nodes"));
+    }
     if needed > u64::from(devices) {
         return of_devices(format!("is {needed} devices, but the cluster has {devices}"));
     }
@@ -167,46 +199,106 @@ pub(crate) fn with_degrees(request: &Request) -> Result<Cow<'_, Request>, PlanFa
     Ok(Cow::Owned(request))
 }
 
+/// A failure of the option that gives blocks.
 fn refused<T>(given: &str, problem: String) -> Result<T, PlanFailure> {
     Err(PlanFailure::Stages { option: "stages", given: given.to_string(), problem })
 }
 
-/// The number of a block.
-fn number_of(graph: &Graph, blocks: &[u32], block: &BlockName) -> Result<usize, PlanFailure> {
-    match block {
-        BlockName::Number(number) => match *number as usize {
-            number if number < blocks.len() => Ok(number),
-            _ => refused(&block.to_string(), format!("is no block: the model has {}, counted from 0", blocks.len())),
-        },
-        BlockName::Name(name) => match first_use(graph, name) {
-            Some(at) => Ok(blocks.partition_point(|&start| start <= at).saturating_sub(1)),
-            None => refused(name, "is in the name of no parameter that the model uses".to_string()),
-        },
+/// The blocks of a model, in order.
+struct Blocks {
+    names: Vec<String>,
+    /// The first node that combines a parameter of the block with other values.
+    first: Vec<u32>,
+}
+
+impl Blocks {
+    fn of(graph: &Graph) -> Blocks {
+        let mut first: BTreeMap<String, u32> = BTreeMap::new();
+        for (at, name) in uses(graph) {
+            if let Some(block) = block_of(name) {
+                let known = first.entry(block).or_insert(at);
+                *known = at.min(*known);
+            }
+        }
+        let mut found: Vec<(u32, String)> = first.into_iter().map(|(name, at)| (at, name)).collect();
+        if found.len() < 2 {
+            found = blocks(graph).into_iter().enumerate().map(|(i, at)| (at, format!("block {i}"))).collect();
+        }
+        found.sort();
+        let (first, names) = found.into_iter().unzip();
+        Blocks { names, first }
+    }
+
+    /// The number of a block or of the one that a parameter is in, and its first node.
+    fn find(&self, graph: &Graph, block: &BlockName) -> Result<(usize, u32), PlanFailure> {
+        match block {
+            BlockName::Number(number) => match self.first.get(*number as usize) {
+                Some(&at) => Ok((*number as usize, at)),
+                None => refused(&block.to_string(), format!("is no block; {}", self.in_words())),
+            },
+            BlockName::Name(name) => {
+                let wanted = words(name);
+                let is_named = |name: &str| words(name).windows(wanted.len()).any(|part| part == wanted);
+                let used = uses(graph).filter(|(_, name)| !wanted.is_empty() && is_named(name)).map(|(at, _)| at).min();
+                let Some(at) = used else {
+                    return refused(name, format!("is in the name of no parameter that is used; {}", self.in_words()));
+                };
+                Ok((self.first.partition_point(|&start| start <= at).saturating_sub(1), at))
+            }
+        }
+    }
+
+    fn in_words(&self) -> String {
+        match &self.names[..] {
+            [] => "the model has no blocks; cut it by names of parameters".to_string(),
+            [only] => format!("the model has one, {only}"),
+            [first, .., last] => format!("the model has {}, {first} to {last}, counted from 0", self.names.len()),
+        }
     }
 }
 
-/// The first node that combines a parameter of this name with other values.
-fn first_use(graph: &Graph, name: &str) -> Option<u32> {
-    let wanted = segments(name);
-    let is_named = |v: ValueId| match &graph.node(v).op {
-        Op::Parameter(parameter) => segments(&parameter.name).windows(wanted.len()).any(|part| part == wanted),
-        _ => false,
-    };
-    if wanted.is_empty() {
-        return None;
-    }
+/// Nodes that combine parameters with other values, each with the name of such a parameter.
+fn uses(graph: &Graph) -> impl Iterator<Item = (u32, &str)> {
     // Values that are made of parameters and constants alone, such as casts, may come long before their use.
     let varies = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
-    let of_name = graph.depends_on(is_named);
-    let uses = |v: &ValueId| {
-        varies[v.index()] && graph.node(*v).operands.iter().any(|o| of_name[o.index()] && !varies[o.index()])
-    };
-    graph.values().find(uses).map(|v| v.0)
+    let mut made_of: Vec<Option<&str>> = Vec::with_capacity(graph.len());
+    for v in graph.values() {
+        let of_operands = || graph.node(v).operands.iter().find_map(|o| made_of[o.index()]);
+        made_of.push(match &graph.node(v).op {
+            Op::Parameter(parameter) => Some(&parameter.name),
+            _ if varies[v.index()] => None,
+            _ => of_operands(),
+        });
+    }
+    graph.values().filter(move |v| varies[v.index()]).flat_map(move |v| {
+        let names: Vec<&str> = graph.node(v).operands.iter().filter_map(|o| made_of[o.index()]).collect();
+        names.into_iter().map(move |name| (v.0, name))
+    })
 }
 
-/// The words of a parameter's name.
-fn segments(name: &str) -> Vec<&str> {
-    name.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).collect()
+/// The path of a parameter up to its first number, if the path goes on: `h.3` of `h.3.ln_1.weight`.
+fn block_of(name: &str) -> Option<String> {
+    let words = words(name);
+    let at = words.iter().position(|word| word.bytes().any(|b| b.is_ascii_digit()))?;
+    (at + 1 < words.len()).then(|| words[..=at].join("."))
+}
+
+/// The words of a parameter's name, with numbers as they are counted: `h003` is `h3`.
+fn words(name: &str) -> Vec<String> {
+    let of_word = |word: &str| {
+        let mut counted = String::new();
+        for c in word.chars() {
+            // A zero before another digit counts nothing.
+            let zeros = counted.len() - counted.trim_end_matches('0').len();
+            let lone = zeros == 1 && !counted[..counted.len() - 1].ends_with(|c: char| c.is_ascii_digit());
+            if c.is_ascii_digit() && lone {
+                counted.pop();
+            }
+            counted.push(c);
+        }
+        counted
+    };
+    name.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|word| !word.is_empty()).map(of_word).collect()
 }
 
 /// The starts of layers, with those of the given stages among them.
@@ -243,8 +335,12 @@ mod tests {
     }
 
     #[test]
-    fn names_match_by_whole_words() {
-        assert_eq!(segments("params['h3']['ln_1']"), ["params", "h3", "ln_1"]);
-        assert_eq!(segments("transformer.h.3.weight"), ["transformer", "h", "3", "weight"]);
+    fn blocks_are_paths_up_to_a_number() {
+        assert_eq!(words("params['h003']['ln_1']"), ["params", "h3", "ln_1"]);
+        assert_eq!(words("s0b00 h100 007 0 10b010"), ["s0b0", "h100", "7", "0", "10b10"]);
+        assert_eq!(block_of("transformer.h.3.ln_1.weight").as_deref(), Some("transformer.h.3"));
+        assert_eq!(block_of("params['h012']['qkv']").as_deref(), Some("params.h12"));
+        assert_eq!(block_of("lm_head.weight"), None);
+        assert_eq!(block_of("params['w1']"), None, "the number is that of a tensor");
     }
 }

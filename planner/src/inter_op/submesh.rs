@@ -18,6 +18,17 @@ pub struct SubmeshShape {
 }
 
 impl SubmeshShape {
+    /// The block of so many devices, if they are at most one node or whole nodes.
+    pub fn of(devices: u32, devices_per_node: u32) -> Option<SubmeshShape> {
+        match devices <= devices_per_node {
+            true => Some(SubmeshShape { nodes: 1, devices }),
+            false if devices.is_multiple_of(devices_per_node.max(1)) => {
+                Some(SubmeshShape { nodes: devices / devices_per_node.max(1), devices: devices_per_node })
+            }
+            false => None,
+        }
+    }
+
     /// All devices of the block.
     pub fn num_devices(&self) -> u64 {
         u64::from(self.nodes) * u64::from(self.devices)
