@@ -15,6 +15,25 @@ fn planned(model: &str, options: &[&str]) -> Plan {
     load_plan(file.as_ref()).expect("a plan")
 }
 
+/// Three blocks, and a classifier with a number in its name.
+const NETWORK: &str = r#"module @network {
+  func.func public @main(%arg0: tensor<8x8xf32> loc("params['body.0.weight']"), %arg1: tensor<8x8xf32> loc("params['body.1.weight']"), %arg2: tensor<8x8xf32> loc("params['body.2.weight']"), %arg3: tensor<8x4xf32> loc("params['classifier.1.weight']"), %arg4: tensor<16x8xf32> loc("x"), %arg5: tensor<16x4xf32> loc("t")) -> tensor<f32> {
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %0 = stablehlo.dot_general %arg4, %arg0, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x8xf32>) -> tensor<16x8xf32>
+    %1 = stablehlo.tanh %0 : tensor<16x8xf32>
+    %2 = stablehlo.dot_general %1, %arg1, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x8xf32>) -> tensor<16x8xf32>
+    %3 = stablehlo.tanh %2 : tensor<16x8xf32>
+    %4 = stablehlo.dot_general %3, %arg2, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x8xf32>) -> tensor<16x8xf32>
+    %5 = stablehlo.tanh %4 : tensor<16x8xf32>
+    %6 = stablehlo.dot_general %5, %arg3, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x4xf32>) -> tensor<16x4xf32>
+    %7 = stablehlo.subtract %6, %arg5 : tensor<16x4xf32>
+    %8 = stablehlo.multiply %7, %7 : tensor<16x4xf32>
+    %9 = stablehlo.reduce(%8 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<16x4xf32>, tensor<f32>) -> tensor<f32>
+    return %9 : tensor<f32>
+  }
+}
+"#;
+
 /// Devices and layers of each stage.
 fn shape(plan: &Plan) -> (Vec<usize>, Vec<usize>) {
     plan.stages.iter().map(|stage| (stage.devices.len(), stage.layers.len())).unzip()
@@ -37,6 +56,18 @@ fn blocks_by_number_and_by_name_give_the_same_stages() {
     for block in ["'h1'", "'h2'", "'h3'"] {
         assert_eq!(stages_of(&by_name, block), [1], "{block}");
     }
+}
+
+#[test]
+fn what_is_no_block_goes_with_its_neighbours() {
+    let scratch = Scratch::new();
+    let network = scratch.file("network.mlir", NETWORK);
+    let plan = planned(&network, &["--cluster", "local:2", "--stages", "body.0,body.1-body.2"]);
+    assert_eq!(stages_of(&plan, "body.0"), [0]);
+    assert_eq!(stages_of(&plan, "classifier"), [1]);
+    // A classifier with a number is a block too, where blocks are counted.
+    let plan = planned(&network, &["--cluster", "local:2", "--stages", "0-1,2-3"]);
+    assert_eq!((stages_of(&plan, "body.1"), stages_of(&plan, "body.2")), (vec![0], vec![1]));
 }
 
 #[test]
@@ -104,6 +135,6 @@ fn stages_that_cannot_be_are_refused() {
     refused(&["--cluster", "dgx-a100:2", "--stage-devices", "3,8"], "3 devices are neither a part of a node");
     refused(&["--stage-devices", "1,3", "--tp", "2"], "a stage of 1 devices cannot have");
     refused(&["--stages", "0-1,2-3", "--virtual-stages", "2"], "virtual-stages");
-    refused(&["--stages", "0-1,2-3", "--target", "megatron"], "runs stages of equal size only");
+    refused(&["--stages", "0-1,2-3", "--target", "megatron"], "has stages of equal size only");
     refused(&["--stages", "0-"], "is no stage");
 }

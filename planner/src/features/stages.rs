@@ -100,7 +100,7 @@ impl GivenStages {
         for (first, last) in stages {
             let stage = format!("{first}-{last}");
             let ((from, at), (to, end)) = (blocks.find(graph, first)?, blocks.find(graph, last)?);
-            let next = before.map_or(0, |before| before + 1);
+            let next = before.map_or_else(|| blocks.of_kind(first, from, 0), |before| Some(before + 1)).unwrap_or(from);
             // Names may tell parts of blocks apart.
             let continues = matches!(first, BlockName::Name(_)) && before == Some(from);
             if end < at {
@@ -123,7 +123,8 @@ impl GivenStages {
             }
             before = Some(to);
         }
-        match before.and_then(|before| blocks.names.get(before + 1)) {
+        let left = before.zip(stages.last()).and_then(|(last, (_, name))| blocks.of_kind(name, last, last + 1));
+        match left.map(|left| &blocks.names[left]) {
             Some(name) => refused(&self.blocks.to_string(), format!("{name} is in no stage; {}", blocks.in_words())),
             None => Ok(starts),
         }
@@ -154,10 +155,9 @@ pub(crate) fn with_degrees(request: &Request) -> Result<Cow<'_, Request>, PlanFa
     let Some(count) = given.count() else { return Ok(Cow::Borrowed(request)) };
     given.starts(&request.graph)?;
     let devices = request.cluster.num_devices();
-    let list = given.devices.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
     let needed: u64 = given.devices.iter().map(|&n| u64::from(n)).sum();
     let of_devices =
-        |problem: String| Err(PlanFailure::Stages { option: "stage-devices", given: list.clone(), problem });
+        |problem: String| Err(PlanFailure::Stages { option: "stage-devices", given: list(&given.devices), problem });
     if !given.devices.is_empty() && given.devices.len() != count as usize {
         return of_devices(format!("must have one number for each of the {count} stages"));
     }
@@ -191,12 +191,29 @@ pub(crate) fn with_degrees(request: &Request) -> Result<Cow<'_, Request>, PlanFa
     }
     let request = Request { degrees, ..request.clone() };
     if sweep::is_uniform(&request) {
-        let problem = "runs stages of equal size only, with layers dealt out by its own rule".to_string();
-        let (target, option) =
-            (request.target.name(), if given.devices.is_empty() { "stages" } else { "stage-devices" });
-        return Err(PlanFailure::Lacks { target, option, given: count.to_string(), problem });
+        not_given(&request, request.target.name())?;
     }
     Ok(Cow::Owned(request))
+}
+
+/// Refuses given stages where a plan has equal ones.
+///
+/// # Errors
+/// If stages are given.
+pub(crate) fn not_given(request: &Request, target: &'static str) -> Result<(), PlanFailure> {
+    let GivenStages { blocks, devices } = &request.stages;
+    let (option, given) = match (blocks.0.is_empty(), devices.is_empty()) {
+        (true, true) => return Ok(()),
+        (false, _) => ("stages", blocks.to_string()),
+        (true, false) => ("stage-devices", list(devices)),
+    };
+    let problem = "has stages of equal size only, with layers dealt out by its own rule".to_string();
+    Err(PlanFailure::Lacks { target, option, given, problem })
+}
+
+/// Numbers with commas between.
+pub(crate) fn list(numbers: &[u32]) -> String {
+    numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 
 /// A failure of the option that gives blocks.
@@ -246,6 +263,14 @@ impl Blocks {
                 Ok((self.first.partition_point(|&start| start <= at).saturating_sub(1), at))
             }
         }
+    }
+
+    /// The first block from number `from` on that must be in a stage: one of those that are counted like block `like`, if that is
+    /// told by name. Others, such as a classifier after the blocks of a network, go with their neighbours.
+    fn of_kind(&self, told: &BlockName, like: usize, from: usize) -> Option<usize> {
+        let kind = |block: usize| self.names[block].trim_end_matches(|c: char| c.is_ascii_digit());
+        let counts = |block: &usize| matches!(told, BlockName::Number(_)) || kind(*block) == kind(like);
+        (from..self.names.len()).find(counts)
     }
 
     fn in_words(&self) -> String {

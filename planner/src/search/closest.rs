@@ -9,7 +9,7 @@ use super::predictor::predict_candidate;
 use super::space::SearchSpace;
 use super::sweep::is_uniform;
 use crate::explain::alternatives;
-use crate::features::{servers, target};
+use crate::features::{servers, stages, target};
 use crate::inter_op::search::search;
 use crate::layers::cache::LayeredAtBatch;
 use crate::plan_with;
@@ -58,6 +58,7 @@ pub fn plan_or_closest(request: &Request, costs: &dyn Costs, progress: &dyn Prog
 
 /// The plan that needs least memory, as far as the search can tell, fitting or not.
 pub fn closest_plan(request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    let request = &stages::with_degrees(request)?;
     if let Some(over) = request.servers {
         return servers::closest(request, over, costs);
     }

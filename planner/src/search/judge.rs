@@ -9,7 +9,7 @@ use super::layout::Layout;
 use super::space::SearchSpace;
 use super::sweep::{ConfigurationCache, Configurations};
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, pins, rings, target};
+use crate::features::{chunked_loss, pins, rings, stages, target};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
@@ -65,6 +65,7 @@ impl Judge {
     /// If the choices contradict each other, the model, the cluster or the target, or if there is no such plan.
     pub fn judged(&self, request: &Request, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
         target::one_group(request, "judging", "degrees")?;
+        stages::not_given(request, "a judged configuration")?;
         let request = target::restrict(&completed(request))?;
         let degrees = degrees_of(&request)?;
         if let Some(of) = &self.padded {

@@ -9,7 +9,7 @@ use super::context::SearchContext;
 use super::outcome::{Outcome, search_graph};
 use super::predictor::predict_candidate;
 use super::space::SearchSpace;
-use crate::features::target;
+use crate::features::{stages, target};
 use crate::inter_op::search::search;
 use crate::inter_op::variants;
 use crate::layers::cache::LayeredAtBatch;
@@ -47,6 +47,7 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         let problem = "has no frontier: what devices there are is said by how many of them are servers";
         return Err(PlanFailure::Servers { option: "frontier", problem });
     }
+    let request = &stages::with_degrees(request)?;
     let request = &target::restrict(request)?;
     let layered = LayeredAtBatch::new(request);
     let parts = parts(request);

@@ -1,5 +1,6 @@
 //! Search spaces: the choices that a request leaves open.
 
+use crate::features::stages::list;
 use crate::inter_op::submesh::shapes;
 use crate::request::{GivenDegrees, PlanFailure, Request, SearchKind};
 use crate::search::sweep::is_uniform;
@@ -123,8 +124,7 @@ fn degrees(request: &Request) -> Result<GivenDegrees, PlanFailure> {
     let of_stages = &request.stages.devices;
     if let Some(&size) = of_stages.iter().find(|&&size| !may_have(request, size)) {
         let problem = format!("a stage of {size} devices cannot have --dp {} and --tp {}", or_any(dp), or_any(tp));
-        let list = of_stages.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-        return Err(PlanFailure::Stages { option: "stage-devices", given: list, problem });
+        return Err(PlanFailure::Stages { option: "stage-devices", given: list(of_stages), problem });
     }
     // Stages of a pipeline may differ in size if nothing else is asked of them.
     let may_differ = several || !of_stages.is_empty() || (dp, tp) == (None, None) && !is_uniform(request);
