@@ -13,6 +13,7 @@ use altiplano_ir::op::{Binary, Iota, Local, Op, Operator, Reduce, Reducer};
 use altiplano_ir::program::{Body, BufferId, Phase};
 use altiplano_ir::types::TensorType;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::VecDeque;
 
 /// A term and the layout in which a local value is its part.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -97,31 +98,57 @@ impl<'a> Examined<'a> {
         &self.facts[self.of_value[v.index()] as usize]
     }
 
-    /// The first value without a fact that a value without a fact depends on, although facts about its operands are
-    /// known, and what is known of them.
-    pub fn first_unknown(&self, v: ValueId) -> Option<(ValueId, String)> {
+    /// Explains why nothing is known of a value: the first value on the way to it that is not what it should be, and what
+    /// is known of its operands. Values of the reference have terms below `known`.
+    pub fn first_unknown(&self, v: ValueId, known: usize) -> (ValueId, String) {
+        let positions = self.positions();
+        let is_unknown = |v: ValueId| self.of(v).is_empty() && !positions[v.index()];
         let mut pending = vec![v];
         let mut seen = FxHashSet::default();
-        let mut first: Option<ValueId> = None;
-        while let Some(at) = pending.pop() {
-            if !seen.insert(at) || !self.of(at).is_empty() {
-                continue;
+        let mut at = v;
+        while let Some(next) = pending.pop() {
+            if is_unknown(next) && seen.insert(next) {
+                let operands = &self.graph.node(next).operands;
+                if !operands.iter().any(|o| is_unknown(*o)) {
+                    at = at.min(next);
+                }
+                pending.extend(operands);
             }
-            let operands = &self.graph.node(at).operands;
-            if operands.iter().all(|o| !self.of(*o).is_empty()) && !matches!(self.graph.node(at).op, Op::AxisIndex(_)) {
-                first = Some(first.map_or(at, |first| first.min(at)));
-            }
-            pending.extend(operands);
         }
-        let at = first.unwrap_or(v);
-        let node = self.graph.node(at);
+        // A sum or multiple that one device does not compute is where it began.
+        let is_new = |v: &ValueId| {
+            let facts = self.of(*v);
+            !facts.is_empty() && facts.iter().all(|f| f.term.0 as usize >= known)
+        };
+        while let Some(&before) = self.graph.node(at).operands.iter().find(|o| is_new(o)) {
+            at = before;
+        }
+        (at, self.described(at))
+    }
+
+    /// True for values that depend on nothing but a device's position.
+    fn positions(&self) -> Vec<bool> {
+        let mut positions: Vec<bool> = Vec::with_capacity(self.graph.len());
+        for v in self.graph.values() {
+            let node = self.graph.node(v);
+            let constant = |o: &ValueId| matches!(self.graph.node(*o).op, Op::Constant(_));
+            let operands = node.operands.iter().all(|o| constant(o) || positions.get(o.index()) == Some(&true));
+            let some = node.operands.iter().any(|o| positions.get(o.index()) == Some(&true));
+            positions.push(matches!(node.op, Op::AxisIndex(_)) || operands && some);
+        }
+        positions
+    }
+
+    /// What is known of an op's operands, and its result in words.
+    fn described(&self, v: ValueId) -> String {
+        let node = self.graph.node(v);
         let known = |o: &ValueId| match self.of(*o).first() {
             Some(fact) => format!("{o} is {} in {}", self.terms.name(fact.term), fact.layout.text(self.mesh)),
-            None => format!("{o} is no part of a value of the reference"),
+            None => format!("{o} is no part of a value of one device"),
         };
         let operands: Vec<String> = node.operands.iter().map(known).collect();
         let of = if operands.is_empty() { String::new() } else { format!(": {}", operands.join("; ")) };
-        Some((at, format!("{} makes no part of a value of one device{of}", node.op.name())))
+        format!("{} makes no part of a value of one device{of}", node.op.name())
     }
 
     fn number_of(&mut self, graph: &Graph, v: ValueId) -> u32 {
@@ -171,7 +198,10 @@ impl<'a> Examined<'a> {
             Op::Iota(iota) => return self.counts(iota, &node.ty, &[]),
             Op::Collective(op) if op.mesh == *self.mesh => return self.after_collective(&op.collective, operands[0]),
             Op::Collective(_) => return Vec::new(),
-            Op::Binary(Binary::Add) if float => return self.sum(operands[0], operands[1]),
+            Op::Binary(Binary::Add) if float => {
+                let found = self.sum(operands[0], operands[1]);
+                return if found.is_empty() { self.shifted_count(&node.operands, &node.ty) } else { found };
+            }
             _ => {}
         }
         let mut found = match node.op {
@@ -390,18 +420,16 @@ impl Examined<'_> {
     /// Builds the local forms of all applications that a value could belong to: those that take a term which is among
     /// the sources of the value.
     fn build_local_forms(&mut self, v: ValueId) {
+        // A local form may begin with ops that the reference has too, such as the limits of an index.
+        const FAR: usize = 64;
         let mut sources = Vec::new();
-        let mut pending: Vec<ValueId> = self.graph.node(v).operands.to_vec();
+        let mut pending: VecDeque<ValueId> = self.graph.node(v).operands.iter().copied().collect();
         let mut seen = FxHashSet::default();
-        while let Some(source) = pending.pop() {
-            if !seen.insert(source) || seen.len() > 64 {
-                continue;
-            }
-            let facts = self.of(source);
-            if facts.is_empty() {
+        while let Some(source) = pending.pop_front().filter(|_| seen.len() < FAR) {
+            if seen.insert(source) {
+                sources.extend(self.of(source).iter().map(|f| f.term));
                 pending.extend(&self.graph.node(source).operands);
             }
-            sources.extend(facts.iter().map(|f| f.term));
         }
         sources.sort_unstable();
         sources.dedup();

@@ -26,6 +26,8 @@ pub struct Reference {
     pub loss: Option<Term>,
     /// The outputs of a microbatch of a model that is run.
     pub outputs: Vec<Term>,
+    /// The gradients of trained parameters for one microbatch.
+    pub gradients: BTreeMap<String, Term>,
     /// The new values of trained parameters.
     pub parameters: BTreeMap<String, Term>,
     /// The new values of optimizer state, by parameter and slot.
@@ -82,16 +84,18 @@ impl Reference {
             loss: trains.then(|| values[training.loss.index()]),
             outputs: graph.outputs.iter().map(|o| values[o.index()]).collect(),
             terms,
+            gradients: BTreeMap::new(),
             parameters: BTreeMap::new(),
             states: BTreeMap::new(),
         };
         if trains {
             let mut gradients = BTreeMap::new();
-            for (p, _) in expanded.graph.trained_parameters() {
+            for (p, name) in expanded.graph.trained_parameters() {
                 let mut sum = reference.terms.splat(0.0);
                 for (_, contribution) in &training.contributions[p.index()] {
                     sum = reference.terms.add(sum, values[contribution.index()]);
                 }
+                reference.gradients.insert(name.to_string(), sum);
                 gradients.insert(p, reference.terms.over_microbatches(sum));
             }
             let loss = graph.ty(training.loss).dtype;

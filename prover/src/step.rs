@@ -211,6 +211,7 @@ impl<'a> Step<'a> {
             }
             read.insert(buffer, facts);
         }
+        let known_terms = self.proof.reference_values;
         let examined =
             Examined::new(&mut self.reference.terms, &program.mesh, body, self.plan.execution.fused_loss, &|buffer| {
                 read.get(&buffer).cloned().unwrap_or_default()
@@ -221,7 +222,7 @@ impl<'a> Step<'a> {
         let lost: FxHashMap<ValueId, (ValueId, String)> = written
             .iter()
             .filter(|w| w.2.is_empty())
-            .filter_map(|(_, v, _)| Some((*v, examined.first_unknown(*v)?)))
+            .map(|(_, v, _)| (*v, examined.first_unknown(*v, known_terms)))
             .collect();
         self.proof.values += known;
         self.proof.bodies += 1;
@@ -323,6 +324,14 @@ impl<'a> Step<'a> {
         let mut sums = Vec::new();
         for fact in facts.iter().filter(|f| is_read && f.layout.fits(&wanted, &local, mesh)) {
             if let Some(added) = self.reference.terms.without(fact.term, before) {
+                if let BufferKind::Accumulator { parameter } = &self.buffer(place).kind
+                    && let Some(&gradient) = self.reference.gradients.get(parameter)
+                    && !self.reference.terms.is_part(added, gradient)
+                {
+                    let name = self.reference.terms.name(added);
+                    let text = format!("{name} is no part of the {}", self.buffer(place).name);
+                    return Err(self.here(place.0, body, Some(v), Some(place.1), Kind::Differs, text));
+                }
                 let term = self.reference.terms.over_microbatches(added);
                 sums.push(Fact { term, layout: wanted.clone() });
             }

@@ -300,6 +300,13 @@ impl Terms {
         Some(self.sum_of(parts))
     }
 
+    /// Returns true if a sum has some of the summands of another, and at least one if the other has any.
+    pub fn is_part(&mut self, part: Term, whole: Term) -> bool {
+        let (part, whole) = (self.parts(part), self.parts(whole));
+        let some = whole.iter().all(|w| w.1 == 0.0) || part.iter().any(|p| p.1 != 0.0);
+        some && part.iter().all(|p| p.1 == 0.0 || whole.contains(p))
+    }
+
     /// The result of an op of the reference on terms.
     pub fn apply(&mut self, op: &Op, operands: &[Term], operand_types: &[&TensorType], ty: &TensorType) -> Term {
         let float = ty.dtype.is_float();
