@@ -1,47 +1,64 @@
-//! Proofs that a plan's programs compute what one device computes.
+//! Proofs that a plan's programs compute what one device computes, and the certificate that a plan file keeps.
 
 use crate::error::Error;
-use crate::units::plural;
+use crate::units::{plural, seconds};
+use altiplano_ir::certificate::{ProofCertificate, plan_hash, programs_hash};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
-use altiplano_prover::{Gap, Kind, Proof};
+use altiplano_prover::{Gap, Kind, VERSION};
+use std::time::Instant;
 
-/// The answer: a proof, or the place where it ends.
-pub type Answer = Result<Proof, Gap>;
+/// The answer: a certificate of a proof, or the place where the proof ends.
+pub type Answer = Result<ProofCertificate, Gap>;
 
 /// Proves a plan's programs at full size.
 pub fn prove(plan: &Plan) -> Result<Answer, Error> {
-    Ok(altiplano_prover::prove(plan, &programs(plan)?))
+    let programs = programs(plan)?;
+    let start = Instant::now();
+    Ok(altiplano_prover::prove(plan, &programs).map(|proof| ProofCertificate {
+        program: env!("CARGO_PKG_VERSION").to_string(),
+        rules: VERSION,
+        plan_hash: plan_hash(plan),
+        programs_hash: programs_hash(&programs),
+        values: proof.values as u64,
+        bodies: proof.bodies as u64,
+        transfers: proof.transfers as u64,
+        parameters: proof.parameters as u64,
+        states: proof.states as u64,
+        seconds: start.elapsed().as_secs_f64(),
+    }))
+}
+
+/// Removes the proof of a plan that has changed since, or of another version of this program.
+pub fn drop_stale_proof(plan: &mut Plan) {
+    plan.drop_stale_proof(env!("CARGO_PKG_VERSION"), VERSION);
 }
 
 /// A proof in words: the results that it covers, and the assumptions that it rests on.
-pub fn proof_text(plan: &Plan, proof: &Proof) -> String {
+pub fn proof_text(plan: &Plan, proof: &ProofCertificate) -> String {
     let results = match plan.schedule.trains() {
         true => format!(
-            "the loss, {} and {}",
-            plural(proof.parameters as u64, "updated parameter"),
-            plural(proof.states as u64, "tensor") + " of optimizer state",
+            "the loss, the new values of {} and {}",
+            plural(proof.parameters, "parameter"),
+            plural(proof.states, "tensor") + " of optimizer state",
         ),
         false => "all outputs".to_string(),
     };
+    let bodies = if proof.bodies == 1 { "1 body".to_string() } else { format!("{} bodies", proof.bodies) };
     let mut lines = vec![
-        format!("proved: {results} are those of one device, for all inputs, over the reals, in any order of additions"),
+        format!("proved in {}: {results} are those of one device", seconds(proof.seconds)),
+        "for all inputs, over the reals and in any order of additions, at full size".to_string(),
         format!(
-            "  {} in {} and {} were related to {} of one device",
-            plural(proof.values as u64, "local value"),
-            plural(proof.bodies as u64, "body").replace("bodys", "bodies"),
-            plural(proof.transfers as u64, "transfer"),
-            plural(proof.reference_values as u64, "value"),
+            "  from {} of {bodies} and {}; rules of version {}",
+            plural(proof.values, "local value"),
+            plural(proof.transfers, "transfer"),
+            proof.rules,
         ),
-        format!(
-            "  one device: {} of the plan's graph in a row, their gradients added, one update",
-            plural(u64::from(plan.num_microbatches), "microbatch").replace("microbatchs", "microbatches")
-        ),
-        "assumed: the sharding rules and derivatives of single ops, and that executors run programs as written".into(),
+        "  assumed: the sharding rule, the local form and the derivative of single ops; executors that run programs as written".into(),
+        "  not covered: rounding and overflow; the division of the batch into microbatches".into(),
     ];
-    lines.push("not covered: rounding, and the division of the batch into microbatches".into());
     if plan.padding.is_some() {
-        lines.push("not covered: the padded graph equals the model".into());
+        lines.push("  not covered: the padded graph computes what the model computes".into());
     }
     lines.join("\n")
 }
@@ -49,7 +66,7 @@ pub fn proof_text(plan: &Plan, proof: &Proof) -> String {
 /// The reason why there is no proof, in words.
 pub fn gap_text(gap: &Gap) -> String {
     match gap.kind {
-        Kind::Differs => format!("not what one device computes: {gap}"),
+        Kind::Differs => format!("not proved, a value is not what one device computes: {gap}"),
         Kind::NoRule => format!("not proved: {gap}"),
     }
 }

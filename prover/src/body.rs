@@ -23,7 +23,7 @@ pub struct Fact {
 }
 
 /// The most facts about one value.
-const MOST_FACTS: usize = 16;
+const MOST_FACTS: usize = 64;
 
 /// A body under examination.
 pub struct Examined<'a> {
@@ -317,13 +317,13 @@ impl<'a> Examined<'a> {
         let result = result.with_dtype(ty.dtype);
         let global = Global { op: global_op, operands: &types, result: &result };
         let given: Vec<Given<'_>> = operands.iter().zip(facts).map(|(&o, fact)| self.given(o, fact)).collect();
-        if types.len() != given.len() || !rules::is_resized(global, op, &given, &ty.shape) {
+        let Some(splits) = rules::splits(global, &given, self.mesh) else { return Vec::new() };
+        let layouts = rules::results(global, &splits, &ty.shape, self.mesh);
+        // Shapes fit by now, which resizing takes for granted.
+        if layouts.is_empty() || !rules::is_resized(global, op, &given, &ty.shape) {
             return Vec::new();
         }
-        match rules::splits(global, &given, self.mesh) {
-            Some(splits) => rules::results(global, &splits, &ty.shape, self.mesh),
-            None => Vec::new(),
-        }
+        layouts
     }
 
     /// The facts about a multiple or a sum over all elements that the reference does not have.
@@ -553,7 +553,7 @@ impl Examined<'_> {
     }
 
     /// Builds the local form of an application on operands with these facts, and notes what its result is.
-    fn build(&mut self, application: &Application, mut form: Form, operands: Vec<ValueId>, facts: &[Fact]) {
+    fn build(&mut self, application: &Application, form: Form, operands: Vec<ValueId>, facts: &[Fact]) {
         let locals: Vec<TensorType> = operands.iter().map(|&o| form.graph.ty(o).clone()).collect();
         let with_types = |(ty, local): (&TensorType, &TensorType)| ty.with_dtype(local.dtype);
         let types: Vec<TensorType> = application.operand_types.iter().zip(&locals).map(with_types).collect();
@@ -566,35 +566,37 @@ impl Examined<'_> {
             .map(|(ty, fact)| Given { layout: &fact.layout, local: &ty.shape, is_zero: is_zero(fact) })
             .collect();
         let Some(splits) = rules::splits(global, &given, self.mesh) else { return };
-        let Some((layout, factor_axes)) = rules::local_form(&splits, self.mesh) else { return };
-        let result_shape = layout.dims.iter().flatten().map(|d| local_size(d, self.mesh)).collect();
-        let mut cx = Local {
-            graph: &mut form.graph,
-            mesh: self.mesh,
-            operands,
-            operand_types: types.clone(),
-            result_shape,
-            factor_axes,
-            fused_loss: self.fused_loss,
-        };
-        let made = application.op.local(&mut cx);
-        let mut numbers: Vec<u32> = Vec::with_capacity(form.graph.len());
-        for v in form.graph.values() {
-            let node = form.graph.node(v);
-            numbers.push(match form.leaves.get(&v) {
-                Some(&number) => number,
-                None => {
-                    let operands = node.operands.iter().map(|o| numbers[o.index()]).collect();
-                    self.number((written(&node.op), operands), &node.ty)
-                }
-            });
+        for (layout, factor_axes) in rules::local_forms(&splits, self.mesh) {
+            let mut form = form.clone();
+            let result_shape = layout.dims.iter().flatten().map(|d| local_size(d, self.mesh)).collect();
+            let mut cx = Local {
+                graph: &mut form.graph,
+                mesh: self.mesh,
+                operands: operands.clone(),
+                operand_types: types.clone(),
+                result_shape,
+                factor_axes,
+                fused_loss: self.fused_loss,
+            };
+            let made = application.op.local(&mut cx);
+            let mut numbers: Vec<u32> = Vec::with_capacity(form.graph.len());
+            for v in form.graph.values() {
+                let node = form.graph.node(v);
+                numbers.push(match form.leaves.get(&v) {
+                    Some(&number) => number,
+                    None => {
+                        let operands = node.operands.iter().map(|o| numbers[o.index()]).collect();
+                        self.number((written(&node.op), operands), &node.ty)
+                    }
+                });
+            }
+            self.add(numbers[made.index()], vec![Fact { term: application.result, layout }]);
         }
-        self.add(numbers[made.index()], vec![Fact { term: application.result, layout }]);
     }
 }
 
 /// A local form under construction.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Form {
     graph: Graph,
     /// The values of the body that its leaves stand for.

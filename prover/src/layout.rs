@@ -115,6 +115,9 @@ pub fn cut(dim: &DimLayout, sizes: &[u64], mesh: &Mesh) -> Option<Vec<DimLayout>
     if let [_] = sizes {
         return Some(vec![dim.clone()]);
     }
+    if dim.size() == 0 || sizes.contains(&0) {
+        return None;
+    }
     let mut left = atoms(dim, mesh).into_iter().rev().collect::<Vec<_>>();
     let mut cuts = Vec::with_capacity(sizes.len());
     for &size in sizes {
@@ -142,6 +145,9 @@ pub fn cut(dim: &DimLayout, sizes: &[u64], mesh: &Mesh) -> Option<Vec<DimLayout>
 /// device taking a contiguous part. `None` if the layout of the result has no such form.
 pub fn pushed(dim: &DimLayout, axis: AxisId, outer: u64, mesh: &Mesh) -> Option<DimLayout> {
     let n = mesh.size(axis);
+    if n == 0 || outer == 0 || dim.size() == 0 {
+        return None;
+    }
     let (mut result, mut before, mut placed) = (Vec::new(), 1, false);
     for (mut size, of) in atoms(dim, mesh) {
         if of.is_none() && !placed {

@@ -16,12 +16,14 @@
 //! 7. **Sums.** Values of one layout add up to a value of that layout.
 //! 8. **Shares.** A value `x` that is replicated over an axis of `n` devices is a summand of `n x`, and its all-reduced
 //!    sum is `n x`. Used only for sums over all parameters.
+//!
+//! The normal form of terms ([`crate::term`]) and the check of schedules ([`crate::schedule`]) are trusted as well.
 
 use crate::layout::{Dim, Layout, cut, from_atoms, local_size, popped, pushed};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Operator, Reducer};
 use altiplano_ir::reshard::Collective;
-use altiplano_ir::rule::{FactorKind, ShardingRule};
+use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::DimLayout;
 use altiplano_ir::types::TensorType;
 
@@ -231,7 +233,7 @@ pub fn results(global: Global<'_>, splits: &Splits, local: &[u64], mesh: &Mesh) 
         };
         if alone && of_dim.iter().all(free) {
             let same = !matches!(factors[of_dim[0] as usize], Split::Free(Some(known)) if known != size);
-            if !same {
+            if !same || !is_part_size(rule.factors[of_dim[0] as usize].size, size, mesh) {
                 return Vec::new();
             }
             layouts.iter_mut().for_each(|l| l.dims.push(None));
@@ -258,6 +260,16 @@ pub fn results(global: Global<'_>, splits: &Splits, local: &[u64], mesh: &Mesh) 
         layouts.retain(|l| l.dims.last().is_some_and(|d| d.as_ref().is_none_or(|d| local_size(d, mesh) == size)));
     }
     layouts
+}
+
+/// Returns true if some axes split a dimension into parts of this size.
+fn is_part_size(whole: u64, part: u64, mesh: &Mesh) -> bool {
+    let mut ratios = vec![1u64];
+    for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
+        let more: Vec<u64> = ratios.iter().filter_map(|r| r.checked_mul(mesh.size(axis))).collect();
+        ratios.extend(more);
+    }
+    ratios.iter().any(|r| part.checked_mul(*r) == Some(whole))
 }
 
 /// Splits a factor of which a device has any part of size `local` in all ways that unused axes allow.
@@ -291,25 +303,65 @@ fn extended(
     all
 }
 
-/// The layout of the result and the axes of each factor, for ops whose local form is built from these.
-pub fn local_form(splits: &Splits, mesh: &Mesh) -> Option<(Layout, Vec<Vec<AxisId>>)> {
-    let mut parts = Vec::with_capacity(splits.factors.len());
+/// The layouts of the result and the axes of each factor, for ops whose local form is built from these.
+pub fn local_forms(splits: &Splits, mesh: &Mesh) -> Vec<(Layout, Vec<Vec<AxisId>>)> {
+    let known = splits.factors.iter().flat_map(|split| match split {
+        Split::Known(layout) => layout.axes().collect::<Vec<_>>(),
+        _ => Vec::new(),
+    });
+    let taken: Vec<AxisId> = known.chain(splits.partial.iter().map(|p| p.0)).collect();
+    // The splits of all factors, as the dimensions of a layout.
+    let mut all = vec![Layout { dims: Vec::new(), partial: Vec::new() }];
     for (factor, split) in splits.rule.factors.iter().zip(&splits.factors) {
-        parts.push(match split {
-            Split::Known(part) => part.clone(),
-            Split::Unknown => DimLayout::whole(factor.size),
-            Split::Free(Some(size)) if *size == factor.size => DimLayout::whole(factor.size),
-            Split::Free(_) => return None,
-        });
+        let push = |layout: &mut Layout, part: &DimLayout| layout.dims.push(Some(part.clone()));
+        match split {
+            Split::Known(part) => all.iter_mut().for_each(|l| push(l, part)),
+            Split::Unknown => all.iter_mut().for_each(|l| push(l, &DimLayout::whole(factor.size))),
+            Split::Free(Some(size)) => all = extended(all, (factor.size, *size), &taken, mesh, push),
+            Split::Free(None) => return Vec::new(),
+        }
+    }
+    all.iter().filter_map(|parts| local_form(splits, parts, mesh)).collect()
+}
+
+/// The local form for one split of each factor.
+fn local_form(splits: &Splits, parts: &Layout, mesh: &Mesh) -> Option<(Layout, Vec<Vec<AxisId>>)> {
+    let rule = &splits.rule;
+    let parts: Vec<&DimLayout> = parts.dims.iter().flatten().collect();
+    let mut partial = splits.partial.clone();
+    for ((f, part), split) in parts.iter().enumerate().zip(&splits.factors) {
+        let FactorKind::Reduction(reducer) = rule.factors[f].kind else { continue };
+        // The axes of known factors are among the partial ones already.
+        if !matches!(split, Split::Known(_)) {
+            partial.extend(part.axes().map(|a| (a, reducer)));
+        }
+    }
+    partial.sort_unstable();
+    if partial.windows(2).any(|p| p[0].1 != p[1].1) {
+        return None;
     }
     let dim = |factors: &Vec<u8>| {
         let segments = factors.iter().flat_map(|&f| parts[f as usize].segments()).cloned();
         Some(DimLayout::from_segments(segments, mesh))
     };
-    let layout = Layout { dims: splits.rule.result.iter().map(dim).collect(), partial: splits.partial.clone() };
-    let is_window = |f: usize| splits.rule.windows.iter().any(|w| usize::from(w.factor) == f);
+    let layout = Layout { dims: rule.result.iter().map(dim).collect(), partial };
+    let is_window = |f: usize| rule.windows.iter().any(|w| usize::from(w.factor) == f);
     let axes = parts.iter().enumerate().map(|(f, part)| if is_window(f) { Vec::new() } else { part.axes().collect() });
-    Some((layout, axes.collect()))
+    let axes: Vec<Vec<AxisId>> = axes.collect();
+    // An op builds its local form for strategies, which name the axes of a factor in the mesh's order.
+    let mut strategy = Strategy::replicated(mesh);
+    for (f, (part, axes)) in parts.iter().zip(&axes).enumerate() {
+        let outer = match part.segments() {
+            [_] => 1,
+            [outer, _] if outer.axes.is_empty() => outer.size,
+            _ => return None,
+        };
+        if !axes.is_sorted() {
+            return None;
+        }
+        axes.iter().for_each(|a| strategy.0[usize::from(a.0)] = AxisUse::Factor { factor: f as u8, outer });
+    }
+    rule.allows(&strategy, mesh).then_some((layout, axes))
 }
 
 /// Returns true if a local op is the global one resized to local shapes (rule 3).

@@ -9,6 +9,7 @@ use crate::term::Term;
 use crate::{Gap, Kind, Proof};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
+use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, OVERFLOWS, Program, Programs, TransferId};
 use altiplano_ir::types::TensorType;
@@ -32,6 +33,8 @@ struct Step<'a> {
     gaps: FxHashMap<Place, Gap>,
     /// The local types of values between bodies.
     types: FxHashMap<Place, TensorType>,
+    /// The values that the body at hand compares with others.
+    compared: Vec<Term>,
 }
 
 /// Proves the programs of a plan.
@@ -52,6 +55,7 @@ pub fn prove(plan: &Plan, programs: &Programs) -> Result<Proof, Gap> {
         proof: Proof::default(),
         gaps: FxHashMap::default(),
         types: FxHashMap::default(),
+        compared: Vec::new(),
     };
     step.proof.reference_values = step.reference.terms.len();
     step.all_bodies()?;
@@ -76,7 +80,8 @@ fn covered(plan: &Plan) -> Result<(), Gap> {
 fn well_formed(programs: &Programs) -> Result<(), Gap> {
     for (number, program) in (0u32..).zip(&programs.programs) {
         let wrong = |text: String| Err(Gap::new(Kind::Differs, text).of_program(number));
-        if program.devices.len() as u64 != u64::from(program.mesh.num_devices()) {
+        let devices = program.mesh.axes.iter().try_fold(1u32, |n, axis| n.checked_mul(axis.size)).filter(|n| *n > 0);
+        if devices.is_none_or(|n| program.devices.len() as u64 != u64::from(n)) {
             return wrong("has not as many devices as its mesh".into());
         }
         for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
@@ -224,6 +229,9 @@ impl<'a> Step<'a> {
             .filter(|w| w.2.is_empty())
             .map(|(_, v, _)| (*v, examined.first_unknown(*v, known_terms)))
             .collect();
+        let compares = body.graph.nodes.iter().filter(|n| matches!(n.op, Op::Compare(_)));
+        let compared = compares.flat_map(|n| examined.of(n.operands[0]).iter().map(|f| f.term)).collect();
+        self.compared = compared;
         self.proof.values += known;
         self.proof.bodies += 1;
         for (buffer, v, facts) in written {
@@ -292,9 +300,11 @@ impl<'a> Step<'a> {
     fn expect(&self, place: Place, body: &Body, v: ValueId, facts: &[Fact], expected: Term) -> Result<(), Gap> {
         let (wanted, mesh) = (self.declared(place), self.mesh(place.0));
         let local = body.graph.shape(v);
-        // Devices may count an element once for each copy of it: only the sign of a count matters.
+        // Devices may count an element once for each copy of it: only the sign of a count matters. The count that is
+        // kept must be the one that decides.
         let counted = matches!(&self.buffer(place).kind, BufferKind::State { slot, .. } if slot == OVERFLOWS);
         let is_expected = |term: Term| match counted {
+            true if !self.compared.contains(&term) => false,
             true => self
                 .reference
                 .terms

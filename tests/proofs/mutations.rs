@@ -296,7 +296,8 @@ fn of_schedule(programs: &Programs, p: usize, most: usize, each: &mut impl FnMut
             Call::Send { transfer, free, .. } => Call::Send { transfer, microbatch: Some(m), free },
             Call::Receive { transfer, .. } => Call::Receive { transfer, microbatch: Some(m) },
         };
-        let (Call::Run { microbatch, .. } | Call::Send { microbatch, .. } | Call::Receive { microbatch, .. }) = calls[at];
+        let (Call::Run { microbatch, .. } | Call::Send { microbatch, .. } | Call::Receive { microbatch, .. }) =
+            calls[at];
         if let Some(m) = microbatch.filter(|_| programs.num_microbatches > 1) {
             let other = (m + 1) % programs.num_microbatches;
             change("a swapped microbatch", &|calls| calls[at] = of(calls[at], other));
@@ -308,13 +309,15 @@ fn of_schedule(programs: &Programs, p: usize, most: usize, each: &mut impl FnMut
             continue;
         }
         let of = |id: u32| &programs.programs[p].buffers[id as usize];
-        let like = |id: &u32| {
-            *id != source.0 && of(*id).kind == BufferKind::Value && of(*id).ty == of(source.0).ty
-        };
+        let like = |id: &u32| *id != source.0 && of(*id).kind == BufferKind::Value && of(*id).ty == of(source.0).ty;
         if let Some(other) = (0..programs.programs[p].buffers.len() as u32).find(like) {
             let mut changed = programs.clone();
             changed.transfers[t].source.1 = BufferId(other);
-            each(Mutant { what: "a transfer of the wrong value", place: Place::Schedule { program: p }, programs: changed });
+            each(Mutant {
+                what: "a transfer of the wrong value",
+                place: Place::Schedule { program: p },
+                programs: changed,
+            });
         }
     }
 }
