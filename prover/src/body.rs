@@ -566,7 +566,7 @@ impl Examined<'_> {
             .map(|(ty, fact)| Given { layout: &fact.layout, local: &ty.shape, is_zero: is_zero(fact) })
             .collect();
         let Some(splits) = rules::splits(global, &given, self.mesh) else { return };
-        for (layout, factor_axes) in rules::local_forms(&splits, self.mesh) {
+        for (layout, factor_axes) in rules::local_forms(&application.op, &splits, self.mesh) {
             let mut form = form.clone();
             let result_shape = layout.dims.iter().flatten().map(|d| local_size(d, self.mesh)).collect();
             let mut cx = Local {

@@ -26,6 +26,7 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::DimLayout;
 use altiplano_ir::types::TensorType;
+use std::collections::BTreeSet;
 
 /// One operand of a local op: its layout, its local shape, and whether it is the constant 0.
 #[derive(Clone, Copy, Debug)]
@@ -264,12 +265,17 @@ pub fn results(global: Global<'_>, splits: &Splits, local: &[u64], mesh: &Mesh) 
 
 /// Returns true if some axes split a dimension into parts of this size.
 fn is_part_size(whole: u64, part: u64, mesh: &Mesh) -> bool {
-    let mut ratios = vec![1u64];
+    part_ratios(mesh).iter().any(|ratio| part.checked_mul(*ratio) == Some(whole))
+}
+
+/// The numbers of parts into which some axes split a dimension.
+fn part_ratios(mesh: &Mesh) -> BTreeSet<u64> {
+    let mut ratios = BTreeSet::from([1u64]);
     for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
         let more: Vec<u64> = ratios.iter().filter_map(|r| r.checked_mul(mesh.size(axis))).collect();
         ratios.extend(more);
     }
-    ratios.iter().any(|r| part.checked_mul(*r) == Some(whole))
+    ratios
 }
 
 /// Splits a factor of which a device has any part of size `local` in all ways that unused axes allow.
@@ -304,7 +310,10 @@ fn extended(
 }
 
 /// The layouts of the result and the axes of each factor, for ops whose local form is built from these.
-pub fn local_forms(splits: &Splits, mesh: &Mesh) -> Vec<(Layout, Vec<Vec<AxisId>>)> {
+///
+/// A scatter has the split of its result's rows from no operand, so all splits are tried.
+pub fn local_forms(op: &Op, splits: &Splits, mesh: &Mesh) -> Vec<(Layout, Vec<Vec<AxisId>>)> {
+    let scatters = matches!(op, Op::Scatter(_) | Op::ScatterAdd(_));
     let known = splits.factors.iter().flat_map(|split| match split {
         Split::Known(layout) => layout.axes().collect::<Vec<_>>(),
         _ => Vec::new(),
@@ -316,6 +325,11 @@ pub fn local_forms(splits: &Splits, mesh: &Mesh) -> Vec<(Layout, Vec<Vec<AxisId>
         let push = |layout: &mut Layout, part: &DimLayout| layout.dims.push(Some(part.clone()));
         match split {
             Split::Known(part) => all.iter_mut().for_each(|l| push(l, part)),
+            Split::Unknown if scatters && factor.kind == FactorKind::Parallel => {
+                let ratios = part_ratios(mesh).into_iter().filter(|ratio| factor.size % ratio == 0);
+                let parts = ratios.map(|ratio| factor.size / ratio);
+                all = parts.flat_map(|part| extended(all.clone(), (factor.size, part), &taken, mesh, push)).collect();
+            }
             Split::Unknown => all.iter_mut().for_each(|l| push(l, &DimLayout::whole(factor.size))),
             Split::Free(Some(size)) => all = extended(all, (factor.size, *size), &taken, mesh, push),
             Split::Free(None) => return Vec::new(),
