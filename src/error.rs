@@ -187,6 +187,8 @@ pub enum Error {
     NaN { step: u64, error: Box<RuntimeError> },
     #[error("the numbers differ: {what} of '{tensor}' is off by {difference:.2e}, more than {tolerance:.0e}")]
     NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
+    #[error("{}", crate::prove::gap_text(gap))]
+    Unproved { gap: Box<altiplano_prover::Gap> },
     #[error(
         "nothing to compare: {what} of '{tensor}' is not a number on both sides; look for such values in the weights and the data"
     )]
@@ -293,6 +295,7 @@ impl Error {
             | Error::Diverged { .. }
             | Error::NaN { .. }
             | Error::NumbersDiffer { .. }
+            | Error::Unproved { .. }
             | Error::NoNumbers { .. }
             | Error::Interrupted { .. }
             | Error::Halted { .. }
@@ -340,6 +343,7 @@ impl Error {
             | Error::Checkpoint { .. }
             | Error::Output(_) => "file",
             Error::Export { .. } => "export",
+            Error::Unproved { .. } => "proof",
             Error::NumbersDiffer { .. } | Error::NoNumbers { .. } | Error::Diverged { .. } | Error::NaN { .. } => {
                 "numbers"
             }

@@ -39,6 +39,7 @@ mod plan_diff;
 mod plan_file;
 pub mod precision;
 mod printable;
+pub mod prove;
 mod report;
 pub mod scale;
 pub mod simulate;

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::model::{Format, read_bytes};
+use crate::prove::drop_stale_proof;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::cache::Cache;
@@ -29,6 +30,7 @@ pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
     let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     let mut plan = Plan::from_json(&text).map_err(refused)?;
     plan.drop_stale_certificate();
+    drop_stale_proof(&mut plan);
     match mispredicted(&plan)? {
         None => Ok(plan),
         Some(path) => Err(refused(PlanError::Invalid { path, problem: EDITED })),

@@ -6,7 +6,7 @@
 mod verify;
 
 use crate::batch::LossKind;
-use crate::certificate::Certificate;
+use crate::certificate::{Certificate, ProofCertificate};
 use crate::cluster::{Cluster, Group};
 use crate::graph::{Graph, ValueId};
 use crate::json;
@@ -482,6 +482,9 @@ pub struct Plan {
     /// A compiler's figures for the plan on devices that are not at hand.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<Certificate>,
+    /// The proof that the plan's programs compute what one device computes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proof: Option<ProofCertificate>,
     pub predicted: Predicted,
     pub alternatives: Vec<Alternative>,
     /// The nodes of each layer, `layers[i]..layers[i + 1]`. Leaves and values that depend on no leaf are not counted.

@@ -84,6 +84,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         profile: None,
         made_by: None,
         certificate: None,
+        proof: None,
         predicted: Predicted { mfu_convention: request.mfu_convention, ..Predicted::default() },
         alternatives: Vec::new(),
         layers: parts.layered.starts.clone(),

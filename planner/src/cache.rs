@@ -148,6 +148,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         padding: _,
         made_by: _,
         certificate: _,
+        proof: _,
         // Names, and earlier predictions.
         format: _,
         version: _,

@@ -25,6 +25,7 @@ pub mod overwrite;
 pub mod plan;
 pub mod probe;
 pub mod profile;
+pub mod prove;
 pub mod ranks;
 pub mod rate;
 pub mod run;

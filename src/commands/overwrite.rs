@@ -18,7 +18,7 @@ const OUTPUTS: [(&str, &str); 5] = [
 const FORMER: [&str; 1] = ["from"];
 
 /// Arguments of commands whose output has all that the file had.
-const KEPT: [(&str, &str); 1] = [("certify", "plan")];
+const KEPT: [(&str, &str); 2] = [("certify", "plan"), ("prove", "plan")];
 
 /// Fails if an output of a command line is a file that the command reads, under any name.
 pub fn expect_apart(command: &ArgMatches) -> Result<(), Error> {

@@ -35,6 +35,7 @@ pub use why::{Asked, why_text};
 
 use crate::advice::Limits;
 use crate::certify::certificate_text;
+use crate::prove::proof_text;
 use crate::simulate::Simulation;
 use crate::units::{bytes, count, digits, gibibytes, percent, plural, seconds, smaller};
 use altiplano_ir::batch::LossKind;
@@ -92,6 +93,9 @@ fn write_report(out: &mut String, plan: &Plan, look: Look) -> std::fmt::Result {
     writeln!(out, "\nBytes on each device of a stage\n{}", memory(plan))?;
     if let Some(certificate) = &plan.certificate {
         writeln!(out, "\nCertificate\n{}", certificate_text(certificate))?;
+    }
+    if let Some(proof) = &plan.proof {
+        writeln!(out, "\nProof\n{}", proof_text(plan, proof))?;
     }
     for Listed { title, parameters, activations } in listed {
         writeln!(out, "\nParameters of {title}\n{parameters}")?;

@@ -189,6 +189,7 @@ pub(crate) mod tests {
             profile: None,
             made_by: None,
             certificate: None,
+            proof: None,
             predicted: Default::default(),
             alternatives: Vec::new(),
             layers: vec![0, 1],
