@@ -45,7 +45,7 @@ impl Evaluation {
         }
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
         let mut plan =
-            Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
+            Plan { schedule, order: None, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
         // Only the loss is needed.
         Arc::make_mut(&mut plan.graph).outputs.truncate(1);
         session.prepare_evaluation(&programs(&plan)?)?;

@@ -12,7 +12,7 @@ mod improve;
 mod list;
 mod state;
 
-use altiplano_ir::order::{Call, Pass};
+pub use altiplano_ir::order::{Call, Pass};
 use state::State;
 
 /// The calls of each lane, first to last.
@@ -177,6 +177,37 @@ impl Problem {
         let complete = starts.iter().zip(calls).all(|(made, all)| made.len() == all.len());
         let made: usize = starts.iter().map(Vec::len).sum();
         (complete && made == self.num_calls()).then(|| (state.step_s(self), starts))
+    }
+
+    /// The most bytes that an order's activations take on each lane. Calls past what there is of them are ignored.
+    pub fn peak_bytes(&self, calls: &Calls) -> Vec<u64> {
+        let of_lane = |lane: &Vec<Call>| {
+            let (mut held, mut most) = (0u64, 0u64);
+            for call in lane {
+                let Some(work) = self.stages.get(call.stage as usize) else { continue };
+                held = match call.pass {
+                    Pass::Forward => held.saturating_add(work.held_bytes),
+                    Pass::Backward => held.saturating_sub(work.held_bytes - work.weights_bytes),
+                    Pass::Weights => held.saturating_sub(work.weights_bytes),
+                };
+                most = most.max(held);
+            }
+            most
+        };
+        calls.iter().map(of_lane).collect()
+    }
+
+    /// The same pipeline with other room on its lanes.
+    ///
+    /// # Errors
+    ///
+    /// If there are not as many numbers as lanes.
+    pub fn within(mut self, room_bytes: Vec<u64>) -> Result<Problem, ProblemError> {
+        if room_bytes.len() != self.lanes.len() {
+            return Err(ProblemError::Lanes);
+        }
+        self.room_bytes = room_bytes;
+        Ok(self)
     }
 
     /// A lower bound for the step of every order that fits.

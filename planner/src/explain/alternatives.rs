@@ -173,6 +173,7 @@ pub(crate) mod tests {
             num_microbatches: 1,
             microbatch: 1,
             schedule: Schedule::OneFOneB,
+            order: None,
             update: Default::default(),
             servers: None,
             goal: Default::default(),
