@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod found_orders;
 mod kernels;
 mod late_gradients;
 mod matrix;

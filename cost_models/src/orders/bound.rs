@@ -132,7 +132,8 @@ pub(super) fn starts_s(problem: &Problem, forced: &Forced, state: &State) -> Tab
             if work.weights_s.is_some() && m >= done(Pass::Weights, s) {
                 let after = if m >= done(Pass::Backward, s) { starts[1][at] + work.backward_s } else { 0.0 };
                 let start_s = after.max(before(Pass::Weights, s, m, &starts)).max(state.free_s[lane]);
-                starts[2][at] = start_s.max(state.free_s[lane] + implied_s(problem, forced, state, s, m, Pass::Weights));
+                starts[2][at] =
+                    start_s.max(state.free_s[lane] + implied_s(problem, forced, state, s, m, Pass::Weights));
             }
         }
     }
@@ -151,7 +152,13 @@ fn implied_s(problem: &Problem, forced: &Forced, state: &State, stage: usize, m:
         let (forwards, backwards) = match pass {
             Pass::Forward => {
                 let freed = (m + 1).saturating_sub(forced.ahead[stage]);
-                let forwards = if s < stage { m + 1 } else if s == stage { m } else { freed };
+                let forwards = if s < stage {
+                    m + 1
+                } else if s == stage {
+                    m
+                } else {
+                    freed
+                };
                 (forwards, if s >= stage { freed } else { (m + 1).saturating_sub(forced.ahead[s]) })
             }
             Pass::Backward | Pass::Weights => {
@@ -164,7 +171,8 @@ fn implied_s(problem: &Problem, forced: &Forced, state: &State, stage: usize, m:
                 (m + 1, backwards)
             }
         };
-        let weights = if pass == Pass::Weights && s == stage { m } else { (forwards).saturating_sub(forced.pending[s]) };
+        let weights =
+            if pass == Pass::Weights && s == stage { m } else { (forwards).saturating_sub(forced.pending[s]) };
         sum_s += left(Pass::Forward, s, forwards) + left(Pass::Backward, s, backwards);
         if problem.stages[s].weights_s.is_some() {
             sum_s += left(Pass::Weights, s, weights);
@@ -195,7 +203,9 @@ pub(super) fn tails_s(problem: &Problem, forced: &Forced) -> Table {
                 tails[2][at] = own_s;
                 tail_s = own_s + weights_s;
             }
-            tail_s = tail_s.max(next(&tails[1], s, work.backward_s)).max(finish_s + following_s(problem, s, m, Pass::Backward));
+            tail_s = tail_s
+                .max(next(&tails[1], s, work.backward_s))
+                .max(finish_s + following_s(problem, s, m, Pass::Backward));
             if s > 0 {
                 let earlier = &problem.stages[s - 1];
                 tail_s = tail_s.max(work.transfer_backward_s + earlier.backward_s + tails[1][at - width]);

@@ -114,9 +114,9 @@ impl Search<'_> {
         }
         let end_s = |p: &(usize, f64, f64, Call)| p.1 + problem.seconds(p.3);
         // Among equal ends, one that may always be placed early.
-        let first = possible.iter().min_by(|a, b| {
-            end_s(a).total_cmp(&end_s(b)).then(self.may_wait(a.0, a.3).cmp(&self.may_wait(b.0, b.3)))
-        });
+        let first = possible
+            .iter()
+            .min_by(|a, b| end_s(a).total_cmp(&end_s(b)).then(self.may_wait(a.0, a.3).cmp(&self.may_wait(b.0, b.3))));
         let Some(first) = first else { return Vec::new() };
         let (lane, until_s) = (first.0, end_s(first));
         let mut branches: Vec<Branch> = Vec::new();

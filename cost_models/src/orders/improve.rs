@@ -113,7 +113,9 @@ fn blocks(problem: &Problem, calls: &Calls, starts: &[Vec<f64>]) -> Vec<(usize, 
         let m = at.number[lane][first];
         let (pass, stage) = match call.pass {
             Pass::Forward if call.stage > 0 => (Pass::Forward, call.stage as usize - 1),
-            Pass::Backward if (call.stage as usize) + 1 < problem.stages.len() => (Pass::Backward, call.stage as usize + 1),
+            Pass::Backward if (call.stage as usize) + 1 < problem.stages.len() => {
+                (Pass::Backward, call.stage as usize + 1)
+            }
             Pass::Backward => (Pass::Forward, call.stage as usize),
             Pass::Forward | Pass::Weights => return blocks,
         };

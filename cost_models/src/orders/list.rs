@@ -133,7 +133,11 @@ fn rules(problem: &Problem) -> Vec<Rule> {
     aheads.extend([by_place(1), by_way(2.0, 0.0), by_way(1.0, 2.0), by_way(1.25, 0.0), by_way(0.75, 0.0)]);
     aheads.extend([by_way(0.5, 0.0), by_way(0.35, 0.0)].into_iter().filter(|_| shared));
     let mut distinct: Vec<Vec<u32>> = Vec::new();
-    aheads.into_iter().for_each(|ahead| if !distinct.contains(&ahead) { distinct.push(ahead) });
+    aheads.into_iter().for_each(|ahead| {
+        if !distinct.contains(&ahead) {
+            distinct.push(ahead)
+        }
+    });
     let fills: &[f64] = if apart { &[1.0, 0.0, 0.5] } else { &[1.0] };
     let deeps: &[Deep] = if shared { &[Deep::Last, Deep::Oldest, Deep::First] } else { &[Deep::Last] };
     let firsts = [First::Backward, First::Turns, First::Forward, First::Weights];

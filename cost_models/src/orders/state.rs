@@ -48,8 +48,7 @@ impl State {
     /// True if the lane has room for the call.
     pub fn fits(&self, problem: &Problem, call: Call) -> bool {
         let (lane, work) = (problem.lane_of[call.stage as usize], &problem.stages[call.stage as usize]);
-        call.pass != Pass::Forward
-            || self.used_bytes[lane].saturating_add(work.held_bytes) <= problem.room_bytes[lane]
+        call.pass != Pass::Forward || self.used_bytes[lane].saturating_add(work.held_bytes) <= problem.room_bytes[lane]
     }
 
     /// Makes a call whose operand is there at `ready_s`. Returns its start, and the lane that waits for its result.
@@ -99,7 +98,8 @@ impl State {
 
     /// Calls that a lane can make next, with the arrival of their operands.
     pub fn possible(&self, problem: &Problem, lane: usize) -> Vec<(f64, Call)> {
-        let passes = |&s: &usize| [Pass::Forward, Pass::Backward, Pass::Weights].map(|pass| Call { stage: s as u32, pass });
+        let passes =
+            |&s: &usize| [Pass::Forward, Pass::Backward, Pass::Weights].map(|pass| Call { stage: s as u32, pass });
         let calls = problem.lanes[lane].iter().flat_map(passes);
         let ready = |call| Some((self.ready_s(problem, call)?, call));
         calls.filter(|&call| self.fits(problem, call)).filter_map(ready).collect()

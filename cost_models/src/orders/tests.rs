@@ -17,9 +17,8 @@ impl Numbers {
 
 /// Lanes of `shared` stages each: in turn, or in the shape of a V.
 fn lanes(num_lanes: usize, shared: usize, folded: bool) -> Vec<Vec<usize>> {
-    let stage = |lane: usize, turn: usize| {
-        turn * num_lanes + if folded && turn % 2 == 1 { num_lanes - 1 - lane } else { lane }
-    };
+    let stage =
+        |lane: usize, turn: usize| turn * num_lanes + if folded && turn % 2 == 1 { num_lanes - 1 - lane } else { lane };
     (0..num_lanes).map(|lane| (0..shared).map(|turn| stage(lane, turn)).collect()).collect()
 }
 
@@ -46,13 +45,7 @@ fn small_problem(numbers: &mut Numbers, most_stages: u64, most_microbatches: u64
 
 /// Every sequence of a lane's calls that respects its own stages and fits; at most `most`.
 fn sequences(problem: &Problem, lane: usize, most: usize) -> Option<Vec<Vec<Call>>> {
-    fn go(
-        problem: &Problem,
-        lane: usize,
-        made: &mut Vec<Call>,
-        all: &mut Vec<Vec<Call>>,
-        most: usize,
-    ) -> Option<()> {
+    fn go(problem: &Problem, lane: usize, made: &mut Vec<Call>, all: &mut Vec<Vec<Call>>, most: usize) -> Option<()> {
         let count = |s: usize, pass: Pass| made.iter().filter(|c| **c == Call { stage: s as u32, pass }).count();
         let (mut used, mut open) = (0, false);
         let mut next = Vec::new();
@@ -217,14 +210,8 @@ fn four_stages_and_six_microbatches_are_proven() {
 
 /// A pipeline whose calls all take a second, with room for `held` microbatches of a stage per lane.
 fn even(lanes: Vec<Vec<usize>>, microbatches: usize, held: u64, apart: Option<f64>, backward_s: f64) -> Problem {
-    let work = Work {
-        forward_s: 1.0,
-        backward_s,
-        weights_s: apart,
-        held_bytes: 1,
-        weights_bytes: 1,
-        ..Work::default()
-    };
+    let work =
+        Work { forward_s: 1.0, backward_s, weights_s: apart, held_bytes: 1, weights_bytes: 1, ..Work::default() };
     let stages = lanes.iter().map(Vec::len).sum();
     let room = vec![held; lanes.len()];
     Problem::new(vec![work; stages], lanes, microbatches, room, false).unwrap()
@@ -338,7 +325,9 @@ fn orders_that_are_none_have_no_step() {
 fn wrong_problems_are_refused() {
     let works = vec![Work::default(); 2];
     let one = |works: Vec<Work>, lanes: Vec<Vec<usize>>, count| Problem::new(works, lanes, count, vec![1; 2], false);
-    for lanes in [vec![vec![0]], vec![vec![0], vec![0]], vec![vec![0, 1], vec![]], vec![vec![1, 0]], vec![vec![0], vec![2]]] {
+    for lanes in
+        [vec![vec![0]], vec![vec![0], vec![0]], vec![vec![0, 1], vec![]], vec![vec![1, 0]], vec![vec![0], vec![2]]]
+    {
         assert_eq!(one(works.clone(), lanes, 1), Err(ProblemError::Lanes));
     }
     assert_eq!(one(works.clone(), vec![vec![0], vec![1]], 0), Err(ProblemError::Calls));

@@ -12,7 +12,7 @@ pub(crate) mod fitting;
 pub mod fixed_degrees;
 pub mod judge;
 pub mod layout;
-mod ordered;
+pub mod ordered;
 pub(crate) mod outcome;
 pub mod pareto;
 pub mod predictor;

@@ -1,7 +1,7 @@
 //! Orders of calls for pipelines that the search has found: the stages' times and what they hold come from lowered
 //! programs, `altiplano_cost_models::orders` finds an order, and the prediction decides whether it pays.
 //!
-//! Orders are sought twice: with gradients of weights in the backward calls, and apart from them.
+//! Orders are sought with gradients of weights in the backward calls, apart from them, and apart where there is room.
 
 use super::choice::fits;
 use super::context::SearchContext;
@@ -35,20 +35,35 @@ pub(super) fn fastest(cx: &SearchContext<'_>, plans: &[Plan]) -> Option<Plan> {
             None => ordered(plan, LayeredGraph::of_plan(plan).training_graphs(plan.execution).ok()?, cx.costs),
         }
     });
-    let ordered: Vec<Plan> = ordered.collect::<Vec<_>>().into_iter().flatten().collect();
+    let ordered: Vec<Plan> = ordered.collect::<Vec<_>>().into_iter().flatten().map(|found| found.plan).collect();
     let best = ordered.into_iter().min_by(|a, b| step_s(a).total_cmp(&step_s(b)));
     best.filter(|plan| step_s(plan) < least_s * (1.0 - 1e-6))
 }
 
+/// A plan under an order of its own.
+pub struct Ordered {
+    pub plan: Plan,
+    /// A lower bound for the step under any order of the same calls in the room that the devices have, in seconds.
+    pub bound_s: f64,
+}
+
 /// The plan under the fastest order found for it, if that fits. `None` if it has one stage, or steps that overlap.
-pub(crate) fn ordered(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs) -> Option<Plan> {
+pub fn ordered(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs) -> Option<Ordered> {
     let overlaps = plan.update == Update::Stale || plan.staleness() > 0;
     if plan.num_lanes() < 2 || !plan.schedule.trains() || overlaps || plan.servers.is_some() {
         return None;
     }
-    let found = [false, true].into_par_iter().filter_map(|apart| Pipeline::of(plan, apart, graphs, costs)?.found());
-    let found: Vec<Plan> = found.collect();
-    found.into_iter().min_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s))
+    let stages = plan.stages.len();
+    let pipelines = [false, true].into_par_iter().map(|apart| Pipeline::of(plan, vec![apart; stages], graphs, costs));
+    let mut pipelines: Vec<Pipeline<'_>> = pipelines.collect::<Vec<_>>().into_iter().flatten().collect();
+    // Parts of a backward pass may need more together than the whole.
+    let roomy: Vec<bool> = pipelines.last().map_or(Vec::new(), |apart| apart.roomy.clone());
+    if roomy.contains(&false) && roomy.contains(&true) {
+        pipelines.extend(Pipeline::of(plan, roomy, graphs, costs));
+    }
+    let found: Vec<Ordered> = pipelines.into_par_iter().filter_map(Pipeline::found).collect();
+    let step_s = |found: &Ordered| found.plan.predicted.step_time_s;
+    found.into_iter().min_by(|a, b| step_s(a).total_cmp(&step_s(b)))
 }
 
 /// A pipeline whose order is sought.
@@ -59,12 +74,14 @@ struct Pipeline<'a> {
     problem: Problem,
     room_bytes: Vec<u64>,
     known: Vec<Calls>,
+    /// By stage: true if its lane has room for the first of the known orders.
+    roomy: Vec<bool>,
 }
 
 impl<'a> Pipeline<'a> {
-    /// With `apart`, gradients of weights are computed apart from the backward calls.
-    fn of(plan: &'a Plan, apart: bool, graphs: &'a TrainingGraphs, costs: &'a dyn Costs) -> Option<Pipeline<'a>> {
-        let known = named(plan, apart);
+    /// `apart` are the stages that compute gradients of weights apart from their backward calls.
+    fn of(plan: &'a Plan, apart: Vec<bool>, graphs: &'a TrainingGraphs, costs: &'a dyn Costs) -> Option<Pipeline<'a>> {
+        let known = named(plan, &apart);
         let plain = under(plan, known.first()?.clone());
         let deduped = lower_deduped(&plain, graphs, &Rooflines::of(&plan.cluster), costs.runtime().is_none());
         let work = work_of(&plain, &deduped, costs);
@@ -74,10 +91,12 @@ impl<'a> Pipeline<'a> {
         for lane in 0..plan.num_lanes() {
             hold(&mut stages, lane, &deduped, &memories[lane]);
         }
-        for (stage, (times, _)) in stages.iter_mut().zip(&timings) {
-            let StageTimes { forward_s, backward_s, weights_s, transfer_forward_s, transfer_backward_s, step_s } = *times;
+        for ((stage, (times, _)), apart) in stages.iter_mut().zip(&timings).zip(&apart) {
+            let StageTimes { forward_s, backward_s, weights_s, transfer_forward_s, transfer_backward_s, step_s } =
+                *times;
             let weights_s = apart.then_some(weights_s);
-            *stage = Work { forward_s, backward_s, weights_s, transfer_forward_s, transfer_backward_s, step_s, ..*stage };
+            *stage =
+                Work { forward_s, backward_s, weights_s, transfer_forward_s, transfer_backward_s, step_s, ..*stage };
         }
         let lanes: Vec<Vec<usize>> = (0..plan.num_lanes()).map(|lane| plan.stages_of(lane).collect()).collect();
         let count = plan.num_microbatches as usize;
@@ -89,18 +108,22 @@ impl<'a> Pipeline<'a> {
         let room = room.map(|((lane, memory), model)| {
             plan.usable_bytes(lane).saturating_add(model).saturating_sub(memory.peak_bytes)
         });
-        Some(Pipeline { plan, graphs, costs, room_bytes: room.collect(), problem, known })
+        let room_bytes = room.collect();
+        let fits = |lane: usize| memories[lane].peak_bytes <= plan.usable_bytes(&plan.stages[lane]);
+        let roomy = (0..plan.stages.len()).map(|stage| fits(plan.lane_of(stage))).collect();
+        Some(Pipeline { plan, graphs, costs, room_bytes, problem, known, roomy })
     }
 
     /// The plan under the best order that fits by its prediction.
-    fn found(self) -> Option<Plan> {
+    fn found(self) -> Option<Ordered> {
+        let bound_s = self.problem.clone().within(self.room_bytes.clone()).ok()?.bound_s();
         let mut room = self.room_bytes.clone();
         for _ in 0..TRIES {
             let problem = self.problem.clone().within(room.clone()).ok()?;
             let order = search(&problem, &self.known, effort(self.costs))?;
             let plan = predict_from(under(self.plan, order.calls), self.graphs, self.costs);
             if fits(&plan) {
-                return Some(plan);
+                return Some(Ordered { plan, bound_s });
             }
             for (lane, room) in plan.lanes().iter().zip(&mut room) {
                 *room = room.saturating_sub(lane.predicted.peak_bytes.saturating_sub(plan.usable_bytes(lane)));
@@ -122,23 +145,25 @@ fn under(plan: &Plan, calls: Calls) -> Plan {
     Plan { schedule: Schedule::Found, order: Some(Arc::new(CallOrder { lanes: calls })), ..plan.clone() }
 }
 
-/// The orders of named schedules, the plan's own kind first.
-fn named(plan: &Plan, apart: bool) -> Vec<Calls> {
+/// The orders of named schedules, with gradients of weights after each backward call of the stages that compute them
+/// apart. The first is that of `1f1b`.
+fn named(plan: &Plan, apart: &[bool]) -> Vec<Calls> {
     let shared = plan.virtual_stages as usize;
     let of = |schedule| Order::new(schedule, plan.stages.len(), plan.num_microbatches).sharing(shared).written().lanes;
     let with_weights = |calls: Calls| -> Calls {
-        let weights = |call: Call| (call.pass == Pass::Backward).then_some(Call { pass: Pass::Weights, ..call });
+        let weights = |call: Call| {
+            let splits = call.pass == Pass::Backward && apart[call.stage as usize];
+            splits.then_some(Call { pass: Pass::Weights, ..call })
+        };
         let lane = |lane: Vec<Call>| lane.into_iter().flat_map(|call| [Some(call), weights(call)]).flatten().collect();
         calls.into_iter().map(lane).collect()
     };
-    let both = [of(Schedule::OneFOneB), of(Schedule::GPipe)];
-    match apart {
-        false => both.to_vec(),
-        true => {
-            let zero_bubble = (shared == 1).then(|| of(Schedule::ZbH1));
-            both.map(with_weights).into_iter().chain(zero_bubble).collect()
-        }
-    }
+    let delayed = || -> Calls {
+        let is_apart = |call: &Call| call.pass != Pass::Weights || apart[call.stage as usize];
+        of(Schedule::ZbH1).into_iter().map(|lane| lane.into_iter().filter(is_apart).collect()).collect()
+    };
+    let zero_bubble = (shared == 1 && apart.contains(&true)).then(delayed);
+    [of(Schedule::OneFOneB), of(Schedule::GPipe)].map(with_weights).into_iter().chain(zero_bubble).collect()
 }
 
 /// Writes down what the stages of a lane hold of a microbatch, by what its calls leave.
