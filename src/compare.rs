@@ -125,7 +125,7 @@ impl Baseline {
         let num_microbatches = u32::try_from(like.global_batch / together).unwrap_or(u32::MAX);
         let mut request = Request::of_plan(like);
         // The software in use today is synchronous.
-        let is_late = like.schedule == Schedule::PipeDream;
+        let is_late = matches!(like.schedule, Schedule::PipeDream | Schedule::Found);
         request.schedule = Some(if is_late { Schedule::OneFOneB } else { like.schedule });
         request.training.update = Update::Synchronous;
         request.servers = None;

@@ -15,6 +15,7 @@ pub mod error;
 pub(crate) mod fitted;
 pub mod link;
 pub(crate) mod node_link;
+pub mod orders;
 pub mod pipeline;
 pub mod probe;
 pub mod profile;

@@ -2,8 +2,10 @@
 //! calls, and each link one serial stream of transfers. Stages are priced once and their calls only added up, so 64
 //! stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
+use altiplano_ir::order::{Call, CallOrder, Pass};
 use altiplano_ir::plan::{Plan, Schedule};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// The times of one stage in seconds. Forward and backward are those of one microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Default, Serialize, Deserialize)]
@@ -57,7 +59,7 @@ pub enum PipelineCall {
 
 /// The order of calls on the devices of a pipeline. A *lane* is the set of devices that one or more stages share. With
 /// `virtual_stages` of `v`, lane `l` of `p` has the stages `l`, `l + p`, ... `l + (v - 1) p`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Order {
     pub schedule: Schedule,
     pub num_stages: usize,
@@ -68,15 +70,54 @@ pub struct Order {
     /// Number of steps of `num_microbatches` each that run without a flush between them. Their microbatches are
     /// numbered consecutively. It is 1 except for `pipedream` and `forward`.
     pub steps: u32,
+    /// The calls of each lane under `found`, which has no rule.
+    found: Option<Arc<FoundCalls>>,
+}
+
+/// The calls of a plan's own order with their microbatches.
+#[derive(Debug, PartialEq, Eq)]
+struct FoundCalls {
+    lanes: Vec<Vec<(usize, PipelineCall)>>,
+    /// By stage: true if it computes gradients of weights apart.
+    splits: Vec<bool>,
+}
+
+impl FoundCalls {
+    fn of(order: &CallOrder, num_stages: usize) -> FoundCalls {
+        let mut splits = vec![false; num_stages];
+        let mut made = vec![[0u32; 3]; num_stages];
+        let lanes = order.lanes.iter().map(|lane| {
+            let numbered = lane.iter().map(|call| {
+                let stage = call.stage as usize;
+                let microbatch = made[stage][call.pass as usize];
+                made[stage][call.pass as usize] += 1;
+                splits[stage] |= call.pass == Pass::Weights;
+                let call = match call.pass {
+                    Pass::Forward => PipelineCall::Forward { microbatch },
+                    Pass::Backward => PipelineCall::Backward { microbatch },
+                    Pass::Weights => PipelineCall::Weights { microbatch },
+                };
+                (stage, call)
+            });
+            numbered.collect()
+        });
+        let lanes = lanes.collect();
+        FoundCalls { lanes, splits }
+    }
 }
 
 impl Order {
     /// An order with one stage per lane.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
-        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false, steps: 1 }
+        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false, steps: 1, found: None }
     }
 
-    /// The order in which a plan is run.
+    /// The same order with `virtual_stages` stages per lane.
+    pub fn sharing(self, virtual_stages: usize) -> Order {
+        Order { virtual_stages, ..self }
+    }
+
+    /// The order in which a plan is run. The plan must be verified.
     pub fn of(plan: &Plan) -> Order {
         Order {
             schedule: plan.schedule,
@@ -87,7 +128,22 @@ impl Order {
             meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
                 && plan.staleness() == 0,
             steps: 1,
+            found: plan.order.as_ref().map(|order| Arc::new(FoundCalls::of(order, plan.stages.len()))),
         }
+    }
+
+    /// The calls of a step as data. Updates are left out, since they come after all calls.
+    pub fn written(&self) -> CallOrder {
+        let call = |(stage, call): (usize, PipelineCall)| {
+            let pass = match call {
+                PipelineCall::Forward { .. } => Pass::Forward,
+                PipelineCall::Backward { .. } => Pass::Backward,
+                PipelineCall::Weights { .. } => Pass::Weights,
+                PipelineCall::Update { .. } => return None,
+            };
+            Some(Call { stage: stage as u32, pass })
+        };
+        CallOrder { lanes: (0..self.num_lanes()).map(|lane| self.calls(lane).filter_map(call).collect()).collect() }
     }
 
     /// Microbatches of all steps.
@@ -127,7 +183,12 @@ impl Order {
     /// over steps. A stage updates after the last backward of a step, when forwards of the next step have already run.
     ///
     /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
+    ///
+    /// `found`: as the plan says.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
+        if let Some(found) = &self.found {
+            return found.lanes.get(lane)?.get(usize::try_from(position).ok()?).copied();
+        }
         if self.schedule == Schedule::ZbH1 {
             return Some((lane, self.zero_bubble_call(lane, position)?));
         }
@@ -241,7 +302,7 @@ impl Order {
 
     /// The calls of a lane, first to last.
     pub fn calls(&self, lane: usize) -> impl Iterator<Item = (usize, PipelineCall)> {
-        let order = *self;
+        let order = self.clone();
         (0..).map_while(move |position| order.call(lane, position))
     }
 
@@ -249,6 +310,11 @@ impl Order {
     pub fn in_flight(&self, stage: usize) -> u32 {
         let lanes = self.num_lanes().max(1);
         self.in_flight_of(stage % lanes).get(stage / lanes).copied().unwrap_or(0)
+    }
+
+    /// True if a stage computes gradients of weights apart from its backward calls.
+    fn splits(&self, stage: usize) -> bool {
+        self.schedule == Schedule::ZbH1 || self.found.as_ref().is_some_and(|found| found.splits[stage])
     }
 
     /// [`Order::in_flight`] of the stages of a lane, first to last.
@@ -262,7 +328,7 @@ impl Order {
                 // Without a backward pass, no activations are kept for one.
                 PipelineCall::Forward { .. } if !self.schedule.trains() => *held = 1,
                 PipelineCall::Forward { .. } => *held += 1,
-                PipelineCall::Backward { .. } if self.schedule == Schedule::ZbH1 => {}
+                PipelineCall::Backward { .. } if self.splits(stage) => {}
                 PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => *held = held.saturating_sub(1),
                 PipelineCall::Update { .. } => {}
             }
@@ -288,7 +354,8 @@ pub fn simulate(stages: &[StageTimes], num_microbatches: u32, schedule: Schedule
 pub fn in_steady_state(order: &Order, play: impl Fn(&Order) -> Timeline) -> Timeline {
     // The microbatches of a step are at least as many as stages, so the second step finds the pipeline full.
     const STEPS: u32 = 4;
-    let (short, long) = (play(&Order { steps: STEPS, ..*order }), play(&Order { steps: 2 * STEPS, ..*order }));
+    let of_steps = |steps: u32| play(&Order { steps, ..order.clone() });
+    let (short, long) = (of_steps(STEPS), of_steps(2 * STEPS));
     let each = |short: f64, long: f64| (long - short) / f64::from(STEPS);
     let step_s = each(short.step_s, long.step_s);
     let stage = |(short, long): (&StageTimeline, &StageTimeline)| {

@@ -76,7 +76,7 @@ fn pipedream_goes_on_over_steps() {
                 }
             }
             merged.extend(left.iter().map(|call| shifted(call, batches)));
-            let two = Order { steps: 2, ..order };
+            let two = Order { steps: 2, ..order.clone() };
             let endless: Vec<_> = two.calls(lane).map(|c| c.1).filter(|c| !matches!(c, Update { .. })).collect();
             assert_eq!(merged, endless, "{stages} stages, {batches} microbatches, lane {lane}");
         }
@@ -276,14 +276,7 @@ fn interleaved_lanes_make_every_call_once_and_finish() {
         [(2, 2, 4), (4, 3, 8), (4, 2, 6), (3, 5, 3), (8, 12, 64), (2, 3, 1), (5, 2, 7)]
     {
         let num_stages = lanes * virtual_stages;
-        let order = Order {
-            schedule: Schedule::OneFOneB,
-            num_stages,
-            virtual_stages,
-            num_microbatches,
-            meets: false,
-            steps: 1,
-        };
+        let order = Order::new(Schedule::OneFOneB, num_stages, num_microbatches).sharing(virtual_stages);
         let stage = StageTimes { forward_s: 1.0, backward_s: 2.0, step_s: 0.5, ..StageTimes::default() };
         let mut made = std::collections::BTreeMap::new();
         let timeline = simulate_order(&vec![stage; num_stages], &order, &mut |s, call, start, end| {
@@ -323,14 +316,7 @@ fn interleaving_shrinks_the_bubble_by_the_stages_of_a_lane() {
         let part = 1.0 / virtual_stages as f64;
         let stage = StageTimes { forward_s: part, backward_s: 2.0 * part, ..StageTimes::default() };
         let num_stages = lanes * virtual_stages;
-        let order = Order {
-            schedule: Schedule::OneFOneB,
-            num_stages,
-            virtual_stages,
-            num_microbatches: m,
-            meets: false,
-            steps: 1,
-        };
+        let order = Order::new(Schedule::OneFOneB, num_stages, m).sharing(virtual_stages);
         simulate_order(&vec![stage; num_stages], &order, &mut |_, _, _, _| {}).step_s - 3.0 * m as f64
     };
     assert!((bubble(1) - 9.0).abs() < 1e-9);
@@ -384,5 +370,5 @@ fn stages_that_meet_update_after_the_last_gradient() {
     let step_s = |order: &Order| simulate_order(&stages, order, &mut |_, _, _, _| {}).step_s;
     // The last backward ends after 12 s on the first stage and after 10 s on the second.
     assert_eq!(step_s(&order), 14.0);
-    assert_eq!(step_s(&Order { meets: true, ..order }), 16.0);
+    assert_eq!(step_s(&Order { meets: true, ..order.clone() }), 16.0);
 }

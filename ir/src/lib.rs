@@ -28,6 +28,7 @@ pub mod mesh;
 pub mod names;
 pub mod op;
 pub mod optimizer;
+pub mod order;
 pub mod padding;
 pub mod plan;
 pub mod program;

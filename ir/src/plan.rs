@@ -13,6 +13,7 @@ use crate::json;
 use crate::loss_scale::LossScale;
 use crate::mesh::Mesh;
 use crate::optimizer::Optimizer;
+use crate::order::CallOrder;
 use crate::padding::{Extents, Padding};
 use crate::recompute::{Recomputation, Recompute};
 use crate::rule::Strategy;
@@ -51,6 +52,9 @@ pub enum Schedule {
     /// [`Plan::staleness`].
     #[serde(rename = "pipedream")]
     PipeDream,
+    /// The plan's own order of calls ([`Plan::order`]).
+    #[serde(rename = "found")]
+    Found,
     /// Forward passes only. The model is run rather than trained, and its outputs are collected.
     #[serde(rename = "forward")]
     Forward,
@@ -63,6 +67,7 @@ impl Schedule {
             Schedule::OneFOneB => "1f1b",
             Schedule::ZbH1 => "zb-h1",
             Schedule::PipeDream => "pipedream",
+            Schedule::Found => "found",
             Schedule::Forward => "forward",
         }
     }
@@ -73,11 +78,12 @@ impl Schedule {
     }
 
     /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Under `zb-h1`,
-    /// microbatches that wait only for weight gradients are not counted, because less of them is held.
+    /// microbatches that wait only for weight gradients are not counted, because less of them is held. Orders of a plan's
+    /// own count as `1f1b`, which is about what they need.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream => {
+            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream | Schedule::Found => {
                 num_microbatches.min(num_stages.saturating_sub(stage))
             }
             Schedule::Forward => num_microbatches.min(1),
@@ -438,6 +444,9 @@ pub struct Plan {
     /// The samples of the global batch that pass through the pipeline at once.
     pub microbatch: u64,
     pub schedule: Schedule,
+    /// The order of calls under the schedule `found`. Absent under others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub order: Option<Arc<CallOrder>>,
     #[serde(default, skip_serializing_if = "Update::is_synchronous")]
     pub update: Update,
     /// The parameter servers of workers that each hold the whole model. Absent if every device updates the parameters
@@ -602,6 +611,11 @@ impl Plan {
     /// The first stage of each lane, which lists its devices and their mesh.
     pub fn lanes(&self) -> &[Stage] {
         &self.stages[..self.num_lanes()]
+    }
+
+    /// True if a stage computes gradients of weights apart from its backward calls.
+    pub fn splits(&self, stage: usize) -> bool {
+        self.schedule == Schedule::ZbH1 || self.order.as_ref().is_some_and(|order| order.splits(stage))
     }
 
     /// The stages of a lane in words: `stage0`, or `stage0, stage4`.

@@ -68,6 +68,7 @@ pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Resu
         num_microbatches: parts.num_microbatches,
         microbatch: unit,
         schedule: parts.schedule,
+        order: None,
         update: request.training.update,
         servers: None,
         goal: request.goal,

@@ -128,6 +128,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         num_microbatches,
         microbatch,
         schedule,
+        order,
         update,
         servers,
         goal,
@@ -158,7 +159,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         predicted: _,
         alternatives: _,
     } = plan;
-    let size = (global_batch, num_microbatches, microbatch, schedule, update, servers, goal, virtual_stages);
+    let size = (global_batch, num_microbatches, microbatch, schedule, update, servers, goal, virtual_stages, order);
     let training = (optimizer, clip_norm, loss_scale, measure_noise, execution, loss, stop_gradients, target);
     let mut digest =
         Digest::new("plan").shown((prices?, graph_hash, &graph.pins, size, training, layers)).stored(cluster);

@@ -41,6 +41,8 @@ pub struct Request {
     pub training: Training,
     /// [`Schedule::Forward`] plans inference instead of training.
     pub schedule: Option<Schedule>,
+    /// Search for an order of the pipeline's calls, and keep it if it is faster than every named schedule.
+    pub searches_order: bool,
     /// Parameter servers to use. Asynchronous ones change the result, so servers are used only on request.
     pub servers: Option<OverServers>,
     /// Objective if nothing is trained.
@@ -148,6 +150,7 @@ impl Request {
                 update: Update::Synchronous,
             },
             schedule: None,
+            searches_order: false,
             servers: None,
             goal: Goal::Latency,
             recompute: None,

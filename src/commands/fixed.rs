@@ -65,7 +65,8 @@ pub(crate) struct FixedOptions {
     /// Recompute activations in the backward pass instead of keeping them
     #[arg(long, help_heading = "Memory")]
     recompute: Option<RecomputeName>,
-    /// Pipeline schedule; pipedream has no flush between steps, and gradients are one step late
+    /// Pipeline schedule; pipedream has no flush between steps, and gradients are one step late; found searches for the
+    /// order of calls
     #[arg(long, help_heading = "Schedule")]
     schedule: Option<ScheduleName>,
     /// When gradients update the weights; stale: one step late, reduced while the next step runs [default: synchronous]
@@ -109,6 +110,8 @@ enum ScheduleName {
     ZbH1,
     #[value(name = "pipedream")]
     PipeDream,
+    /// The order that a search finds, if it is faster than every named one
+    Found,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -188,11 +191,13 @@ impl FixedOptions {
             RecomputeName::Selective => Recompute::Selective,
             RecomputeName::Full => Recompute::Full,
         });
-        let schedule = self.schedule.map(|s| match s {
-            ScheduleName::Gpipe => Schedule::GPipe,
-            ScheduleName::OneFOneB => Schedule::OneFOneB,
-            ScheduleName::ZbH1 => Schedule::ZbH1,
-            ScheduleName::PipeDream => Schedule::PipeDream,
+        request.searches_order |= self.schedule == Some(ScheduleName::Found);
+        let schedule = self.schedule.and_then(|s| match s {
+            ScheduleName::Gpipe => Some(Schedule::GPipe),
+            ScheduleName::OneFOneB => Some(Schedule::OneFOneB),
+            ScheduleName::ZbH1 => Some(Schedule::ZbH1),
+            ScheduleName::PipeDream => Some(Schedule::PipeDream),
+            ScheduleName::Found => None,
         });
         request.training.update = match self.update {
             Some(UpdateName::Stale) => Update::Stale,

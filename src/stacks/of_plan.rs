@@ -67,6 +67,9 @@ fn sayable(plan: &Plan) -> Result<(), StackProblem> {
         () if plan.schedule == Schedule::PipeDream => {
             Err(unsayable("the plan's gradients are late", "--schedule 1f1b"))
         }
+        () if plan.schedule == Schedule::Found => {
+            Err(unsayable("the plan has an order of calls of its own", "--schedule 1f1b"))
+        }
         () if plan.update == Update::Stale => Err(unsayable("the plan's gradients are late", "--update synchronous")),
         () if plan.servers.is_some() => Err(StackProblem::Plan("the plan has parameter servers; plan without them")),
         () if plan.cluster.groups.len() > 1 => {

@@ -44,8 +44,15 @@ impl Evaluation {
             return Err(Error::Option { option: "--eval-data", problem });
         }
         let (schedule, update) = (Schedule::Forward, Update::Synchronous);
-        let mut plan =
-            Plan { schedule, update, measure_noise: false, clip_norm: None, loss_scale: None, ..trained.clone() };
+        let mut plan = Plan {
+            schedule,
+            order: None,
+            update,
+            measure_noise: false,
+            clip_norm: None,
+            loss_scale: None,
+            ..trained.clone()
+        };
         // Only the loss is needed.
         Arc::make_mut(&mut plan.graph).outputs.truncate(1);
         session.prepare_evaluation(&programs(&plan)?)?;

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod found_orders;
 mod given_stages;
 mod kernels;
 mod late_gradients;

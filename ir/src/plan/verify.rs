@@ -133,6 +133,7 @@ impl Plan {
         let plain = |schedule| self.virtual_stages == 1 || self.schedule != schedule;
         problems.require(plain(Schedule::ZbH1), "virtual_stages", "must be 1 under the schedule zb-h1");
         problems.require(plain(Schedule::PipeDream), "virtual_stages", "must be 1 under the schedule pipedream");
+        self.verify_order(problems);
         let runs_alone = self.goal != Goal::Throughput || !trains;
         problems.require(runs_alone, "goal", "is of models that are run alone, and the plan trains this one");
         let updates = self.update != Update::Stale || trains;
@@ -144,6 +145,26 @@ impl Plan {
         for (path, problem) in self.problems_of_servers() {
             let path = if path.is_empty() { "servers".to_string() } else { format!("servers.{path}") };
             problems.add(path, problem);
+        }
+    }
+
+    /// Checks the plan's own order of calls, if there is one.
+    fn verify_order(&self, problems: &mut Problems) {
+        let is_own = self.schedule == Schedule::Found;
+        let problem = "must be there under the schedule found, and under no other";
+        if !problems.require(self.order.is_some() == is_own, "order", problem) {
+            return;
+        }
+        // Late gradients run among the next step's calls, whose places depend on the schedule.
+        let in_time = !is_own || self.update == Update::Synchronous;
+        problems.require(in_time, "update", "must be synchronous under the schedule found");
+        let Some(order) = &self.order else { return };
+        if !is_countable(self.num_microbatches, self.stages.len()) {
+            return;
+        }
+        let lane_of: Vec<usize> = (0..self.stages.len()).map(|stage| self.lane_of(stage)).collect();
+        if let Some(problem) = order.problem(self.num_lanes(), &lane_of, self.num_microbatches) {
+            problems.add("order", problem);
         }
     }
 

@@ -97,7 +97,7 @@ pub fn recomputed(plan: &Plan) -> String {
 fn stages(plan: &Plan) -> String {
     let stages = count(plan.stages.len() as u32, "stage", "stages");
     match (plan.virtual_stages, plan.schedule) {
-        (1, Schedule::ZbH1) => format!("{stages} under {}", plan.schedule),
+        (1, Schedule::ZbH1 | Schedule::Found) => format!("{stages} under {}", plan.schedule),
         (1, _) => stages,
         (v, _) => format!("{stages} ({v} on the same devices)"),
     }
@@ -173,6 +173,7 @@ pub(crate) mod tests {
             num_microbatches: 1,
             microbatch: 1,
             schedule: Schedule::OneFOneB,
+            order: None,
             update: Default::default(),
             servers: None,
             goal: Default::default(),

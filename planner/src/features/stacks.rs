@@ -130,6 +130,9 @@ impl Stack {
             let schedules = self.schedules.iter().map(ToString::to_string).collect::<Vec<_>>();
             return refused("schedule", schedule.to_string(), format!("runs {}", listed(&schedules)));
         }
+        if request.searches_order && request.target != Target::Altiplano {
+            return refused("schedule", Schedule::Found.to_string(), "runs named schedules only".to_string());
+        }
         Ok(())
     }
 }

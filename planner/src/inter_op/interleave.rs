@@ -197,7 +197,7 @@ impl<'a> Runs<'a> {
 
     fn order(&self, num_stages: usize, virtual_stages: usize) -> Order {
         let num_microbatches = self.candidates.num_microbatches;
-        Order { schedule: Schedule::OneFOneB, num_stages, virtual_stages, num_microbatches, meets: false, steps: 1 }
+        Order::new(Schedule::OneFOneB, num_stages, num_microbatches).sharing(virtual_stages)
     }
 
     /// Step time with stages cut at these layers.

@@ -67,6 +67,7 @@ impl<'a> Stages<'a> {
             return None;
         }
         if plan.lanes()[first].mesh != plan.lanes()[second].mesh
+            || stages.iter().any(|&(a, b)| plan.splits(a) != plan.splits(b))
             || !stages.iter().all(|&(a, b)| self.same_planned(a, b) && self.same_offloaded(a, b))
         {
             return None;

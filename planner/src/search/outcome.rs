@@ -4,6 +4,7 @@ use super::baselines::{self, Baseline};
 use super::choice::{UNDECIDED, choose, finalists, fits};
 use super::context::SearchContext;
 use super::fitting::plans_that_fit;
+use super::ordered;
 use super::predictor::Calibration;
 use super::sweep;
 use super::uniform;
@@ -90,7 +91,10 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
         finalists.into_par_iter().map(|plan| refine_finalist(cx, plan)).collect();
     let plan = refined.and_then(|refined| match refined.is_empty() {
         true => Err(failure.unwrap_or(PlanFailure::NoCombination)),
-        false => Ok(choose(refined)),
+        false => Ok(match ordered::fastest(cx, &refined) {
+            Some(found) => found,
+            None => choose(refined),
+        }),
     });
     if let Ok(plan) = plan.as_ref().map_err(|_| ())
         && fits(plan)

@@ -10,7 +10,6 @@ use super::update::{Gradients, Shares, Variance};
 use super::{Boundary, Lowered, StageLowering};
 use super::{parts_of, stages_of_contributions};
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::plan::Schedule;
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Phase};
 use altiplano_ir::sharding::Sharding;
 use rustc_hash::FxHashMap;
@@ -45,7 +44,7 @@ impl<'a> StageLowering<'a> {
         let mut forward = self.finish_forward(forward, &backward.body);
         self.free(&mut forward.body, &mut backward);
         let mut weights = None;
-        if cx.plan.schedule == Schedule::ZbH1 {
+        if cx.plan.splits(cx.index as usize) {
             let sent = backward.sends.values().copied().collect();
             let (first, second) = split(backward.body, &sent, &mut self.buffers);
             (backward.body, weights) = (first, Some(second));
