@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent)
-CRATES = ["ir", "transforms", "import", "cost_models", "solver", "planner", "runtime", "xla"]
+CRATES = ["ir", "transforms", "import", "cost_models", "solver", "planner", "prover", "runtime", "xla"]
 FUNCTION = re.compile(r"^(\s*)(?:pub(?:\([^)]*\))? )?(?:const )?(?:unsafe )?(?:extern \"C\" )?fn (\w+)")
 STRUCT = re.compile(r"^pub struct (\w+)[^;]*\{$")
 OPENING = re.compile(r"^\s*//[/!]?\s+(What|Whether|Of|Whoever|Whatever)\b")

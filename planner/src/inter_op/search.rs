@@ -300,6 +300,31 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     blocks
 }
 
+/// The blocks that stages may be on.
+fn blocks(request: &Request, space: &SearchSpace, num_layers: usize) -> Vec<Block> {
+    let cluster = &request.cluster;
+    let blocks_of = |group: usize| {
+        let of_group = &cluster.groups[group];
+        let wanted = move |block: &Block| {
+            let devices = block.shape.num_devices();
+            let product = space.degrees.dp.map(|d| d as u64 * space.degrees.tp.unwrap_or(1) as u64);
+            let exact = space.degrees.dp.is_some() && space.degrees.tp.is_some();
+            let whole = space.all_devices && space.degrees.pp == Some(1) && devices != of_group.num_devices() as u64;
+            let alpas = !space.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
+            let given = &request.stages.devices;
+            let worth = match given.is_empty() {
+                true => worth_trying(block.shape, of_group, num_layers),
+                false => given.iter().any(|&size| u64::from(size) == devices),
+            };
+            alpas && !whole && (!exact || product == Some(devices)) && worth
+        };
+        let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
+        shapes.map(move |shape| Block { group, shape }).filter(wanted)
+    };
+    let groups = (0..cluster.groups.len()).filter(|&group| space.allows(group));
+    countable(groups.flat_map(blocks_of).collect(), cluster)
+}
+
 /// All stage candidates on every submesh, for one number of microbatches.
 pub struct CandidatesAtMicrobatch {
     pub layered: Arc<LayeredGraph>,
@@ -323,26 +348,7 @@ pub fn candidates(
     let SearchContext { request, space, costs, .. } = *cx;
     let cluster = &request.cluster;
     let num_layers = layered.layers.len();
-    let blocks_of = |group: usize| {
-        let of_group = &cluster.groups[group];
-        let wanted = move |block: &Block| {
-            let devices = block.shape.num_devices();
-            let product = space.degrees.dp.map(|d| d as u64 * space.degrees.tp.unwrap_or(1) as u64);
-            let exact = space.degrees.dp.is_some() && space.degrees.tp.is_some();
-            let whole = space.all_devices && space.degrees.pp == Some(1) && devices != of_group.num_devices() as u64;
-            let alpas = !space.alpa || block.shape.nodes > 1 || block.shape.devices.is_power_of_two();
-            let given = &request.stages.devices;
-            let worth = match given.is_empty() {
-                true => worth_trying(block.shape, of_group, num_layers),
-                false => given.iter().any(|&size| u64::from(size) == devices),
-            };
-            alpas && !whole && (!exact || product == Some(devices)) && worth
-        };
-        let shapes = shapes(of_group.nodes, of_group.devices_per_node).into_iter();
-        shapes.map(move |shape| Block { group, shape }).filter(wanted)
-    };
-    let groups = (0..cluster.groups.len()).filter(|&group| space.allows(group));
-    let blocks = countable(groups.flat_map(blocks_of).collect(), cluster);
+    let blocks = blocks(request, space, num_layers);
     let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
