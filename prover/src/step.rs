@@ -164,7 +164,7 @@ impl<'a> Step<'a> {
                 matches!(self.buffer(place).kind, BufferKind::Value | BufferKind::Accumulator { .. })
                     && !self.facts.contains_key(&place)
             };
-            for (v, buffer) in body.reads.iter().filter(unknown) {
+            if let Some((v, buffer)) = body.reads.iter().find(unknown) {
                 let text = format!("nothing writes {}", self.buffer((*number, *buffer)).name);
                 let gap = Gap {
                     body: Some(body.name.clone()),
