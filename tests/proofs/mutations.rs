@@ -247,10 +247,8 @@ fn of_buffers(program: &Program, body: &Body) -> Vec<Change> {
                 }
                 change("a gradient that is not added", buffer, &|body| body.writes[i].1 = old);
             }
-            (BufferKind::Parameter { .. } | BufferKind::State { .. }, Some(old)) => {
-                if body.graph.ty(old) == &node.ty {
-                    change("a stale weight", buffer, &|body| body.writes[i].1 = old);
-                }
+            (BufferKind::Parameter { .. } | BufferKind::State { .. }, Some(old)) if body.graph.ty(old) == &node.ty => {
+                change("a stale weight", buffer, &|body| body.writes[i].1 = old);
             }
             _ => {}
         }
