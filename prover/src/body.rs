@@ -196,7 +196,15 @@ impl<'a> Examined<'a> {
                 return self.facts[operands[0] as usize].clone();
             }
             Op::Iota(iota) => return self.counts(iota, &node.ty, &[]),
-            Op::Collective(op) if op.mesh == *self.mesh => return self.after_collective(&op.collective, operands[0]),
+            Op::Collective(op) if op.mesh == *self.mesh => {
+                let found = self.after_collective(&op.collective, operands[0]);
+                if found.is_empty() {
+                    // A round of a ring, or the edges of neighbours.
+                    self.build_local_forms(v);
+                    return self.of(v).to_vec();
+                }
+                return found;
+            }
             Op::Collective(_) => return Vec::new(),
             Op::Binary(Binary::Add) if float => {
                 let found = self.sum(operands[0], operands[1]);
@@ -220,6 +228,9 @@ impl<'a> Examined<'a> {
         if found.is_empty() {
             self.build_local_forms(v);
             found = self.of(v).to_vec();
+            if found.is_empty() {
+                found = self.applied(&node.op, &operands, &node.ty);
+            }
         }
         found
     }

@@ -129,24 +129,7 @@ impl Reference {
         for (slot, v) in scaling.iter().flat_map(|scaling| &scaling.states) {
             leaves.insert(*v, self.terms.leaf(state(ALL_PARAMETERS, slot), &[]));
         }
-        let unscale = scaling.as_ref().map(|scaling| {
-            let one = graph.splat_like(scaling.now, 1.0);
-            graph.div(one, scaling.now)
-        });
-        let mut squared: Option<ValueId> = None;
-        if plan.clip_norm.is_some() {
-            for gradient in given.values() {
-                let gradient = unscale.map_or(*gradient, |unscale| times(&mut graph, *gradient, unscale));
-                let of_one = squares(&mut graph, gradient, scale);
-                squared = Some(squared.map_or(of_one, |sum| graph.add(sum, of_one)));
-            }
-        }
-        let skip = scaling.as_ref().map(|scaling| scaling.skip(&mut graph, given.values().copied()));
-        let clip = plan.clip_norm.zip(squared).map(|(most, squared)| clip_factor(&mut graph, squared, most));
-        let factor = match (clip, unscale) {
-            (Some(clip), Some(unscale)) => Some(graph.mul(clip, unscale)),
-            (clip, unscale) => clip.or(unscale),
-        };
+        let Sums { squared, skip, factor } = Sums::new(plan, &mut graph, scaling.as_ref(), &given, scale);
         let step = skip.as_ref().map_or(step, |skip| graph.sub(step, skip.skipped));
         let mut results: Vec<(String, ValueId, Vec<(String, ValueId)>)> = Vec::new();
         for (p, name) in model.trained_parameters() {
@@ -213,6 +196,44 @@ fn scale_now(terms: &mut Terms, of_plan: &LossScale, loss: DType) -> Term {
     let mut values = Vec::new();
     terms.add_graph(&graph, &mut values, |_, _, _, at| leaves.get(&ValueId(at)).copied());
     values[scale.index()]
+}
+
+/// Values that depend on all gradients of a step.
+struct Sums {
+    /// The squared norm of all gradients, if they are clipped.
+    squared: Option<ValueId>,
+    skip: Option<Skip>,
+    /// The factor of all gradients, if they are clipped or the loss was scaled.
+    factor: Option<ValueId>,
+}
+
+impl Sums {
+    /// `scale` turns sums over microbatches into the step's gradients.
+    fn new(
+        plan: &Plan,
+        graph: &mut Graph,
+        scaling: Option<&Scaling>,
+        gradients: &BTreeMap<ValueId, ValueId>,
+        scale: f64,
+    ) -> Sums {
+        let unscale = scaling.map(|scaling| {
+            let one = graph.splat_like(scaling.now, 1.0);
+            graph.div(one, scaling.now)
+        });
+        let mut squared: Option<ValueId> = None;
+        for &gradient in gradients.values().filter(|_| plan.clip_norm.is_some()) {
+            let gradient = unscale.map_or(gradient, |unscale| times(graph, gradient, unscale));
+            let of_one = squares(graph, gradient, scale);
+            squared = Some(squared.map_or(of_one, |sum| graph.add(sum, of_one)));
+        }
+        let skip = scaling.map(|scaling| scaling.skip(graph, gradients.values().copied()));
+        let clip = plan.clip_norm.zip(squared).map(|(most, squared)| clip_factor(graph, squared, most));
+        let factor = match (clip, unscale) {
+            (Some(clip), Some(unscale)) => Some(graph.mul(clip, unscale)),
+            (clip, unscale) => clip.or(unscale),
+        };
+        Sums { squared, skip, factor }
+    }
 }
 
 /// Loss scaling in the reference's update.

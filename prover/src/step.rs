@@ -7,6 +7,7 @@ use crate::reference::{self, Reference};
 use crate::schedule::{self, Calls};
 use crate::term::Term;
 use crate::{Gap, Kind, Proof};
+use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
@@ -40,6 +41,10 @@ struct Step<'a> {
 /// Proves the programs of a plan.
 pub fn prove(plan: &Plan, programs: &Programs) -> Result<Proof, Gap> {
     covered(plan)?;
+    if programs.num_microbatches != plan.num_microbatches || programs.loss_is_mean != (plan.loss != LossKind::Sum) {
+        let text = "the programs are for another number of microbatches or another loss than the plan";
+        return Err(Gap::new(Kind::Differs, text.to_string()));
+    }
     well_formed(programs)?;
     let calls = schedule::check(programs)?;
     let reference =
@@ -164,7 +169,7 @@ impl<'a> Step<'a> {
                 matches!(self.buffer(place).kind, BufferKind::Value | BufferKind::Accumulator { .. })
                     && !self.facts.contains_key(&place)
             };
-            for (v, buffer) in body.reads.iter().filter(unknown) {
+            if let Some((v, buffer)) = body.reads.iter().find(unknown) {
                 let text = format!("nothing writes {}", self.buffer((*number, *buffer)).name);
                 let gap = Gap {
                     body: Some(body.name.clone()),
@@ -270,6 +275,11 @@ impl<'a> Step<'a> {
     ) -> Result<(), Gap> {
         let place = (number, buffer);
         let of_buffer = self.buffer(place);
+        let wanted = of_buffer.sharding.local_type(&of_buffer.ty, self.mesh(number));
+        if of_buffer.kind != BufferKind::Value && *body.graph.ty(v) != wanted {
+            let text = format!("writes {} to {}, which holds {wanted}", body.graph.ty(v), of_buffer.name);
+            return Err(self.here(number, body, Some(v), Some(buffer), Kind::Differs, text));
+        }
         let expected = match &of_buffer.kind {
             BufferKind::Value => {
                 self.facts.insert(place, facts);
@@ -367,13 +377,14 @@ impl<'a> Step<'a> {
                 let Some(facts) = self.facts.get(&transfer.source) else { continue };
                 let (source, target) = (self.buffer(transfer.source), self.buffer(transfer.target));
                 let declared = self.declared(transfer.source);
-                let local = source.sharding.local_shape(self.mesh(transfer.source.0));
+                let local = source.sharding.local_type(&source.ty, self.mesh(transfer.source.0));
                 let layout = self.declared(transfer.target);
-                let fits = |f: &&Fact| f.layout.fits(&declared, &local, self.mesh(transfer.source.0));
+                let typed = self.types.get(&transfer.source) == Some(&local) && source.ty == target.ty;
+                let fits = |f: &&Fact| f.layout.fits(&declared, &local.shape, self.mesh(transfer.source.0));
                 let moved: Vec<Fact> =
                     facts.iter().filter(fits).map(|f| Fact { term: f.term, layout: layout.clone() }).collect();
                 let whole = declared.partial.is_empty() && layout.partial.is_empty();
-                if moved.is_empty() || !whole || source.ty.shape != target.ty.shape {
+                if moved.is_empty() || !whole || !typed {
                     if let Some(gap) = self.gaps.get(&transfer.source) {
                         return Err(gap.clone());
                     }

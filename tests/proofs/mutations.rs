@@ -4,7 +4,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::{run_mesh, shard};
 use altiplano_ir::literal::Literal;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Binary, Direction, Op, Reducer, Slice};
+use altiplano_ir::op::{Binary, Compare, Direction, Op, Reducer, Slice};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::tensor::Tensor;
@@ -99,29 +99,13 @@ fn of_values(program: &Program, body: &Body) -> Vec<Change> {
             }
             Op::Slice(slice) => {
                 let shape = graph.shape(node.operands[0]);
-                for (d, &size) in shape.iter().enumerate() {
-                    let mut other = slice.clone();
-                    if slice.limit[d] < size {
-                        (other.start[d], other.limit[d]) = (slice.start[d] + 1, slice.limit[d] + 1);
-                    } else if slice.start[d] > 0 {
-                        (other.start[d], other.limit[d]) = (slice.start[d] - 1, slice.limit[d] - 1);
-                    } else {
-                        continue;
-                    }
-                    change("a shifted slice", v, &with_op(Op::Slice(Slice { ..other })));
+                for other in (0..shape.len()).filter_map(|d| shifted(slice, d, shape[d])) {
+                    change("a shifted slice", v, &with_op(Op::Slice(other)));
                 }
             }
             Op::Compare(compare) => {
-                let mut other = *compare;
-                other.direction = match compare.direction {
-                    Direction::Ge => Direction::Gt,
-                    Direction::Gt => Direction::Ge,
-                    Direction::Le => Direction::Lt,
-                    Direction::Lt => Direction::Le,
-                    Direction::Eq => Direction::Ne,
-                    Direction::Ne => Direction::Eq,
-                };
-                change("a wrong mask", v, &with_op(Op::Compare(other)));
+                let direction = other_direction(compare.direction);
+                change("a wrong mask", v, &with_op(Op::Compare(Compare { direction })));
             }
             Op::AxisIndex(index) => {
                 for axis in program.mesh.axis_ids().filter(|a| !index.axes.contains(a)) {
@@ -147,6 +131,29 @@ fn of_values(program: &Program, body: &Body) -> Vec<Change> {
         }
     }
     changes
+}
+
+/// A slice of another place of a dimension.
+fn shifted(slice: &Slice, d: usize, size: u64) -> Option<Slice> {
+    let mut other = slice.clone();
+    if slice.limit[d] < size {
+        (other.start[d], other.limit[d]) = (slice.start[d] + 1, slice.limit[d] + 1);
+    } else {
+        (other.start[d], other.limit[d]) = (slice.start[d].checked_sub(1)?, slice.limit[d] - 1);
+    }
+    Some(other)
+}
+
+/// A comparison that differs from one in few places.
+fn other_direction(of: Direction) -> Direction {
+    match of {
+        Direction::Ge => Direction::Gt,
+        Direction::Gt => Direction::Ge,
+        Direction::Le => Direction::Lt,
+        Direction::Lt => Direction::Le,
+        Direction::Eq => Direction::Ne,
+        Direction::Ne => Direction::Eq,
+    }
 }
 
 /// The collectives that could be confused with one.
@@ -240,10 +247,8 @@ fn of_buffers(program: &Program, body: &Body) -> Vec<Change> {
                 }
                 change("a gradient that is not added", buffer, &|body| body.writes[i].1 = old);
             }
-            (BufferKind::Parameter { .. } | BufferKind::State { .. }, Some(old)) => {
-                if body.graph.ty(old) == &node.ty {
-                    change("a stale weight", buffer, &|body| body.writes[i].1 = old);
-                }
+            (BufferKind::Parameter { .. } | BufferKind::State { .. }, Some(old)) if body.graph.ty(old) == &node.ty => {
+                change("a stale weight", buffer, &|body| body.writes[i].1 = old);
             }
             _ => {}
         }
