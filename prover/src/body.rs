@@ -139,7 +139,7 @@ impl<'a> Examined<'a> {
         positions
     }
 
-    /// What is known of an op's operands, and its result in words.
+    /// The facts of an op's operands, and its result in words.
     fn described(&self, v: ValueId) -> String {
         let node = self.graph.node(v);
         let known = |o: &ValueId| match self.of(*o).first() {

@@ -40,7 +40,7 @@ pub struct Proof {
 /// The reason why a proof ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// What is there is not what the reference has.
+    /// The value differs from the reference.
     Differs,
     /// No rule covers it.
     NoRule,
@@ -55,7 +55,7 @@ pub struct Gap {
     pub body: Option<String>,
     pub value: Option<ValueId>,
     pub buffer: Option<BufferId>,
-    /// What is expected and what is there, in words.
+    /// The expected value and the one that is there, in words.
     pub text: String,
 }
 

@@ -7,7 +7,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 type Instance = (BufferId, Option<u32>);
 
-/// What the schedules establish.
+/// The facts that the schedules establish.
 pub struct Calls {
     /// For each program, true for the bodies that run.
     pub runs: Vec<Vec<bool>>,
