@@ -136,7 +136,7 @@ fn wrong_orders_in_files_are_refused() {
     refused(&|plan| plan.order = None, "order", "under the schedule found");
     refused(&|plan| plan.schedule = Schedule::OneFOneB, "order", "under no other");
     refused(&|plan| plan.update = Update::Stale, "update", "synchronous");
-    refused(&|plan| order(plan, &|o| drop(o.lanes[0].pop())), "order", "once for each microbatch");
+    refused(&|plan| order(plan, &|o| o.lanes[0].truncate(1)), "order", "once for each microbatch");
     refused(&|plan| order(plan, &|o| o.lanes.swap(0, 1)), "order", "not on its lane");
     refused(&|plan| order(plan, &|o| o.lanes[1].reverse()), "order", "in a circle");
     refused(&|plan| order(plan, &|o| o.lanes[0][0].stage = u32::MAX), "order", "not on its lane");
@@ -177,8 +177,7 @@ fn found_orders_are_no_slower_than_named_ones() {
         let usable = (peak(&plain) + peak(&apart)) / 2;
         let mut tight = plain.clone();
         let group = &mut tight.cluster.groups[0];
-        let share = usable as f64 / plain.cluster.usable_bytes(group) as f64;
-        group.device.memory_bytes = (share * group.device.memory_bytes as f64) as u64;
+        group.device.memory_bytes -= plain.cluster.usable_bytes(group) - usable;
         // Other devices have other prices.
         let plain = predict_plan(tight.clone(), &Rooflines::of(&tight.cluster)).expect("a prediction");
         let graphs = TrainingGraphs::of(&tight).expect("gradients");
