@@ -84,12 +84,6 @@ impl fmt::Display for Call {
 }
 
 impl CallOrder {
-    /// True if a stage computes gradients of weights apart from its backward calls.
-    pub fn splits(&self, stage: usize) -> bool {
-        let call = Call { stage: stage as u32, pass: Pass::Weights };
-        self.lanes.iter().any(|lane| lane.contains(&call))
-    }
-
     /// Says why the order is none for `num_microbatches` on stages of which `lane_of` gives the lanes: a call is missing,
     /// of another lane, or one too many, or lanes wait for each other in a circle. Takes time in proportion to the calls.
     pub fn problem(&self, num_lanes: usize, lane_of: &[usize], num_microbatches: u32) -> Option<&'static str> {
@@ -163,7 +157,6 @@ mod tests {
         let text = r#"["F0 F0 B0 W0 B0 W0","F1 B1 F1 B1"]"#;
         let order: CallOrder = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&order).unwrap(), text);
-        assert_eq!((order.splits(0), order.splits(1)), (true, false));
         assert_eq!(order.problem(2, &[0, 1], 2), None);
         for word in ["F", "X0", "F+1", "F-1", "F0B0", "F99999999999", "0"] {
             let found = CallOrder::try_from(vec![word.to_string()]).map_err(|e| e.word);

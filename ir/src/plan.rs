@@ -13,7 +13,7 @@ use crate::json;
 use crate::loss_scale::LossScale;
 use crate::mesh::Mesh;
 use crate::optimizer::Optimizer;
-use crate::order::CallOrder;
+use crate::order::{Call, CallOrder, Pass};
 use crate::padding::{Extents, Padding};
 use crate::recompute::{Recomputation, Recompute};
 use crate::rule::Strategy;
@@ -615,7 +615,9 @@ impl Plan {
 
     /// True if a stage computes gradients of weights apart from its backward calls.
     pub fn splits(&self, stage: usize) -> bool {
-        self.schedule == Schedule::ZbH1 || self.order.as_ref().is_some_and(|order| order.splits(stage))
+        let lane = self.order.as_ref().and_then(|order| order.lanes.get(self.lane_of(stage)));
+        let weights = Call { stage: stage as u32, pass: Pass::Weights };
+        self.schedule == Schedule::ZbH1 || lane.is_some_and(|lane| lane.contains(&weights))
     }
 
     /// The stages of a lane in words: `stage0`, or `stage0, stage4`.

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Tries with less room, if the order of a try needs more than estimated.
-const TRIES: usize = 3;
+const TRIES: usize = 4;
 
 /// The fastest of `plans` under an order of its own, if the user asks for one and it is faster than all of them that
 /// fit.
@@ -88,8 +88,8 @@ impl<'a> Pipeline<'a> {
         let timings = timings_of(&plain, &deduped, &work, costs);
         let memories = lane_memories(&plain, &deduped, &work);
         let mut stages = vec![Work::default(); plan.stages.len()];
-        for lane in 0..plan.num_lanes() {
-            hold(&mut stages, lane, &deduped, &memories[lane]);
+        for (lane, memory) in memories.iter().enumerate() {
+            hold(&mut stages, lane, &deduped, memory);
         }
         for ((stage, (times, _)), apart) in stages.iter_mut().zip(&timings).zip(&apart) {
             let StageTimes { forward_s, backward_s, weights_s, transfer_forward_s, transfer_backward_s, step_s } =
@@ -118,18 +118,25 @@ impl<'a> Pipeline<'a> {
     fn found(self) -> Option<Ordered> {
         let bound_s = self.problem.clone().within(self.room_bytes.clone()).ok()?.bound_s();
         let mut room = self.room_bytes.clone();
-        for _ in 0..TRIES {
+        // What the first of the known orders holds.
+        let least = self.problem.peak_bytes(&self.known[0]);
+        for left in (0..TRIES).rev() {
             let problem = self.problem.clone().within(room.clone()).ok()?;
-            let order = search(&problem, &self.known, effort(self.costs))?;
+            let Some(order) = search(&problem, &self.known, effort(self.costs)) else { break };
             let plan = predict_from(under(self.plan, order.calls), self.graphs, self.costs);
             if fits(&plan) {
                 return Some(Ordered { plan, bound_s });
             }
-            for (lane, room) in plan.lanes().iter().zip(&mut room) {
-                *room = room.saturating_sub(lane.predicted.peak_bytes.saturating_sub(plan.usable_bytes(lane)));
+            for ((lane, room), &least) in plan.lanes().iter().zip(&mut room).zip(&least) {
+                let over = lane.predicted.peak_bytes.saturating_sub(plan.usable_bytes(lane));
+                *room = match left {
+                    1 => least.min(*room),
+                    _ => room.saturating_sub(over.max(room.saturating_sub(least) / 2)),
+                };
             }
         }
-        None
+        let plan = predict_from(under(self.plan, self.known[0].clone()), self.graphs, self.costs);
+        fits(&plan).then_some(Ordered { plan, bound_s })
     }
 }
 
