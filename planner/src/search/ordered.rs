@@ -118,7 +118,7 @@ impl<'a> Pipeline<'a> {
     fn found(self) -> Option<Ordered> {
         let bound_s = self.problem.clone().within(self.room_bytes.clone()).ok()?.bound_s();
         let mut room = self.room_bytes.clone();
-        // What the first of the known orders holds.
+        // The bytes that the first of the known orders holds.
         let least = self.problem.peak_bytes(&self.known[0]);
         for left in (0..TRIES).rev() {
             let problem = self.problem.clone().within(room.clone()).ok()?;
