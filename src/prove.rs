@@ -67,6 +67,9 @@ pub fn proof_text(plan: &Plan, proof: &ProofCertificate) -> String {
 pub fn gap_text(gap: &Gap) -> String {
     match gap.kind {
         Kind::Differs => format!("not proved, a value is not what one device computes: {gap}"),
+        Kind::Unrelated => {
+            format!("not proved; at this value the plan is wrong, or a rule of the prover is missing: {gap}")
+        }
         Kind::NoRule => format!("not proved: {gap}"),
     }
 }

@@ -210,6 +210,9 @@ impl<'a> Examined<'a> {
                 let found = self.sum(operands[0], operands[1]);
                 return if found.is_empty() { self.shifted_count(&node.operands, &node.ty) } else { found };
             }
+            Op::Binary(Binary::Multiply) if float && operands.iter().any(|&o| self.is_zero(o)) => {
+                return vec![Fact { term: self.terms.splat(0.0), layout: Layout::free(node.ty.rank()) }];
+            }
             _ => {}
         }
         let mut found = match node.op {
@@ -233,6 +236,12 @@ impl<'a> Examined<'a> {
             }
         }
         found
+    }
+
+    /// True if a value is zero on every device.
+    fn is_zero(&self, number: u32) -> bool {
+        let is_zero = |fact: &Fact| self.terms.as_splat(fact.term) == Some(0.0) && fact.layout.partial.is_empty();
+        self.facts[number as usize].iter().any(is_zero)
     }
 
     fn after_collective(&mut self, op: &altiplano_ir::reshard::Collective, operand: u32) -> Vec<Fact> {

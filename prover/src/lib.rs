@@ -42,7 +42,9 @@ pub struct Proof {
 pub enum Kind {
     /// The value differs from the reference.
     Differs,
-    /// No rule covers it.
+    /// The rules relate it to no value of the reference: it differs, or a rule is missing.
+    Unrelated,
+    /// No rule covers what the plan asks for.
     NoRule,
 }
 

@@ -16,6 +16,7 @@
 //! 7. **Sums.** Values of one layout add up to a value of that layout.
 //! 8. **Shares.** A value `x` that is replicated over an axis of `n` devices is a summand of `n x`, and its all-reduced
 //!    sum is `n x`. Used only for sums over all parameters.
+//! 9. **Zeros.** A product with a factor that is 0 on every device is 0, and so is an accumulator that nothing is written to.
 //!
 //! The normal form of terms ([`crate::term`]) and the check of schedules ([`crate::schedule`]) are trusted as well.
 

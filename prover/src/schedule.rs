@@ -135,7 +135,8 @@ impl<'a> Checked<'a> {
                 BufferKind::Accumulator { .. } if !body.writes.iter().any(|w| w.0 == buffer) => {
                     let full = |w: &u32| self.ran[*w as usize] == self.programs.num_microbatches;
                     let writers = self.writers.get(&buffer);
-                    if !writers.is_some_and(|w| w.len() == 1 && w.iter().all(full)) {
+                    let complete = writers.is_some_and(|w| w.len() == 1 && w.iter().all(full));
+                    if !complete && self.program.writes(buffer) {
                         return Err(gap(self, "is read before all microbatches have been added".into()));
                     }
                 }

@@ -131,6 +131,7 @@ impl<'a> Step<'a> {
     /// Examines bodies as soon as all that they read is known.
     fn all_bodies(&mut self) -> Result<(), Gap> {
         let programs: &'a Programs = self.programs;
+        self.accumulators_without_gradients();
         let mut pending: Vec<(u32, &'a Body)> = Vec::new();
         for (number, program) in (0u32..).zip(&programs.programs) {
             let runs = program.bodies.iter().zip(&self.calls.runs[number as usize]);
@@ -149,6 +150,20 @@ impl<'a> Step<'a> {
             pending = rest;
         }
         Ok(())
+    }
+
+    /// Accumulators are zero before a step, and stay so if nothing is added.
+    fn accumulators_without_gradients(&mut self) {
+        let zero = self.reference.terms.splat(0.0);
+        for (number, program) in (0u32..).zip(&self.programs.programs) {
+            for (id, buffer) in (0u32..).map(BufferId).zip(&program.buffers) {
+                let received = self.programs.transfers.iter().any(|t| t.target == (number, id));
+                if matches!(buffer.kind, BufferKind::Accumulator { .. }) && !program.writes(id) && !received {
+                    let layout = Layout::free(buffer.ty.rank());
+                    self.facts.insert((number, id), vec![Fact { term: zero, layout }]);
+                }
+            }
+        }
     }
 
     fn is_ready(&self, number: u32, body: &Body) -> bool {
@@ -242,7 +257,7 @@ impl<'a> Step<'a> {
         for (buffer, v, facts) in written {
             let kind = &program.buffer(buffer).kind;
             if let Some((at, text)) = lost.get(&v) {
-                let gap = self.here(number, body, Some(*at), None, Kind::Differs, text.clone());
+                let gap = self.here(number, body, Some(*at), None, Kind::Unrelated, text.clone());
                 if !matches!(kind, BufferKind::Value) || !is_local(program.buffer(buffer)) {
                     return Err(gap);
                 }

@@ -76,6 +76,40 @@ fn plans_of_other_models_are_proved() {
     }
 }
 
+/// A recurrent cell that starts from zeros, and a parameter that the loss does not depend on.
+const CELL: &str = r#"module @cell {
+  func.func public @main(%arg0: tensor<8x8xf32> loc("params['forget']"), %arg1: tensor<8x8xf32> loc("params['new']"), %arg2: tensor<8xf32> loc("params['unused']"), %arg3: tensor<16x8xf32> loc("x")) -> tensor<f32> {
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %h = stablehlo.constant dense<0.0> : tensor<16x8xf32>
+    %0 = stablehlo.dot_general %arg3, %arg0, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x8xf32>) -> tensor<16x8xf32>
+    %1 = stablehlo.logistic %0 : tensor<16x8xf32>
+    %2 = stablehlo.dot_general %arg3, %arg1, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x8xf32>) -> tensor<16x8xf32>
+    %3 = stablehlo.tanh %2 : tensor<16x8xf32>
+    %4 = stablehlo.multiply %1, %h : tensor<16x8xf32>
+    %5 = stablehlo.add %4, %3 : tensor<16x8xf32>
+    %6 = stablehlo.multiply %1, %5 : tensor<16x8xf32>
+    %7 = stablehlo.add %6, %3 : tensor<16x8xf32>
+    %8 = stablehlo.multiply %7, %7 : tensor<16x8xf32>
+    %9 = stablehlo.reduce(%8 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<16x8xf32>, tensor<f32>) -> tensor<f32>
+    return %9 : tensor<f32>
+  }
+}
+"#;
+
+#[test]
+fn zeros_are_proved_to_be_zeros() {
+    let scratch = Scratch::new();
+    let cell = scratch.file("cell.mlir", CELL);
+    for options in
+        [&["--cluster", "local:1"][..], &["--dp", "2"], &["--tp", "2"], &["--dp", "2", "--num-microbatches", "2"]]
+    {
+        let options = [options, &["--as-written"]].concat();
+        let (plan, programs) = planned(&cell, &options);
+        let proof = prove(&plan, &programs).unwrap_or_else(|gap| panic!("{options:?}: {gap}"));
+        assert!(proof.parameters >= 3, "{options:?}: {proof:?}");
+    }
+}
+
 /// Returns true if `of` is among the values that `v` is computed from by at most `steps` ops.
 fn within(graph: &Graph, v: ValueId, of: ValueId, steps: usize) -> bool {
     v == of || steps > 0 && graph.node(v).operands.iter().any(|o| within(graph, *o, of, steps - 1))
