@@ -7,7 +7,7 @@ use super::choice::fits;
 use super::fixed_degrees::Degrees;
 use super::layout::Layout;
 use super::space::SearchSpace;
-use super::sweep::{ConfigurationCache, Configurations};
+use super::sweep::{ConfigurationCache, Configurations, is_uniform};
 use crate::features::padding::{padded, with_padding};
 use crate::features::{chunked_loss, pins, rings, stages, target};
 use crate::request::{PlanFailure, Request};
@@ -122,14 +122,17 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
         let problem = "needs a number of microbatches that --pp divides";
         return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
     }
+    let [dp, cp] = [space.degrees.dp, request.degrees.cp].map(of);
+    // As in a sweep: a single replica stores all itself, whatever the level.
+    let alone = dp == 1 && cp == 1 && is_uniform(request);
     Ok(Degrees {
-        dp: of(space.degrees.dp),
+        dp,
         tp: of(space.degrees.tp),
-        cp: of(request.degrees.cp),
+        cp,
         stages: lanes.saturating_mul(virtual_stages),
         virtual_stages,
         num_microbatches,
-        zero: request.degrees.zero.unwrap_or(0),
+        zero: request.degrees.zero.filter(|_| !alone).unwrap_or(0),
         recompute: space.recompute.unwrap_or(Recompute::None),
         layout: Layout::Even,
         experts: 1,
