@@ -1,7 +1,7 @@
 //! Proves that the programs of a plan compute what one device computes: the loss, every updated parameter and all
 //! optimizer state, for all inputs, over the reals and with the order of additions free.
 //!
-//! The reference is the step of one device, made from the plan's graph and optimizer alone ([`reference`]). Every local
+//! The reference is the step of one device, made from the plan's graph and optimizer alone ([`mod@reference`]). Every local
 //! value of a program is related to a value of the reference ([`rules`], [`body`]), and bodies are joined through
 //! buffers, transfers and the schedule ([`step`]). The crate knows nothing of the planner that wrote the programs.
 

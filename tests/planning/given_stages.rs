@@ -58,6 +58,35 @@ fn blocks_by_number_and_by_name_give_the_same_stages() {
     }
 }
 
+/// Two unlike products, whose parameters have names without a path: a model without blocks.
+const TWO: &str = r#"module @two {
+  func.func public @main(%arg0: tensor<8x6xf32> loc("params['a']"), %arg1: tensor<6x4xf32> loc("params['b']"), %arg2: tensor<16x8xf32> loc("x")) -> tensor<f32> {
+    %c = stablehlo.constant dense<0.0> : tensor<f32>
+    %0 = stablehlo.dot_general %arg2, %arg0, contracting_dims = [1] x [0] : (tensor<16x8xf32>, tensor<8x6xf32>) -> tensor<16x6xf32>
+    %1 = stablehlo.tanh %0 : tensor<16x6xf32>
+    %2 = stablehlo.dot_general %1, %arg1, contracting_dims = [1] x [0] : (tensor<16x6xf32>, tensor<6x4xf32>) -> tensor<16x4xf32>
+    %3 = stablehlo.multiply %2, %2 : tensor<16x4xf32>
+    %4 = stablehlo.reduce(%3 init: %c) applies stablehlo.add across dimensions = [0, 1] : (tensor<16x4xf32>, tensor<f32>) -> tensor<f32>
+    return %4 : tensor<f32>
+  }
+}
+"#;
+
+#[test]
+fn models_without_blocks_are_cut_by_names_of_parameters() {
+    let scratch = Scratch::new();
+    let two = scratch.file("two.mlir", TWO);
+    let plan = planned(&two, &["--cluster", "local:2", "--stages", "a,b"]);
+    assert_eq!((stages_of(&plan, "'a'"), stages_of(&plan, "'b'")), (vec![0], vec![1]));
+    for (stages, problem) in
+        [("a-b,b", "b is in the stage before"), ("b,a", "a is in the stage before"), ("0,1", "no blocks")]
+    {
+        let output = altiplano(&["plan", &two, "--cluster", "local:2", "--stages", stages]);
+        assert_eq!(output.code, Some(2), "{stages}: {}", output.stderr);
+        assert!(output.stderr.contains(problem), "{stages}: {}", output.stderr);
+    }
+}
+
 #[test]
 fn what_is_no_block_goes_with_its_neighbours() {
     let scratch = Scratch::new();
@@ -130,7 +159,7 @@ fn stages_that_cannot_be_are_refused() {
     refused(&["--stages", "0-1,2-3", "--stage-devices", "0,4"], "each stage needs a device");
     refused(&["--stages", "h1-h3"], "begins with params.h1, but params.h0 comes next");
     refused(&["--stages", "0-1,1-3"], "begins with params.h1, but params.h2 comes next");
-    refused(&["--stages", "0-3,h3"], "cannot be cut before h3");
+    refused(&["--stages", "0-3,h3"], "h3 is in the stage before");
     refused(&["--stages", "1-0,2-3"], "0 comes before 1");
     refused(&["--cluster", "dgx-a100:2", "--stage-devices", "3,8"], "3 devices are neither a part of a node");
     refused(&["--stage-devices", "1,3", "--tp", "2"], "a stage of 1 devices cannot have");

@@ -264,34 +264,12 @@ struct Job {
     tail_s: f64,
 }
 
-/// A job under way: the one with the longest tail runs.
-struct Open(f64, f64);
-
-impl PartialEq for Open {
-    fn eq(&self, other: &Open) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Open {}
-
-impl PartialOrd for Open {
-    fn partial_cmp(&self, other: &Open) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Open {
-    fn cmp(&self, other: &Open) -> Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
 /// The least end of all jobs with their tails on one lane that may interrupt them: the job with the longest tail runs
 /// (Jackson's preemptive schedule, which is optimal).
 fn one_lane_s(jobs: &mut [Job]) -> f64 {
     jobs.sort_unstable_by(|a, b| a.start_s.total_cmp(&b.start_s));
-    let mut open: BinaryHeap<Open> = BinaryHeap::new();
+    // Tails and seconds left of jobs under way. They are not negative, so their bits have their order.
+    let mut open: BinaryHeap<(u64, u64)> = BinaryHeap::new();
     let (mut now_s, mut most_s, mut next) = (0.0f64, 0.0f64, 0);
     loop {
         if open.is_empty() {
@@ -299,16 +277,17 @@ fn one_lane_s(jobs: &mut [Job]) -> f64 {
             now_s = now_s.max(job.start_s);
         }
         while let Some(job) = jobs.get(next).filter(|job| job.start_s <= now_s) {
-            open.push(Open(job.tail_s, job.seconds));
+            open.push((job.tail_s.to_bits(), job.seconds.to_bits()));
             next += 1;
         }
-        let Some(Open(tail_s, left_s)) = open.pop() else { continue };
+        let Some((tail, left)) = open.pop() else { continue };
+        let (tail_s, left_s) = (f64::from_bits(tail), f64::from_bits(left));
         let until_s = jobs.get(next).map_or(f64::INFINITY, |job| job.start_s);
         if now_s + left_s <= until_s {
             now_s += left_s;
             most_s = most_s.max(now_s + tail_s);
         } else {
-            open.push(Open(tail_s, left_s - (until_s - now_s)));
+            open.push((tail, (left_s - (until_s - now_s)).max(0.0).to_bits()));
             now_s = until_s;
         }
     }

@@ -96,13 +96,15 @@ impl GivenStages {
         let cuts = cluster_finely(graph, usize::MAX);
         let cut_before = |at: u32| cuts[cuts.partition_point(|&cut| cut <= at).saturating_sub(1)];
         let mut starts = vec![0];
-        let mut before: Option<usize> = None;
+        // The last block of the stage before, and the first node of that block or of the part that is named.
+        let mut before: Option<(usize, u32)> = None;
         for (first, last) in stages {
             let stage = format!("{first}-{last}");
             let ((from, at), (to, end)) = (blocks.find(graph, first)?, blocks.find(graph, last)?);
-            let next = before.map_or_else(|| blocks.of_kind(first, from, 0), |before| Some(before + 1)).unwrap_or(from);
+            let next =
+                before.map_or_else(|| blocks.of_kind(first, from, 0), |(last, _)| Some(last + 1)).unwrap_or(from);
             // Names may tell parts of blocks apart.
-            let continues = matches!(first, BlockName::Name(_)) && before == Some(from);
+            let continues = matches!(first, BlockName::Name(_)) && before.is_some_and(|(last, _)| last == from);
             if end < at {
                 return refused(&stage, format!("{last} comes before {first}"));
             }
@@ -113,17 +115,20 @@ impl GivenStages {
                 };
                 return refused(&stage, problem);
             }
-            if before.is_some() {
+            if let Some((_, end)) = before {
+                if at <= end {
+                    return refused(&stage, format!("{first} is in the stage before"));
+                }
                 let start = cut_before(at);
-                let least = if continues { cut_before(blocks.first[from]) } else { starts[starts.len() - 1] };
-                if start <= least {
+                let of_block = blocks.first.get(from).filter(|_| continues).map_or(0, |&first| cut_before(first));
+                if start <= of_block.max(starts[starts.len() - 1]) {
                     return refused(&stage, format!("the model cannot be cut before {first}, but only between layers"));
                 }
                 starts.push(start);
             }
-            before = Some(to);
+            before = Some((to, end));
         }
-        let left = before.zip(stages.last()).and_then(|(last, (_, name))| blocks.of_kind(name, last, last + 1));
+        let left = before.zip(stages.last()).and_then(|((last, _), (_, name))| blocks.of_kind(name, last, last + 1));
         match left.map(|left| &blocks.names[left]) {
             Some(name) => refused(&self.blocks.to_string(), format!("{name} is in no stage; {}", blocks.in_words())),
             None => Ok(starts),
@@ -133,7 +138,7 @@ impl GivenStages {
     /// True if a plan has these stages.
     pub fn allow(&self, plan: &Plan) -> bool {
         let starts = || plan.stages.iter().map(|stage| plan.layers[stage.layers.start as usize]);
-        let given = self.starts(&plan.graph).unwrap_or_default();
+        let Ok(given) = self.starts(&plan.graph) else { return false };
         (given.is_empty() || starts().eq(given.iter().copied()))
             && (self.devices.is_empty()
                 || plan.stages.iter().map(|stage| stage.devices.len()).eq(self.devices.iter().map(|&n| n as usize)))
@@ -328,13 +333,7 @@ fn words(name: &str) -> Vec<String> {
 
 /// The starts of layers, with those of the given stages among them.
 pub(crate) fn with_starts(request: &Request, mut layers: Vec<u32>) -> Vec<u32> {
-    let given = request.stages.starts(&request.graph).unwrap_or_default();
-    if given.is_empty() {
-        return layers;
-    }
-    // Blocks begin where the finest layers do, unless a layer would have no work.
-    let fine = cluster_finely(&request.graph, usize::MAX);
-    layers.extend(given.into_iter().filter(|start| fine.contains(start)));
+    layers.extend(request.stages.starts(&request.graph).unwrap_or_default());
     layers.sort_unstable();
     layers.dedup();
     layers
