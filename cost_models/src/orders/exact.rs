@@ -6,11 +6,14 @@
 
 use super::bound::{Forced, Table, lanes_s, starts_s, tails_s};
 use super::state::State;
-use super::{Call, Calls, Pass, Problem};
+use super::{Call, Calls, Pass, Problem, Work};
 use std::collections::HashMap;
 
 /// Partial orders that are kept for comparison, of those with the same calls made.
 const MOST_ALIKE: usize = 24;
+
+/// Most times that lanes stay idle on the way to a partial order, which are nested calls here.
+const MOST_WAITS: usize = 512;
 
 /// The result of a search.
 pub(super) struct Proof {
@@ -29,15 +32,27 @@ pub(super) fn searched(problem: &Problem, known_s: f64, bound_s: f64, most_nodes
         problem,
         forced,
         tails,
-        best_s: known_s,
+        best_s: known_s.min(longest_s(problem)),
         bound_s,
         best: None,
         placed: Vec::new(),
         seen: HashMap::new(),
         left: most_nodes,
+        waits: 0,
+        skipped: false,
     };
-    let complete = most_nodes > 0 && search.visit(State::new(problem), false);
+    let complete = most_nodes > 0 && search.visit(State::new(problem), false) && !search.skipped;
     Proof { better: search.best.map(|calls| (search.best_s, calls)), complete }
+}
+
+/// More than the step of any order that a device begins as early as it can: all calls and transfers one after the other.
+/// Without it, lanes would wait without end where nothing can be completed any more.
+fn longest_s(problem: &Problem) -> f64 {
+    let each = |work: &Work| {
+        let calls_s = work.forward_s + work.backward_s + work.weights_s.unwrap_or(0.0);
+        (calls_s + work.transfer_forward_s + work.transfer_backward_s) * problem.microbatches as f64 + work.step_s
+    };
+    problem.stages.iter().map(each).sum::<f64>() * (1.0 + 1e-6) + f64::MIN_POSITIVE
 }
 
 struct Search<'a> {
@@ -51,6 +66,10 @@ struct Search<'a> {
     /// Times of partial orders by the calls that they made.
     seen: HashMap<Vec<u32>, Vec<Vec<f64>>>,
     left: usize,
+    /// Times that lanes stay idle on the way to the partial order at hand.
+    waits: usize,
+    /// True if a partial order was left out because of [`MOST_WAITS`].
+    skipped: bool,
 }
 
 /// A branch: a call, or none where the lane stays idle until a time.
@@ -87,9 +106,16 @@ impl Search<'_> {
             if !self.is_better(bound_s) || self.best_s <= self.bound_s * (1.0 + 1e-9) {
                 continue;
             }
+            let waits = call.is_none();
+            if waits && self.waits == MOST_WAITS {
+                self.skipped = true;
+                continue;
+            }
             self.placed.extend(call);
-            let complete = self.visit(state, call.is_none());
-            if call.is_some() {
+            self.waits += usize::from(waits);
+            let complete = self.visit(state, waits);
+            self.waits -= usize::from(waits);
+            if !waits {
                 self.placed.pop();
             }
             if !complete {

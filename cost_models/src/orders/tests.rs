@@ -188,6 +188,25 @@ fn small_orders_are_the_best_of_all() {
     compare_with_all(240, 3_000, 5);
 }
 
+/// Two stages a lane in little room: some partial orders can be completed by nothing, however long a lane waits.
+#[test]
+fn partial_orders_that_nothing_completes_come_to_an_end() {
+    let of = |forward_s, backward_s, transfer_s, held_bytes| Work {
+        forward_s,
+        backward_s,
+        transfer_forward_s: transfer_s,
+        transfer_backward_s: transfer_s,
+        held_bytes,
+        ..Work::default()
+    };
+    let works = vec![of(4.0, 11.0, 2.0, 1), of(2.0, 6.0, 1.0, 2), of(2.0, 0.0, 1.0, 3), of(8.0, 4.0, 2.0, 3)];
+    let problem = Problem::new(works, vec![vec![0, 3], vec![1, 2]], 2, vec![4, 7], false).unwrap();
+    let alone = exact::searched(&problem, f64::INFINITY, 0.0, usize::MAX);
+    assert!(alone.complete);
+    let least = exhaustive(&problem, 400_000).expect("few combinations").expect("an order");
+    assert!((alone.better.unwrap().0 - least).abs() < 1e-9);
+}
+
 #[test]
 #[ignore = "tries half a million combinations for some of 500 problems"]
 fn more_small_orders_are_the_best_of_all() {
