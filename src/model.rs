@@ -19,6 +19,7 @@ use altiplano_ir::names::stack_of;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Downscaling;
 use altiplano_ir::simplify::simplify;
+use altiplano_planner::timings::{Phase, part_of, timed};
 use altiplano_transforms::accumulation::part_of_batch;
 use altiplano_transforms::downscale::{Goal, downscale};
 use altiplano_transforms::experts;
@@ -230,7 +231,7 @@ pub fn load_model(file: &Path, options: &ImportOptions) -> Result<Model, Error> 
 /// As [`load_model`], for a file that is already in memory; a pipe can be read only once.
 pub fn model_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Model, Error> {
     let read = |options: &ImportOptions| loss_of(file, traced(file, bytes, options)?, options);
-    load(file, read(options)?, read, options, false)
+    timed(Phase::Import, || load(file, read(options)?, read, options, false))
 }
 
 /// As [`load_model`], but with all results of the function, not only the loss: the output of `altiplano import`.
@@ -373,11 +374,12 @@ fn load(
     if let Some(precision) = options.precision.or(options.reduce.map(|_| DType::F32)) {
         graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
     }
-    let graph = simplify(&graph);
+    let graph = timed(Phase::Rewriting, || simplify(&graph));
     // Keep values with a stopped gradient. A number names a value of the printed graph, which exists anyway.
     let named: Vec<String> = options.stop_gradients.iter().filter(|name| !name.starts_with('%')).cloned().collect();
     let kept = find_values(&graph, &named)?;
-    let mut graph = if options.as_written { graph } else { rewrite(&graph, &kept) };
+    let rewritten = || part_of(Phase::Rewriting, || rewrite(&graph, &kept));
+    let mut graph = if options.as_written { graph } else { rewritten() };
     pins::apply(&mut graph, &options.pins, options.axis_sizes)?;
     let mut graph = graph.with_free_pins();
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;

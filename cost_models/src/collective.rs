@@ -72,38 +72,60 @@ pub struct Priced {
 /// hops of 2.3, 9 on the wire), one of 1 GiB about 8.3 ms (`Simple`).
 pub fn best(operation: Operation, bytes: u64, link: &AxisLink) -> Priced {
     let mut found: Option<Priced> = None;
-    for candidate in candidates(operation, bytes, link) {
-        if link.kind.has(candidate.algorithm) && found.is_none_or(|f| candidate.seconds < f.seconds) {
+    each_candidate(operation, bytes, link, &|algorithm| link.kind.has(algorithm), &mut |candidate| {
+        if found.is_none_or(|f| candidate.seconds < f.seconds) {
             found = Some(candidate);
         }
-    }
+    });
     found.unwrap_or_else(Priced::nothing)
 }
 
 /// Every algorithm for an operation with every protocol, whether or not the library has it.
 pub fn candidates(operation: Operation, bytes: u64, link: &AxisLink) -> Vec<Priced> {
-    if link.devices <= 1 {
-        return vec![Priced::nothing()];
-    }
     let mut found = Vec::new();
+    each_candidate(operation, bytes, link, &|_| true, &mut |candidate| found.push(candidate));
+    found
+}
+
+/// Prices every algorithm that is wanted, with every protocol. A search asks for millions of prices, so that nothing is
+/// allocated.
+fn each_candidate(
+    operation: Operation,
+    bytes: u64,
+    link: &AxisLink,
+    is_wanted: &dyn Fn(Algorithm) -> bool,
+    take: &mut dyn FnMut(Priced),
+) {
+    if link.devices <= 1 {
+        return take(Priced::nothing());
+    }
+    let bytes = bytes as f64;
     if operation == Operation::AllToAll && link.nodes <= 1 && !link.kind.exchanges.is_empty() {
-        return link.kind.exchanges.iter().map(|exchange| exchanged(exchange, bytes as f64, link)).collect();
+        return link.kind.exchanges.iter().for_each(|exchange| take(exchanged(exchange, bytes, link)));
     }
     let carried = |figures: &&ProtocolFigures| link.nodes <= 1 || link.network.protocols.contains(&figures.protocol);
     for figures in link.kind.protocols.iter().filter(carried) {
-        let terms = Terms { bytes: bytes as f64, link, figures };
-        found.extend(match operation {
-            Operation::AllReduce => terms.all_reduce(),
-            Operation::AllGather | Operation::ReduceScatter => terms.one_way(),
-            Operation::AllToAll => vec![terms.all_to_all()],
-            Operation::Broadcast => terms.broadcast(),
-            Operation::SendReceive => vec![terms.send_receive()],
-        });
+        let terms = Terms { bytes, link, figures };
+        for &algorithm in operation.algorithms().iter().filter(|algorithm| is_wanted(**algorithm)) {
+            terms.priced(operation, algorithm).into_iter().for_each(&mut *take);
+        }
     }
-    if operation == Operation::AllReduce {
-        found.extend(sharp(bytes as f64, link));
+    if operation == Operation::AllReduce && is_wanted(Algorithm::Sharp) {
+        sharp(bytes, link).into_iter().for_each(take);
     }
-    found
+}
+
+impl Operation {
+    /// The algorithms with protocols.
+    fn algorithms(self) -> &'static [Algorithm] {
+        use Algorithm::{BinomialTree, Direct, DoubleBinaryTree, HalvingDoubling, Hierarchical, ParameterServer, Ring};
+        match self {
+            Operation::AllReduce => &[Ring, DoubleBinaryTree, HalvingDoubling, Hierarchical, ParameterServer],
+            Operation::AllGather | Operation::ReduceScatter => &[Ring, HalvingDoubling, Hierarchical, ParameterServer],
+            Operation::AllToAll | Operation::SendReceive => &[Direct],
+            Operation::Broadcast => &[Ring, BinomialTree, ParameterServer],
+        }
+    }
 }
 
 impl Priced {
@@ -275,53 +297,57 @@ impl Terms<'_> {
         self.price(Algorithm::Ring, rounds * self.ring_hop_s(), wire_s)
     }
 
-    fn all_reduce(&self) -> Vec<Priced> {
+    /// Number of times that all data passes a ring, or both levels.
+    fn passes(operation: Operation) -> f64 {
+        if operation == Operation::AllReduce { 2.0 } else { 1.0 }
+    }
+
+    /// The price with one of the operation's algorithms; `None` if it needs several nodes, or several devices on each.
+    fn priced(&self, operation: Operation, algorithm: Algorithm) -> Option<Priced> {
         let (n, m, k) = (self.n(), self.m(), self.k());
-        let mut found = vec![self.rounds(2.0 * (n - 1.0))];
-        let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
-        if m > 1.0 {
-            let hops_s = 2.0 * ((k - 1.0) * self.a() + log_m * self.b());
-            // With more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
-            let crossing = if m > 2.0 { 2.0 } else { TREE_OF_TWO };
-            let across = crossing * self.bytes / (TREE_EFFICIENCY * self.across());
-            let inside = if k > 1.0 { 2.0 * self.bytes / (TREE_EFFICIENCY * self.inside()) } else { 0.0 };
-            found.push(self.price(Algorithm::DoubleBinaryTree, hops_s, across.max(inside)));
-        }
-        let hops_s = 2.0 * (log_k * self.a() + log_m * self.b());
+        let passes = Self::passes(operation);
+        Some(match (algorithm, operation) {
+            (Algorithm::Ring, Operation::Broadcast) => {
+                self.price(Algorithm::Ring, (n - 1.0) * self.ring_hop_s(), self.bytes / self.ring())
+            }
+            (Algorithm::Ring, _) => self.rounds(passes * (n - 1.0)),
+            (Algorithm::DoubleBinaryTree, _) if m > 1.0 => self.trees(),
+            (Algorithm::HalvingDoubling, Operation::AllReduce) => self.halving_doubling(),
+            (Algorithm::HalvingDoubling, _) => {
+                let hops_s = k.log2().ceil() * self.a() + m.log2().ceil() * self.b();
+                self.price(Algorithm::HalvingDoubling, hops_s, self.two_levels(1.0, 0.0))
+            }
+            (Algorithm::Hierarchical, _) if m > 1.0 && k > 1.0 => {
+                let hops_s = passes * ((k - 1.0) * self.a() + (m - 1.0) * self.b());
+                self.price(Algorithm::Hierarchical, hops_s, self.two_levels(passes, self.link.kind.exposed_rounds))
+            }
+            (Algorithm::BinomialTree, _) => self.binomial_tree(),
+            (Algorithm::ParameterServer, _) => self.server(passes),
+            (Algorithm::Direct, Operation::AllToAll) => self.all_to_all(),
+            (Algorithm::Direct, _) => self.send_receive(),
+            _ => return None,
+        })
+    }
+
+    fn trees(&self) -> Priced {
+        let (m, k) = (self.m(), self.k());
+        let hops_s = 2.0 * ((k - 1.0) * self.a() + m.log2().ceil() * self.b());
+        // With more than two nodes, one tree's inner nodes have two children and are the other tree's leaves.
+        let crossing = if m > 2.0 { 2.0 } else { TREE_OF_TWO };
+        let across = crossing * self.bytes / (TREE_EFFICIENCY * self.across());
+        let inside = if k > 1.0 { 2.0 * self.bytes / (TREE_EFFICIENCY * self.inside()) } else { 0.0 };
+        self.price(Algorithm::DoubleBinaryTree, hops_s, across.max(inside))
+    }
+
+    fn halving_doubling(&self) -> Priced {
+        let (n, m, k) = (self.n(), self.m(), self.k());
+        let hops_s = 2.0 * (k.log2().ceil() * self.a() + m.log2().ceil() * self.b());
         // Devices beyond a power of two give their data to a partner first, and get the result last.
         let odd = n.log2().fract() != 0.0;
         let extra = if odd { 2.0 } else { 0.0 };
         let extra_hop_s = extra * if m > 1.0 { self.a().max(self.b()) } else { self.a() };
         let wire_s = self.two_levels(2.0, 0.0) + extra * self.bytes / self.ring();
-        found.push(self.price(Algorithm::HalvingDoubling, hops_s + extra_hop_s, wire_s));
-        if m > 1.0 && k > 1.0 {
-            let hops_s = 2.0 * ((k - 1.0) * self.a() + (m - 1.0) * self.b());
-            found.push(self.price(
-                Algorithm::Hierarchical,
-                hops_s,
-                self.two_levels(2.0, self.link.kind.exposed_rounds),
-            ));
-        }
-        found.push(self.server(2.0));
-        found
-    }
-
-    /// All-gather, and reduce-scatter, which runs in reverse.
-    fn one_way(&self) -> Vec<Priced> {
-        let (n, m, k) = (self.n(), self.m(), self.k());
-        let mut found = vec![self.rounds(n - 1.0)];
-        let hops_s = k.log2().ceil() * self.a() + m.log2().ceil() * self.b();
-        found.push(self.price(Algorithm::HalvingDoubling, hops_s, self.two_levels(1.0, 0.0)));
-        if m > 1.0 && k > 1.0 {
-            let hops_s = (k - 1.0) * self.a() + (m - 1.0) * self.b();
-            found.push(self.price(
-                Algorithm::Hierarchical,
-                hops_s,
-                self.two_levels(1.0, self.link.kind.exposed_rounds),
-            ));
-        }
-        found.push(self.server(1.0));
-        found
+        self.price(Algorithm::HalvingDoubling, hops_s + extra_hop_s, wire_s)
     }
 
     /// Wire seconds of an algorithm that works inside the nodes and then between them, `passes` times each. A device
@@ -353,14 +379,12 @@ impl Terms<'_> {
         self.price(Algorithm::Direct, messages_s, (n - 1.0) / n * self.bytes / rate)
     }
 
-    fn broadcast(&self) -> Vec<Priced> {
-        let (n, m, k) = (self.n(), self.m(), self.k());
-        let ring = self.price(Algorithm::Ring, (n - 1.0) * self.ring_hop_s(), self.bytes / self.ring());
+    fn binomial_tree(&self) -> Priced {
+        let (m, k) = (self.m(), self.k());
         let (log_k, log_m) = (k.log2().ceil(), m.log2().ceil());
         let across_s = if m > 1.0 { log_m * self.bytes / self.across() } else { 0.0 };
         let wire_s = log_k * self.bytes / self.inside() + across_s;
-        let tree = self.price(Algorithm::BinomialTree, log_k * self.a() + log_m * self.b(), wire_s);
-        vec![ring, tree, self.server(1.0)]
+        self.price(Algorithm::BinomialTree, log_k * self.a() + log_m * self.b(), wire_s)
     }
 
     fn send_receive(&self) -> Priced {

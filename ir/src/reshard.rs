@@ -6,7 +6,7 @@
 
 use crate::mesh::{AxisId, Mesh};
 use crate::op::Reducer;
-use crate::sharding::{DimLayout, Segment, Sharding};
+use crate::sharding::{Axes, DimLayout, Segment, Sharding};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -215,17 +215,25 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     steps
 }
 
-/// One collective of a reshard, independent of the size of the tensor.
+/// One collective of a reshard, independent of the sizes of the tensor and, where no dimension has several segments, of
+/// the mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leg {
     pub collective: Collective,
-    /// The number of devices over which the operand and the result are split.
-    pub operand_parts: u64,
-    pub result_parts: u64,
+    /// The axes over which the operand and the result are split.
+    operand_axes: Axes,
+    result_axes: Axes,
+}
+
+impl Leg {
+    /// The numbers of devices over which the operand and the result are split.
+    pub fn parts(&self, mesh: &Mesh) -> [u64; 2] {
+        [mesh.product(&self.operand_axes), mesh.product(&self.result_axes)]
+    }
 }
 
 thread_local! {
-    /// The results of [`legs`], keyed by the mesh sizes and the patterns of both layouts.
+    /// The results of [`legs`], keyed by the patterns of both layouts, and by mesh sizes where these matter.
     static KNOWN: RefCell<(FxHashMap<Vec<u64>, Rc<[Leg]>>, Vec<u64>)> = RefCell::default();
 }
 
@@ -233,24 +241,25 @@ thread_local! {
 const MOST_KNOWN: usize = 1 << 20;
 
 /// The collectives of [`reshard`], from a cache. A search asks for millions of reshards, and the same few axis patterns
-/// recur in values of all sizes on the same meshes.
+/// recur in values of all sizes on all meshes.
 pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
     KNOWN.with_borrow_mut(|(known, key)| {
         key.clear();
-        key.extend(mesh.axes.iter().map(|a| u64::from(a.size)));
+        // Mesh sizes only decide where a segment ends within a dimension.
+        if from.has_several_segments() || to.has_several_segments() {
+            key.extend(mesh.axes.iter().map(|a| u64::from(a.size)));
+        }
         key.push(u64::MAX);
         from.pattern(key);
         to.pattern(key);
         if let Some(legs) = known.get(key.as_slice()) {
             return legs.clone();
         }
-        let parts = |sharding: &Sharding| sharding.split_axes().map(|a| mesh.size(a)).product();
-        let mut operand_parts = parts(from);
+        let mut operand_axes: Axes = from.split_axes().collect();
         let leg = |step: Step| {
-            let result_parts = parts(&step.result);
-            let leg = Leg { collective: step.collective, operand_parts, result_parts };
-            operand_parts = result_parts;
-            leg
+            let result_axes: Axes = step.result.split_axes().collect();
+            let operand_axes = std::mem::replace(&mut operand_axes, result_axes.clone());
+            Leg { collective: step.collective, operand_axes, result_axes }
         };
         let legs: Rc<[Leg]> = reshard(from, to, mesh).into_iter().map(leg).collect();
         if known.len() == MOST_KNOWN {

@@ -175,7 +175,7 @@ impl Sharding {
 
     /// Appends numbers that identify which axes split which dimension. Sizes are included only for dimensions of
     /// several segments, because the collectives between two layouts depend on no other sizes.
-    pub(crate) fn pattern(&self, out: &mut Vec<u64>) {
+    pub fn pattern(&self, out: &mut Vec<u64>) {
         for dim in &self.dims {
             let segments = dim.segments();
             out.push(segments.len() as u64);
@@ -188,6 +188,11 @@ impl Sharding {
         out.push(u64::MAX);
         out.extend(self.partial.iter().map(|&(axis, reducer)| u64::from(axis.0) << 8 | reducer as u64));
         out.push(u64::MAX);
+    }
+
+    /// Returns true if some dimension is not split into contiguous blocks.
+    pub(crate) fn has_several_segments(&self) -> bool {
+        self.dims.iter().any(|dim| dim.segments().len() > 1)
     }
 
     /// Returns true if the invariants above hold and every split divides evenly.

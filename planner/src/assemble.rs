@@ -10,6 +10,7 @@ use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::layers::graph::{LayeredGraph, Unit};
 use crate::lower::Prices;
 use crate::request::{PlanFailure, Request};
+use crate::timings::{Phase, timed};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
@@ -35,6 +36,10 @@ pub struct Parts<'a> {
 
 /// Writes a plan out, without predictions.
 pub fn assemble(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
+    timed(Phase::Assembly, || assembled(request, parts, costs))
+}
+
+fn assembled(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     if !is_countable(parts.num_microbatches, parts.stages.len()) {
         let problem = "times the number of stages is more than a step may have, which is 1048576";
         let value = parts.num_microbatches.into();
@@ -116,7 +121,9 @@ fn stage(
     let config = &chosen.config;
     let Block { group, shape } = chosen.block;
     let submesh = (shape.nodes, shape.devices);
-    let prices = Prices::new(costs.of_group(group as u32), &request.cluster.groups[group], submesh, &config.mesh);
+    let cost = costs.of_group(group as u32);
+    let composites = request.composites.of(cost);
+    let prices = Prices::new(cost, &request.cluster.groups[group], submesh, &config.mesh).knowing(&composites);
     let mut spaces = Spaces::new(&prices, config.roles);
     let shardings = composed(request, layered, &mut spaces, chosen)?;
     let stage = Stage {

@@ -20,6 +20,7 @@ pub mod predict;
 pub mod refine;
 pub mod request;
 pub mod search;
+pub mod timings;
 
 pub use features::pins::pin_positions;
 pub use layers::cache::LayeredCache;

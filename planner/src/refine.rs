@@ -16,6 +16,7 @@ use crate::predict::predict_with;
 use crate::request::PlanFailure;
 use crate::search::choice::{choose, fits};
 use crate::search::context::SearchContext;
+use crate::timings::{Phase, timed};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::Op;
@@ -69,7 +70,7 @@ pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) ->
                     let peak_bytes = plan.stages[i].predicted.peak_bytes;
                     Digest::new("stage").shown((cache::of_plan(&plan, costs)?, peak_bytes, searched)).key()
                 };
-                let find = || solve_stage(cx, layered, &plan, &readers, i, limit_bytes);
+                let find = || timed(Phase::Refinement, || solve_stage(cx, layered, &plan, &readers, i, limit_bytes));
                 cache::remembered(request.cache.as_deref(), key, find)
             })
             .collect();
@@ -133,7 +134,9 @@ fn solve_stage(
         experts: request.degrees.ep.filter(|&ep| ep > 1).map(|_| AxisId(0)),
         ..AxisRoles::default()
     };
-    let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
+    let cost = costs.of_group(stage.group);
+    let composites = request.composites.of(cost);
+    let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh).knowing(&composites);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
     let demand = Demand::of(plan, index, levels(space.degrees.zero, stage.mesh.num_devices(), trains, plan.target));
     let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.training.optimizer)) };

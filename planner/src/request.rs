@@ -5,6 +5,7 @@ use crate::features::chunked_loss::{self, LossChunks};
 use crate::features::rings::{self, Ring};
 use crate::features::stages::GivenStages;
 use crate::features::target::execution;
+use crate::lower::KnownComposites;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::cluster::{Cluster, DeviceKind};
@@ -68,6 +69,8 @@ pub struct Request {
     pub mfu_convention: MfuConvention,
     /// Results of earlier searches. They only change how long a search takes.
     pub cache: Option<Arc<Cache>>,
+    /// Costs of composites that this request and its copies have priced.
+    pub composites: Arc<KnownComposites>,
 }
 
 /// The sizes of a batch that the user gave.
@@ -164,6 +167,7 @@ impl Request {
             baselines: true,
             mfu_convention: MfuConvention::default(),
             cache: None,
+            composites: Arc::default(),
         }
     }
 

@@ -4,9 +4,11 @@ use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::{explain_failure, made_by, say, say_report, warn};
 use crate::progress::Bar;
 use altiplano::planner::Progress;
+use altiplano::planner::timings::{self, Phase, PhaseTime};
 use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file};
 use clap::Args;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Plan how a model is trained on a cluster
 #[derive(Args)]
@@ -31,6 +33,9 @@ pub(crate) struct Plan {
     /// file
     #[arg(long, help_heading = "Output")]
     frontier: bool,
+    /// Print on stderr where the time of the search went, by phase
+    #[arg(long, help_heading = "Output")]
+    timings: bool,
     /// Print the plan as JSON instead of the report; with --frontier, its table; without a plan, the reason
     #[arg(long, help_heading = "Output")]
     json: bool,
@@ -40,6 +45,19 @@ impl Plan {
     pub(crate) fn run(self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
+        if self.timings {
+            timings::enable();
+        }
+        let start = Instant::now();
+        let shows = self.timings;
+        let result = self.answer();
+        if shows {
+            complain!("{}", timings_text(&timings::phases(), start.elapsed()));
+        }
+        result
+    }
+
+    fn answer(self) -> Result<(), Error> {
         let old = self.from.as_deref().map(load_plan).transpose()?;
         let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
         let bar = Bar::stoppable();
@@ -71,12 +89,10 @@ impl Plan {
             bar.suspend(|| complain!("note: the search was cancelled; this is its best plan so far"));
         }
         drop(bar);
-        if let Some(file) = &self.output {
-            write_file(file, &plan.to_json())?;
-        }
-        if let Some(file) = &self.html {
-            write_file(file, &page_html(&plan)?)?;
-        }
+        timings::timed(Phase::Writing, || {
+            self.output.as_ref().map_or(Ok(()), |file| write_file(file, &plan.to_json()))?;
+            self.html.as_ref().map_or(Ok(()), |file| write_file(file, &page_html(&plan)?))
+        })?;
         if self.json {
             warn(&warnings);
             return say(plan.to_json());
@@ -89,6 +105,17 @@ impl Plan {
             _ => Ok(()),
         }
     }
+}
+
+/// One line for each phase that took part in a search.
+fn timings_text(phases: &[PhaseTime], wall: Duration) -> String {
+    let sum: f64 = phases.iter().map(|p| p.seconds).sum();
+    let mut text = format!("{:.2} s by the clock; seconds of threads by phase:", wall.as_secs_f64());
+    for PhaseTime { phase, unit, seconds, times } in phases.iter().filter(|p| p.times > 0) {
+        let (name, part) = (format!("{phase:?}").to_lowercase(), 100.0 * seconds / sum.max(f64::MIN_POSITIVE));
+        text.push_str(&format!("\n  {name:<16} {seconds:>7.3} s {part:>3.0} %  {times:>7} {unit}"));
+    }
+    text
 }
 
 /// `plan.3.json` for `plan.json`.

@@ -18,6 +18,7 @@ use crate::request::{PlanFailure, Request};
 use crate::search::context::SearchContext;
 use crate::search::fixed_degrees::evenly;
 use crate::search::space::SearchSpace;
+use crate::timings::{Phase, timed};
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, path_between_groups, transfer_path};
 use altiplano_ir::cluster::{Cluster, Group};
@@ -156,7 +157,7 @@ struct OnBlock<'a> {
     layered: &'a LayeredGraph,
     runs: &'a Runs,
     /// Costs of composites that are known already, by group.
-    composites: &'a [CompositeCosts],
+    composites: &'a [Arc<CompositeCosts>],
     num_microbatches: u32,
 }
 
@@ -300,6 +301,25 @@ fn countable(mut blocks: Vec<Block>, cluster: &Cluster) -> Vec<Block> {
     blocks
 }
 
+/// Plans whose numbers of microbatches are still tried.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Wanted<'a> {
+    pipelines: bool,
+    singles: bool,
+    /// Blocks that had the best plans of one stage at other numbers of microbatches.
+    of_singles: &'a [Block],
+}
+
+impl Wanted<'_> {
+    /// True if a stage on this block may be part of a plan that is wanted. A stage on all devices is the only one, and a
+    /// plan of one stage mostly takes all devices of a group.
+    fn allows(&self, block: Block, cluster: &Cluster) -> bool {
+        let is_all = block.shape.num_devices() == u64::from(cluster.groups[block.group].num_devices());
+        let of_pipeline = self.pipelines && (!is_all || cluster.groups.len() > 1);
+        of_pipeline || self.singles && (is_all || self.pipelines || self.of_singles.contains(&block))
+    }
+}
+
 /// The blocks that stages may be on.
 fn blocks(request: &Request, space: &SearchSpace, num_layers: usize) -> Vec<Block> {
     let cluster = &request.cluster;
@@ -339,16 +359,18 @@ pub struct CandidatesAtMicrobatch {
 }
 
 /// Solves every mesh for one number of microbatches.
-pub fn candidates(
+fn candidates(
     cx: &SearchContext<'_>,
-    composites: &[CompositeCosts],
+    composites: &[Arc<CompositeCosts>],
     layered: Arc<LayeredGraph>,
     num_microbatches: u32,
+    wanted: Wanted<'_>,
 ) -> CandidatesAtMicrobatch {
     let SearchContext { request, space, costs, .. } = *cx;
     let cluster = &request.cluster;
     let num_layers = layered.layers.len();
-    let blocks = blocks(request, space, num_layers);
+    let mut blocks = blocks(request, space, num_layers);
+    blocks.retain(|block| wanted.allows(*block, cluster));
     let pinned = !layered.graph.pins.is_empty();
     let jobs: Vec<(usize, Mesh)> = blocks
         .iter()
@@ -486,7 +508,8 @@ impl CandidatesAtMicrobatch {
             };
             let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
             let key = (schedule.name(), memory_bytes.to_vec(), num_stages);
-            let answer = answers.entry(key).or_insert_with(|| plan_stages(&self.table, &query)).clone();
+            let answer =
+                answers.entry(key).or_insert_with(|| timed(Phase::Stages, || plan_stages(&self.table, &query))).clone();
             match answer {
                 Ok(stages) if best.as_ref().is_none_or(|(b, _)| stages.step_s < b.step_s) => {
                     best = Some((stages, schedule));
@@ -608,15 +631,26 @@ pub struct SearchResult {
     pub candidates: Vec<CandidatesAtMicrobatch>,
 }
 
-/// Searches over the numbers of microbatches, starting from one that fills the deepest pipeline and going both ways. A
-/// direction ends after two numbers in a row that are no better, or one that is far worse. Three plans count: the best,
-/// the best without a pipeline if it is worth a look, and the best whose stages share devices. More microbatches shrink
-/// the bubble and the activations held, but leave less work per call; once that only costs, it stays so.
+/// Searches over the numbers of microbatches, starting from one that fills the deepest pipeline and going both ways.
+///
+/// Pipelines and plans of one stage are followed apart: in a direction, either ends after two numbers in a row at which
+/// it is no better, or one that is far worse. Pipelines count as better if the best is, or the best whose stages share
+/// devices, and all plans only if they are worth a look. More microbatches shrink the bubble and the activations held,
+/// but leave less work per call; once that only costs, it stays so.
 pub fn search(cx: &SearchContext<'_>) -> SearchResult {
     let counts = &cx.space.num_microbatches;
     let start = counts.partition_point(|&count| count < filling(cx)).min(counts.len().saturating_sub(1));
-    let composites = cx.request.cluster.groups.iter().map(|_| CompositeCosts::default()).collect();
-    let mut climb = Climb { cx, composites, found: Vec::new(), least: [f64::INFINITY; 3], tried: 0, any_fits: false };
+    let groups = 0..cx.request.cluster.groups.len() as u32;
+    let composites = groups.map(|group| cx.request.composites.of(cx.costs.of_group(group))).collect();
+    let mut climb = Climb {
+        cx,
+        composites,
+        found: Vec::new(),
+        of_singles: Vec::new(),
+        least: [f64::INFINITY; 3],
+        tried: 0,
+        any_fits: false,
+    };
     // More microbatches may fit where fewer do not. The other way, nothing that does not fit is followed by what fits.
     climb.go(start..counts.len(), 0);
     climb.go((0..start).rev(), 1);
@@ -639,8 +673,10 @@ fn filling(cx: &SearchContext<'_>) -> u32 {
 struct Climb<'a> {
     cx: &'a SearchContext<'a>,
     /// Costs of composites that are known already, by group.
-    composites: Vec<CompositeCosts>,
+    composites: Vec<Arc<CompositeCosts>>,
     found: Vec<CandidatesAtMicrobatch>,
+    /// Blocks of the best plans of one stage.
+    of_singles: Vec<Block>,
     /// Least seconds of a step so far: of any plan, without a pipeline, and with stages that share devices.
     least: [f64; 3],
     tried: usize,
@@ -648,27 +684,33 @@ struct Climb<'a> {
 }
 
 impl Climb<'_> {
-    /// Tries numbers of microbatches until two in a row are no better, or one is far worse. One at which nothing fits
-    /// counts as `unfit` of the two.
+    /// Tries numbers of microbatches until neither pipelines nor plans of one stage get better. A number at which nothing
+    /// fits counts as `unfit` numbers that are no better.
     fn go(&mut self, counts: impl Iterator<Item = usize>, unfit: u32) {
-        let mut worse = 0;
+        // A given number of stages leaves one kind of plan.
+        let is_given = self.cx.space.degrees.pp.is_some();
+        let mut worse = [0, if is_given { ENOUGH } else { 0 }];
         for i in counts {
-            if worse >= 2 || self.any_fits && self.cx.progress.stopped() {
+            let wanted = worse.map(|worse| worse < ENOUGH);
+            if wanted == [false; 2] || self.any_fits && self.cx.progress.stopped() {
                 break;
             }
-            let compared = self.try_count(i);
+            let compared = self.try_count(i, [wanted[0], wanted[1] || is_given]);
             self.any_fits |= compared.is_some();
-            worse = match compared {
-                Some(Compared::Better) => 0,
-                Some(Compared::NoBetter) => worse + 1,
-                Some(Compared::FarWorse) => 2,
-                None => worse + unfit,
-            };
+            for (kind, worse) in worse.iter_mut().enumerate() {
+                *worse = match compared.map(|compared| compared[kind]) {
+                    Some(Compared::Better) => 0,
+                    Some(Compared::NoBetter) => *worse + 1,
+                    Some(Compared::FarWorse) => ENOUGH,
+                    None => *worse + unfit,
+                };
+            }
         }
     }
 
-    /// Compares a number of microbatches with those before it; `None` if nothing fits.
-    fn try_count(&mut self, i: usize) -> Option<Compared> {
+    /// Compares pipelines and plans of one stage, as far as they are wanted, with those of the numbers of microbatches
+    /// before; `None` if nothing fits.
+    fn try_count(&mut self, i: usize, [pipelines, singles]: [bool; 2]) -> Option<[Compared; 2]> {
         let SearchContext { request, space, layered, progress, .. } = *self.cx;
         let (count, total) = (space.num_microbatches[i], space.num_microbatches.len());
         progress.step(&format!("{count} microbatches"), self.tried, total);
@@ -677,27 +719,38 @@ impl Climb<'_> {
         if i + 1 < total && least_bytes(&layered, request) > space.memory_bytes.iter().copied().max().unwrap_or(0) {
             return None;
         }
-        let candidates = candidates(self.cx, &self.composites, layered, count);
-        let step_s = |pp| candidates.best(self.cx, &space.memory_bytes, pp).ok().map(|found| found.step_s);
-        let best = step_s(space.degrees.pp);
-        let single = if space.degrees.pp.is_none() { step_s(Some(1)) } else { None };
-        let shared = candidates.interleaved_s(space);
-        self.found.push(candidates);
-        let mut better = false;
-        for (i, step_s) in [best, single, shared].into_iter().enumerate() {
+        let wanted = Wanted { pipelines, singles, of_singles: &self.of_singles };
+        let candidates = candidates(self.cx, &self.composites, layered, count, wanted);
+        let found = |pp| candidates.best(self.cx, &space.memory_bytes, pp).ok();
+        let best = found(space.degrees.pp);
+        let single = if space.degrees.pp.is_none() { found(Some(1)) } else { None };
+        let shared = timed(Phase::Stages, || candidates.interleaved_s(space));
+        let is_pipeline = best.as_ref().is_some_and(|best| best.stages.len() > 1 || space.degrees.pp.is_some());
+        let best = best.map(|best| best.step_s);
+        let of_single = single.as_ref().map(|single| single.stages[0].block);
+        let mut better = [false; 3];
+        for (i, step_s) in [best, single.map(|single| single.step_s), shared].into_iter().enumerate() {
             let step_s = step_s.unwrap_or(f64::INFINITY);
-            better |= step_s < self.least[i] && step_s <= WORTH_A_LOOK * self.least[0];
+            better[i] = step_s < self.least[i] && step_s <= WORTH_A_LOOK * self.least[0];
             self.least[i] = self.least[i].min(step_s);
         }
-        best.map(|step_s| match better {
+        self.found.push(candidates);
+        self.of_singles.extend(of_single.filter(|block| better[1] && !self.of_singles.contains(block)));
+        let step_s = best?;
+        let compared = |is_better: bool| match is_better {
             true => Compared::Better,
-            false if step_s > FAR_WORSE * self.least[0] => Compared::FarWorse,
+            false if better == [false; 3] && step_s > FAR_WORSE * self.least[0] => Compared::FarWorse,
             false => Compared::NoBetter,
-        })
+        };
+        Some([compared(better[0] && is_pipeline || better[2]), compared(better[1])])
     }
 }
 
+/// Numbers of microbatches in a row that are no better, after which no better one is expected.
+const ENOUGH: u32 = 2;
+
 /// Comparison of a number of microbatches with the best of those before it.
+#[derive(Clone, Copy)]
 enum Compared {
     Better,
     NoBetter,

@@ -6,6 +6,7 @@ use crate::intra_op::layer::{Boundary, BoundaryRecord, LayerTable, Variant, solv
 use crate::intra_op::space::Spaces;
 use crate::layers::graph::{LayeredGraph, Unit};
 use crate::request::Request;
+use crate::timings::{Phase, timed};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -37,7 +38,8 @@ pub fn boundaries(
         if let Some(record) = kept.and_then(|(cache, key)| cache.get::<Option<BoundaryRecord>>(key)) {
             return record.map(|record| Rc::new(Boundary::read(record, spaces)));
         }
-        let found = solve_layer(&model, unit.range.clone(), spaces, variant).ok().map(|table| table.boundary);
+        let solve = || solve_layer(&model, unit.range.clone(), spaces, variant);
+        let found = timed(Phase::Tables, solve).ok().map(|table| table.boundary);
         if let Some((cache, key)) = kept {
             cache.keep(key, &found.as_ref().map(|found| found.written(spaces)));
         }
@@ -58,7 +60,9 @@ pub fn layer_table(
     known: &mut Known<LayerTable>,
 ) -> Option<Rc<LayerTable>> {
     let model = model(layered, request);
-    let mut solve = |unit: &Unit<'_>, _| solve_layer(&model, unit.range.clone(), spaces, variant).ok().map(Rc::new);
+    let mut solve = |unit: &Unit<'_>, _| {
+        timed(Phase::Tables, || solve_layer(&model, unit.range.clone(), spaces, variant)).ok().map(Rc::new)
+    };
     put_together(layered, l, known, &mut solve, LayerTable::joined)
 }
 

@@ -760,7 +760,7 @@ impl Builder<'_, '_, '_> {
         let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
         if unit_bytes > 0 {
             // The whole block is sent through one buffer, with copies to and from it.
-            let in_unit = |sent: &mut Price, from, to, layout| {
+            let mut in_unit = |sent: &mut Price, from, to, layout| {
                 if sent.seconds <= 0.0 || !sent.seconds.is_finite() {
                     return 0.0;
                 }

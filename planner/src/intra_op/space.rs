@@ -13,7 +13,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::Stage;
-use altiplano_ir::reshard::{Collective, reshard};
+use altiplano_ir::reshard::{Collective, Leg, legs};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
@@ -58,6 +58,9 @@ impl AxisRoles {
 /// The number of an interned layout.
 pub type LayoutId = u32;
 
+/// The number of a pattern of layouts: layouts of one pattern differ only in sizes that reshards do not depend on.
+type PatternId = u32;
+
 /// A strategy of a node, with its layouts and prices.
 #[derive(Clone, Debug)]
 pub struct Choice {
@@ -88,9 +91,12 @@ pub struct Spaces<'a> {
     pub roles: AxisRoles,
     layouts: Vec<Sharding>,
     ids: FxHashMap<Sharding, LayoutId>,
-    reshards: FxHashMap<(u64, LayoutId, LayoutId), Price>,
-    /// Prices of reductions of gradients into storage, which may split over any axis.
-    into_storage: FxHashMap<(u64, LayoutId, LayoutId), Price>,
+    /// The [`Sharding::pattern`] of each layout, by number.
+    patterns: Vec<PatternId>,
+    pattern_ids: FxHashMap<Vec<u64>, PatternId>,
+    legs: FxHashMap<(PatternId, PatternId), Rc<[Leg]>>,
+    /// Prices of reshards by the bytes of the tensor. They depend on nothing else.
+    reshards: FxHashMap<(u64, PatternId, PatternId), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
@@ -110,8 +116,10 @@ impl<'a> Spaces<'a> {
             roles,
             layouts: Vec::new(),
             ids: FxHashMap::default(),
+            patterns: Vec::new(),
+            pattern_ids: FxHashMap::default(),
+            legs: FxHashMap::default(),
             reshards: FxHashMap::default(),
-            into_storage: FxHashMap::default(),
             spaces: BTreeMap::new(),
             of_values: FxHashMap::default(),
             given: FxHashMap::default(),
@@ -136,6 +144,10 @@ impl<'a> Spaces<'a> {
             return id;
         }
         let id = self.layouts.len() as LayoutId;
+        let mut pattern = Vec::new();
+        sharding.pattern(&mut pattern);
+        let new = self.pattern_ids.len() as PatternId;
+        self.patterns.push(*self.pattern_ids.entry(pattern).or_insert(new));
         self.layouts.push(sharding.clone());
         self.ids.insert(sharding, id);
         id
@@ -147,41 +159,44 @@ impl<'a> Spaces<'a> {
 
     /// The price to reshard a value of type `ty`.
     pub fn reshard(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
-        if from == to {
-            return Price::default();
-        }
-        let key = (ty.dtype.bytes(), from, to);
-        if let Some(&price) = self.reshards.get(&key) {
-            return price;
-        }
-        let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
         let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between);
-        let price = match whole.is_some_and(|axis| cuts(before, after, self.mesh(), axis)) {
-            true => Price { seconds: f64::INFINITY, issue_s: 0.0 },
-            false => self.prices.reshard_uncached(ty, before, after),
-        };
-        self.reshards.insert(key, price);
-        price
+        if let Some(axis) = whole
+            && from != to
+            && self.legs(from, to).iter().any(|leg| cuts(&leg.collective, axis))
+        {
+            return Price { seconds: f64::INFINITY, issue_s: 0.0 };
+        }
+        self.reduced_into_storage(ty, from, to)
     }
 
     /// The price to reduce a gradient in every microbatch into the layout in which it is stored. Unlike that of other
     /// reshards, it may split over any axis.
     pub fn reduced_into_storage(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
-        if from == to || self.roles.features_axis.is_none() {
-            return self.reshard(ty, from, to);
+        if from == to {
+            return Price::default();
         }
-        let key = (ty.dtype.bytes(), from, to);
-        if let Some(&price) = self.into_storage.get(&key) {
+        let key = (ty.bytes(), self.patterns[from as usize], self.patterns[to as usize]);
+        if let Some(&price) = self.reshards.get(&key) {
             return price;
         }
-        let price = self.prices.reshard_uncached(ty, self.layout(from), self.layout(to));
-        self.into_storage.insert(key, price);
+        let price = self.prices.legs_price(ty.bytes(), &self.legs(from, to));
+        self.reshards.insert(key, price);
         price
     }
 
     /// Seconds to reshard a stored tensor once per step. Unlike other reshards, it may split over any axis.
-    pub fn stored_s(&self, ty: &TensorType, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
-        self.prices.once_s(ty, self.layout(from), self.layout(to), bucket_bytes)
+    pub fn stored_s(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
+        if from == to {
+            return 0.0;
+        }
+        let legs = self.legs(from, to);
+        self.prices.once_s(ty.bytes(), &legs, bucket_bytes)
+    }
+
+    fn legs(&mut self, from: LayoutId, to: LayoutId) -> Rc<[Leg]> {
+        let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
+        let key = (self.patterns[from as usize], self.patterns[to as usize]);
+        self.legs.entry(key).or_insert_with(|| legs(before, after, &self.prices.mesh)).clone()
     }
 
     /// The strategies of a node. `blocks` are the block counts of the graph's values, see [`block_counts`].
@@ -413,14 +428,13 @@ impl<'a> Spaces<'a> {
     }
 }
 
-/// True if the reshard between two layouts splits a value over `axis`.
-fn cuts(from: &Sharding, to: &Sharding, mesh: &Mesh, axis: AxisId) -> bool {
-    let cut = |c: &Collective| {
-        let cuts =
-            matches!(c, Collective::LocalSlice { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. });
-        cuts && c.axes().contains(&axis)
-    };
-    reshard(from, to, mesh).iter().any(|step| cut(&step.collective))
+/// True if a collective splits a value over `axis`.
+fn cuts(collective: &Collective, axis: AxisId) -> bool {
+    let cuts = matches!(
+        collective,
+        Collective::LocalSlice { .. } | Collective::ReduceScatter { .. } | Collective::AllToAll { .. }
+    );
+    cuts && collective.axes().contains(&axis)
 }
 
 /// Marks the factors of a node that are the batch: the major factor of each dimension that scales with it.

@@ -6,6 +6,7 @@ use crate::intra_op::stage::gradient_readers;
 use crate::layers;
 use crate::layers::graph::{LayeredGraph, saved_between};
 use crate::request::Request;
+use crate::timings::{Phase, timed};
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -74,7 +75,7 @@ impl<'a> LayeredAtBatch<'a> {
             };
             Some(Arc::new(layered.with_saved(self.cache.saved.get_or_init(saved))))
         };
-        cell.get_or_init(new).clone()
+        cell.get_or_init(|| timed(Phase::Cuts, new)).clone()
     }
 }
 

@@ -20,6 +20,7 @@ mod split;
 mod stage;
 
 use crate::cache::{Digest, Key};
+use crate::timings::{Phase, part_of, timed};
 use alike::Alike;
 use altiplano_cost_models::kernels::{Kernel, KernelKind};
 use altiplano_cost_models::pipeline::Order;
@@ -34,7 +35,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
-use altiplano_ir::reshard::{Collective, Step, legs, reshard};
+use altiplano_ir::reshard::{Collective, Leg, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::softmax_max::irrelevant_maxima;
@@ -70,6 +71,15 @@ impl TrainingGraphs {
 
     /// `trains`: true if there is a derivative at all. `fused_loss`: see `Execution`.
     pub fn new(
+        graph: &Graph,
+        stop_gradients: &[ValueId],
+        trains: bool,
+        fused_loss: bool,
+    ) -> Result<TrainingGraphs, AutodiffError> {
+        timed(Phase::Differentiation, || TrainingGraphs::made(graph, stop_gradients, trains, fused_loss))
+    }
+
+    fn made(
         graph: &Graph,
         stop_gradients: &[ValueId],
         trains: bool,
@@ -254,12 +264,35 @@ pub struct Prices<'a> {
 }
 
 /// Known costs of composites on devices of one kind, by op and local types of the operands.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct CompositeCosts(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
+
+/// Known costs of composites by the identity of the cost model that priced them.
+#[derive(Debug, Default)]
+pub struct KnownComposites(Mutex<FxHashMap<String, Arc<CompositeCosts>>>);
+
+impl KnownComposites {
+    /// Most cost models and most composites of one that are remembered. Beyond it, they are priced anew.
+    const MOST: usize = 1 << 14;
+
+    /// The composites that a cost model has priced; none yet if the model has no identity.
+    pub fn of(&self, cost: &dyn CostModel) -> Arc<CompositeCosts> {
+        let Some(identity) = cost.identity() else { return Arc::default() };
+        let mut models = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if models.len() >= Self::MOST && !models.contains_key(&identity) {
+            models.clear();
+        }
+        let known = models.entry(identity).or_default();
+        if known.0.lock().unwrap_or_else(PoisonError::into_inner).len() >= Self::MOST {
+            *known = Arc::default();
+        }
+        known.clone()
+    }
+}
 
 /// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
 /// axes.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Splits {
     silent: FxHashMap<Vec<bool>, Arc<Parts>>,
     sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
@@ -267,6 +300,7 @@ struct Splits {
 
 /// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
 /// result.
+#[derive(Debug)]
 struct Parts {
     alone: CompositeCost,
     sent: Vec<(Collective, u64, u64)>,
@@ -313,13 +347,14 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// Seconds to reshard a value of global type `ty` once a step, together with others. A collective that does not
-    /// fill `bucket_bytes` alone takes its share of one that does.
-    pub fn once_s(&self, ty: &TensorType, from: &Sharding, to: &Sharding, bucket_bytes: u64) -> f64 {
+    /// Seconds of the collectives of a reshard of `all_bytes` once a step, together with others. A collective that does
+    /// not fill `bucket_bytes` alone takes its share of one that does.
+    pub fn once_s(&self, all_bytes: u64, legs: &[Leg], bucket_bytes: u64) -> f64 {
         let bucket_bytes = if self.cost.runtime().is_some() { 0 } else { bucket_bytes };
         let mut seconds = 0.0;
-        for leg in legs(from, to, &self.mesh).iter() {
-            let (bytes, result) = (ty.bytes() / leg.operand_parts, ty.bytes() / leg.result_parts);
+        for leg in legs {
+            let [operand_parts, result_parts] = leg.parts(&self.mesh);
+            let (bytes, result) = (all_bytes / operand_parts, all_bytes / result_parts);
             let parts = (bucket_bytes as f64 / bytes.max(result).max(1) as f64).max(1.0);
             let all = |bytes: u64| (bytes as f64 * parts) as u64;
             seconds += self.waited_s(&leg.collective, all(bytes), all(result)) / parts;
@@ -336,17 +371,17 @@ impl<'a> Prices<'a> {
         if let Some(&seconds) = self.reshards.borrow().get(&key) {
             return seconds;
         }
-        let seconds = self.reshard_uncached(ty, from, to).seconds;
+        let seconds = self.legs_price(ty.bytes(), &legs(from, to, &self.mesh)).seconds;
         self.reshards.borrow_mut().insert(key, seconds);
         seconds
     }
 
-    /// Like [`Prices::reshard_s`], uncached and with the host's issue time, for callers with a cache of their own.
-    pub fn reshard_uncached(&self, ty: &TensorType, from: &Sharding, to: &Sharding) -> Price {
+    /// Seconds of the collectives of a reshard of `bytes`, and of the host to issue them.
+    pub fn legs_price(&self, bytes: u64, legs: &[Leg]) -> Price {
         let mut price = Price::default();
-        let bytes = ty.bytes();
-        for leg in legs(from, to, &self.mesh).iter() {
-            price.seconds += self.waited_s(&leg.collective, bytes / leg.operand_parts, bytes / leg.result_parts);
+        for leg in legs {
+            let [operand_parts, result_parts] = leg.parts(&self.mesh);
+            price.seconds += self.waited_s(&leg.collective, bytes / operand_parts, bytes / result_parts);
             price.issue_s += if leg.collective.communicates() { self.collective_issue_s } else { 0.0 };
         }
         price
@@ -762,7 +797,8 @@ pub fn lower_deduped(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs, de
 fn lower_distinct(cut: &Cut<'_>, costs: &dyn Costs, same: &[Option<dedup::SameLane>]) -> Programs {
     let plan = cut.plan;
     let stages: Vec<usize> = (0..plan.stages.len()).filter(|&s| same[plan.lane_of(s)].is_none()).collect();
-    let lowered = stages.par_iter().map(|&i| (i, stage::lower_stage(&cut.context(i, costs))));
+    let lower = |&i: &usize| (i, part_of(Phase::Lowering, || stage::lower_stage(&cut.context(i, costs))));
+    let lowered = stages.par_iter().map(lower);
     let mut lowered: BTreeMap<usize, stage::Lowered> = lowered.collect();
     let mut lanes: Vec<Vec<stage::Lowered>> = Vec::new();
     for lane in 0..plan.num_lanes() {

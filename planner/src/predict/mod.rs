@@ -18,6 +18,7 @@ use crate::predict::flop::step_work;
 use crate::predict::memory::{LaneMemory, steps};
 use crate::predict::timing::{BodyWork, StageTiming, stage_timing, work};
 use crate::request::PlanFailure;
+use crate::timings::{Phase, part_of, timed};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
@@ -63,7 +64,7 @@ pub fn predict_from(mut plan: Plan, graphs: &TrainingGraphs, costs: &dyn Costs) 
     let prices = Rooflines::of(&plan.cluster);
     // Workers on one machine slow each other down, so predicting them takes the programs of all.
     let alone = costs.runtime().is_none();
-    let deduped = lower_deduped(&plan, graphs, &prices, alone);
+    let deduped = timed(Phase::Lowering, || lower_deduped(&plan, graphs, &prices, alone));
     predict(&mut plan, &deduped, costs);
     debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
     plan
@@ -79,7 +80,8 @@ pub fn work_of(plan: &Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) ->
         }
         let stage = &plan.stages[i];
         let cost = at.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
-        let mut bodies = work(deduped.program_of(plan.lane_of(i)), i as u32, &plan.execution, cost);
+        let program = deduped.program_of(plan.lane_of(i));
+        let mut bodies = timed(Phase::Kernels, || work(program, i as u32, &plan.execution, cost));
         if let Some(runtime) = &at {
             let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
             bodies.iter_mut().for_each(|body| body.sent_between_nodes(runtime.as_ref(), &prices));
@@ -126,7 +128,7 @@ pub fn timings_of(
         }
         let stage = &plan.stages[i];
         let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
-        stage_timing(&work[i], &prices, &plan.execution, late_by(plan))
+        timed(Phase::Timing, || stage_timing(&work[i], &prices, &plan.execution, late_by(plan)))
     };
     let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
     let with_sends = |i: usize| {
@@ -351,7 +353,7 @@ pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<Bod
     let kind = |lane: usize| plan.group_of(plan.stages.get(lane).unwrap_or(&plan.stages[0])).device.kind;
     let programs = &deduped.programs.programs;
     let steps_of = |lane: usize| match deduped.same_as[lane] == lane {
-        true => steps(&programs[lane], kind(lane), work),
+        true => part_of(Phase::Memory, || steps(&programs[lane], kind(lane), work)),
         false => Vec::new(),
     };
     let steps: Vec<_> = (0..programs.len()).into_par_iter().map(steps_of).collect();
@@ -366,9 +368,9 @@ pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<Bod
 pub fn predict(plan: &mut Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) {
     let work = work_of(plan, deduped, costs);
     let timings = timings_of(plan, deduped, &work, costs);
-    let memories = lane_memories(plan, deduped, &work);
+    let memories = timed(Phase::Memory, || lane_memories(plan, deduped, &work));
     let order = Order::of(plan);
-    let timeline = played(plan, &timings, &order, &mut |_, _, _, _| {});
+    let timeline = part_of(Phase::Timing, || played(plan, &timings, &order, &mut |_, _, _, _| {}));
     let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;
     let latency_s = (plan.goal == Goal::Throughput).then(alone);
     let batches = f64::from(plan.microbatches_of_worker());

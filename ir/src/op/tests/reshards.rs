@@ -119,8 +119,8 @@ proptest! {
             let mut now = from;
             for (step, leg) in steps.into_iter().zip(known.iter()) {
                 prop_assert_eq!(&step.collective, &leg.collective, "{}", &path);
-                prop_assert_eq!(now.local_bytes(&ty, &mesh), ty.bytes() / leg.operand_parts, "{}", &path);
-                prop_assert_eq!(step.result.local_bytes(&ty, &mesh), ty.bytes() / leg.result_parts, "{}", &path);
+                prop_assert_eq!(now.local_bytes(&ty, &mesh), ty.bytes() / leg.parts(&mesh)[0], "{}", &path);
+                prop_assert_eq!(step.result.local_bytes(&ty, &mesh), ty.bytes() / leg.parts(&mesh)[1], "{}", &path);
                 now = step.result;
             }
         }
