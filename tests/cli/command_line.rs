@@ -111,6 +111,22 @@ fn what_is_fixed_stays_fixed() {
 }
 
 #[test]
+fn timings_are_beside_the_report_and_count_the_phases_of_a_search() {
+    let words = ["plan", DEMO, "--cluster", "p3.16xlarge:1", "--global-batch", "64"];
+    let plain = altiplano(&words);
+    let timed = altiplano(&[&words[..], &["--timings"]].concat());
+    assert_eq!((timed.code, &timed.stdout), (Some(0), &plain.stdout));
+    let counted = |unit: &str| {
+        let line = timed.stderr.lines().find(|line| line.trim_end().ends_with(unit));
+        let number = line.and_then(|line| line.strip_suffix(unit)?.split_whitespace().last()?.parse::<u64>().ok());
+        number.unwrap_or_else(|| panic!("{unit}: {}", timed.stderr))
+    };
+    assert_eq!(counted("models read"), 1);
+    assert_eq!(counted("plans lowered"), counted("plans followed through memory"));
+    assert!(counted("tables of layers solved") >= counted("microbatch sizes cut into layers"), "{}", timed.stderr);
+}
+
+#[test]
 fn a_model_survives_the_graph_format() {
     let scratch = Scratch::new();
     let graph = scratch.path("graph.json").display().to_string();

@@ -6,6 +6,7 @@ use crate::commands::serve::failure::Failure;
 use altiplano::ir::plan::Plan;
 use altiplano::planner::Request;
 use altiplano::planner::cache::Cache;
+use altiplano::planner::lower::KnownComposites;
 use altiplano::planner::search::judge::Judge;
 use altiplano::{Error, Format, ImportOptions, Model, Warning, by_cluster, load_plan, model_of, read_bytes};
 use serde_json::Value;
@@ -71,6 +72,7 @@ pub struct Session {
     models: Handles<Source>,
     plans: Handles<Plan>,
     cache: Arc<Cache>,
+    composites: Arc<KnownComposites>,
     /// Answers without plans of their own.
     pub answers: Answers<Value>,
     /// Searches, by question.
@@ -98,6 +100,7 @@ impl Session {
             models: Handles::new("model"),
             plans: Handles::new("plan"),
             cache: Arc::new(Cache::in_memory()),
+            composites: Arc::default(),
             answers: Answers::new(ANSWER_BYTES),
             searches: Answers::new(SEARCH_BYTES),
         }
@@ -160,6 +163,7 @@ impl Session {
         if request.cache.is_none() {
             request.cache = Some(self.cache.clone());
         }
+        request.composites = self.composites.clone();
     }
 }
 
