@@ -1,17 +1,20 @@
 //! A progress bar on stderr for work that lasts longer than a second, if stderr is a terminal. It also handles Ctrl-C:
-//! the first ends a search with its best plan so far, the second ends the program.
+//! the first ends a search with its best plan so far, the second ends the program. Answers to one of several questions
+//! are lines on stderr as soon as they are known, if that takes longer than a second too.
 
-use altiplano::planner::Progress;
+use altiplano::ir::plan::Plan;
+use altiplano::planner::{PlanFailure, Progress};
 use altiplano::units::seconds;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A bar that appears after a second, and disappears on drop.
 pub(crate) struct Bar {
     bar: ProgressBar,
+    start: Instant,
     /// Step time of the best plan so far, and a lower bound for all plans.
     best: Mutex<Option<(f64, f64)>>,
     stopped: Arc<AtomicBool>,
@@ -28,13 +31,13 @@ impl Bar {
         let (done, wait) = channel::<()>();
         let late = bar.clone();
         std::thread::spawn(move || {
-            if wait.recv_timeout(Duration::from_secs(1)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            if wait.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
                 // This target draws only on a terminal.
                 late.set_draw_target(ProgressDrawTarget::stderr());
                 late.enable_steady_tick(Duration::from_millis(200));
             }
         });
-        Bar { bar, best: Mutex::default(), stopped: Arc::default(), _done: done }
+        Bar { bar, start: Instant::now(), best: Mutex::default(), stopped: Arc::default(), _done: done }
     }
 
     /// A bar whose work Ctrl-C stops.
@@ -75,10 +78,26 @@ impl Progress for Bar {
         }
     }
 
+    fn answered(&self, what: &str, answer: &Result<Plan, PlanFailure>) {
+        if self.start.elapsed() < PATIENCE {
+            return;
+        }
+        let answer = match answer {
+            Ok(plan) => {
+                format!("{} a step, MFU {:.1} %", seconds(plan.predicted.step_time_s), 100.0 * plan.predicted.mfu)
+            }
+            Err(failure) => failure.to_string(),
+        };
+        self.suspend(|| complain!("  {what}: {answer}"));
+    }
+
     fn stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
 }
+
+/// Work that lasts no longer is done in silence.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The exit code that shells expect after Ctrl-C.
 const INTERRUPTED: i32 = 130;

@@ -357,6 +357,9 @@ pub trait Progress: Sync {
     /// Reports the predicted step time of a plan that fits, and a lower bound of any plan on these devices.
     fn best(&self, _step_s: f64, _bound_s: f64) {}
 
+    /// Reports the answer to one of several questions, which stays whatever else is found.
+    fn answered(&self, _what: &str, _answer: &Result<Plan, PlanFailure>) {}
+
     /// Returns true if the search should stop and return the best plan so far.
     fn stopped(&self) -> bool {
         false

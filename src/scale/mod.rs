@@ -297,15 +297,21 @@ pub fn scaling(request: &Request, question: &Question, progress: &dyn Progress) 
     };
     let (done, total) = (AtomicUsize::new(0), requests.len() + 1);
     let cache: Arc<LayeredCache> = Arc::default();
-    let planned = |request: &Request| {
+    let planned = |nodes: Option<u32>, request: &Request| {
         // Skip plans that had not started when the user cancelled.
         let found = (!progress.stopped()).then(|| plan_among(request, &cache, &Muted(progress)));
+        if let (Some(found), Some(nodes)) = (&found, nodes) {
+            let s = if nodes == 1 { "" } else { "s" };
+            progress.answered(&format!("{nodes} node{s}"), found);
+        }
         progress.step("counts of nodes", done.fetch_add(1, Ordering::Relaxed) + 1, total);
         found
     };
     // A larger batch shows whether devices could be busier, unless the batch cannot grow.
-    let busier = || (request.graph.batch != 0).then(|| planned(&larger)).flatten().and_then(Result::ok);
-    let each = || requests.par_iter().map(|(nodes, request)| Some((*nodes, planned(request)?))).collect::<Vec<_>>();
+    let busier = || (request.graph.batch != 0).then(|| planned(None, &larger)).flatten().and_then(Result::ok);
+    let each = || {
+        requests.par_iter().map(|(nodes, request)| Some((*nodes, planned(Some(*nodes), request)?))).collect::<Vec<_>>()
+    };
     let (found, busier) = rayon::join(each, busier);
     let all = found.len();
     let found: Vec<(u32, Result<Plan, PlanFailure>)> = found.into_iter().flatten().collect();
