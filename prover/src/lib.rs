@@ -9,6 +9,7 @@
 
 pub mod body;
 pub mod layout;
+pub mod pair;
 pub mod reference;
 pub mod rules;
 pub mod schedule;

@@ -186,7 +186,8 @@ fn check_case(case: &Case, mesh: &Mesh, rng: &mut Rng) -> usize {
         .operands
         .iter()
         .map(|ty| {
-            let mut layout = random_layout(&ty.shape, Reducer::Sum, mesh, rng);
+            let reducer = rng.choose(&[Reducer::Sum, Reducer::Sum, Reducer::Max]);
+            let mut layout = random_layout(&ty.shape, reducer, mesh, rng);
             if !ty.dtype.is_float() || rng.below(2) == 0 {
                 layout.partial.clear();
             }

@@ -46,6 +46,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
         if let Some(binary) = Binary::ALL.into_iter().find(|binary| binary.name() == name) {
             let [a, b] = exactly(operands)?;
+            if binary == Binary::Multiply
+                && let Some(kept) = self.product_with_mask(a, b)?
+            {
+                return Ok(vec![kept]);
+            }
             return self.one(Op::Binary(binary), &[a, b]);
         }
         match name {
@@ -202,8 +207,8 @@ impl<'t, 'a> Converter<'t, 'a> {
             | "collective_permute"
             | "reduce_scatter"
             | "partition_id"
-            | "replica_id"
-            | "infeed"
+            | "replica_id" => self.collective(operation, operands),
+            "infeed"
             | "outfeed"
             | "send"
             | "recv" => Err(Reject::Unsupported("programs of one device are planned, this is one of several")),
@@ -303,6 +308,9 @@ impl<'t, 'a> Converter<'t, 'a> {
     fn select(&mut self, operands: &[ValueId]) -> Lowered {
         let [predicate, on_true, on_false] = exactly(operands)?;
         let predicate = self.broadcast_scalar(predicate, on_true)?;
+        if let Some(kept) = self.masked([predicate, on_true, on_false])? {
+            return Ok(vec![kept]);
+        }
         self.one(Op::Select(Select {}), &[predicate, on_true, on_false])
     }
 
