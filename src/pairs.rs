@@ -106,9 +106,7 @@ fn agree(one: &[TensorType], several: &[TensorType], name: impl Fn(usize) -> Str
     }
     let differ = |(_, (a, b)): &(usize, (&TensorType, &TensorType))| a != b;
     match one.iter().zip(several).enumerate().find(differ) {
-        Some((at, (one, several))) => {
-            Err(format!("{} is {several}, that of the sequential program {one}", name(at)))
-        }
+        Some((at, (one, several))) => Err(format!("{} is {several}, that of the sequential program {one}", name(at))),
         None => Ok(()),
     }
 }

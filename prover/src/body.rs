@@ -434,7 +434,8 @@ impl<'a> Examined<'a> {
                 found.push(Fact { term, layout: Layout::free(ty.rank()) });
                 continue;
             }
-            let factor = if self.pair { self.terms.factored(op, &mut of, &self.local_types(operands), ty) } else { 1.0 };
+            let factor =
+                if self.pair { self.terms.factored(op, &mut of, &self.local_types(operands), ty) } else { 1.0 };
             for at in self.terms.applications(op, &of) {
                 let (_, application) = self.terms.application(at);
                 if !has_local_form(&application.op) {
@@ -492,7 +493,8 @@ impl<'a> Examined<'a> {
             let shapes: Vec<Option<Vec<u64>>> =
                 facts.iter().map(|f| self.terms.shape(f.term).map(<[u64]>::to_vec)).collect();
             let common = shapes.iter().flatten().next().filter(|_| op.is_elementwise()).cloned();
-            let shapes: Option<Vec<Vec<u64>>> = shapes.into_iter().map(|shape| shape.or_else(|| common.clone())).collect();
+            let shapes: Option<Vec<Vec<u64>>> =
+                shapes.into_iter().map(|shape| shape.or_else(|| common.clone())).collect();
             let Some(shapes) = shapes else { continue };
             let types: Vec<TensorType> =
                 operands.iter().zip(shapes).map(|(&o, shape)| self.types[o as usize].with_shape(shape)).collect();

@@ -151,8 +151,7 @@ fn differs(pair: &Pair<'_>, plain: &Plain, seed: u64) -> Option<String> {
         return None;
     }
     let mut state = seed;
-    let wholes: Vec<Tensor> =
-        pair.arguments.iter().map(|&v| random(pair.sequential.ty(v), &mut state)).collect();
+    let wholes: Vec<Tensor> = pair.arguments.iter().map(|&v| random(pair.sequential.ty(v), &mut state)).collect();
     let leaf = |v: ValueId| {
         let at = pair.arguments.iter().position(|a| plain.sequential.values[a.index()] == v);
         at.map_or_else(|| Tensor::splat(plain.sequential.graph.ty(v).clone(), 0.0), |at| wholes[at].clone())

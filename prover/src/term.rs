@@ -566,7 +566,8 @@ impl Terms {
         let term = all.into_iter().find(|term| !same(term))?;
         let (has, should) = (of(&found, term), of(&wanted, term));
         let name = self.name(term);
-        (has != 0.0 && should != 0.0).then(|| format!("it has {} times as much as it should of {name}", (has / should) as f32))
+        (has != 0.0 && should != 0.0)
+            .then(|| format!("it has {} times as much as it should of {name}", (has / should) as f32))
     }
 
     /// The applications of ops of this name to these operands.

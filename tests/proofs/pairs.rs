@@ -13,16 +13,18 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The programs of ranks that compute what the sequential program of the same name does.
-const PROVED: [&str; 14] = [
+const PROVED: [&str; 16] = [
     "mlp.ranks",
     "mlp.shared_bias",
     "mlp.first_bias",
     "linear.ranks",
     "linear.psum",
+    "linear.counted",
     "sequence.ranks",
     "norm.ranks",
     "entropy.ranks",
     "attention.ranks",
+    "exchange.ranks",
     "step.ranks",
     "step.automatic",
     "megatron_1446.mended",
@@ -63,8 +65,8 @@ fn named_line(name: &str, gap: &Gap) -> String {
 
 #[test]
 fn faults_of_public_reports_are_found_where_they_are() {
-    // The gradient of the scale is used where its sum over the ranks is missing.
     let cases = [
+        // The gradient of the scale is used where its sum over the ranks is missing.
         ("megatron_1446.faulty", "stablehlo.subtract", "adds a summand to a value that every device holds"),
         // The cotangent 1, equal on all devices, is summed over them.
         ("jax_3970.faulty", "stablehlo.all_reduce", "sums equal values of several devices"),
@@ -76,6 +78,13 @@ fn faults_of_public_reports_are_found_where_they_are() {
         assert!(gap.text.contains(text), "{name}: {gap}");
         assert!(named_line(name, &gap).contains(op), "{name}: {gap}");
     }
+}
+
+#[test]
+fn parts_in_another_order_of_axes_are_not_proved() {
+    let gap = loaded("exchange.faulty").prove().expect_err("exchange.faulty");
+    assert_eq!(gap.kind, Kind::Differs, "{gap}");
+    assert!(named_line("exchange.faulty", &gap).contains("stablehlo.all_gather"), "{gap}");
 }
 
 /// A program of ranks with one fault.
@@ -108,7 +117,8 @@ fn followed(of: &Pair<'_>, v: ValueId, op: Op, operands: usize) -> Option<Varian
     let ty = op.infer(&vec![of.ranks.ty(v); operands]).ok().filter(|ty| ty == of.ranks.ty(v))?;
     let moved = |o: ValueId| ValueId(o.0 + u32::from(o.0 >= v.0));
     let mut graph = of.ranks.clone();
-    let node = Node { op, operands: vec![v; operands], ty, ..of.ranks.node(v).clone() };
+    let name = format!("line 0, after {}", of.ranks.node(v).name);
+    let node = Node { op, operands: vec![v; operands], ty, name, ..of.ranks.node(v).clone() };
     for at in v.index() + 1..graph.len() {
         graph.nodes[at].operands.iter_mut().for_each(|o| *o = moved(*o));
     }
@@ -197,7 +207,7 @@ fn others(of: &Pair<'_>, v: ValueId) -> Vec<(&'static str, Op)> {
             vec![("another op", Op::Binary(other))]
         }
         Op::Unary(unary) => {
-            let other = if *unary == Unary::Tanh { Unary::Exp } else { Unary::Tanh };
+            let other = if *unary == Unary::Tanh { Unary::Exponential } else { Unary::Tanh };
             vec![("another function", Op::Unary(other))]
         }
         _ => Vec::new(),
@@ -312,10 +322,19 @@ fn unusable_programs_of_ranks_are_refused() {
         (text.replace(groups, "dense<[[0, 1, 2, 4], [3, 5, 6, 7]]>"), "lie along no axes of mesh<data=2, model=4>"),
         (text.replace(groups, "dense<[[0, 1, 2, 3], [4, 5, 6, 9]]>"), "has devices that mesh<data=2, model=4> lacks"),
         (text.replace(", use_global_device_ids", ""), "its groups are of replicas"),
-        (text.replace("manual_axes={\"data\", \"model\"}", "manual_axes={\"model\"}"), "some axes of its mesh are not manual"),
-        (text.replace("[{\"data\"}, {}]>, <@mesh", "[{\"rows\"}, {}]>, <@mesh"), "has an axis that mesh<data=2, model=4> lacks"),
+        (
+            text.replace("manual_axes={\"data\", \"model\"}", "manual_axes={\"model\"}"),
+            "some axes of its mesh are not manual",
+        ),
+        (
+            text.replace("[{\"data\"}, {}]>, <@mesh", "[{\"rows\"}, {}]>, <@mesh"),
+            "has an axis that mesh<data=2, model=4> lacks",
+        ),
         (text.replace("\"model\"=4", "\"model\"=3"), "does not divide"),
-        (text.replace("@main(%arg0: tensor<8x12xf32>, ", "@main(%arg0: tensor<8x12xf32>, %more: tensor<f32>, "), "has 6 arguments"),
+        (
+            text.replace("@main(%arg0: tensor<8x12xf32>, ", "@main(%arg0: tensor<8x12xf32>, %more: tensor<f32>, "),
+            "has 6 arguments",
+        ),
         (text[..text.len() / 2].to_string(), ""),
         ("{}".to_string(), "is no StableHLO text"),
     ];
@@ -378,4 +397,18 @@ fn options_give_the_mesh_and_layouts_of_bare_programs() {
         assert_eq!(output.code, Some(2), "{options:?}: {}{}", output.stdout, output.stderr);
         assert!(output.stderr.contains(problem), "{problem}: {}", output.stderr);
     }
+}
+
+#[test]
+fn regions_in_the_older_form_are_read_with_a_given_mesh() {
+    let load = |mesh: &str| {
+        let options = PairOptions { mesh: Some(mesh.to_string()), layouts: Vec::new() };
+        load_pair(&sequential("mlp.older"), &file("mlp.older"), &options)
+    };
+    let pair = load("data=2,model=4").unwrap_or_else(|error| panic!("{error}"));
+    pair.prove().unwrap_or_else(|gap| panic!("{gap}"));
+    let layouts: Vec<_> = pair.ranks.inputs.iter().map(|i| i.sharding.display(&pair.ranks.mesh).to_string()).collect();
+    assert_eq!(layouts, ["[{data}, {}]", "[{}, {model}]", "[{model}]", "[{model}, {}]", "[{}]"]);
+    let refused = load("data=4,model=2").err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(refused.contains("follows from no axes of mesh<data=4, model=2>"), "{refused}");
 }

@@ -134,11 +134,11 @@ pub(super) fn import_module(
     let mut arguments = converter.arguments(main, &names, &sizes)?;
     converter.argument_values = arguments.iter().map(|argument| argument.value).collect();
     let results = converter.inline(main, converter.argument_values.clone(), main.place)?;
-    let is_outside = converter.is_outside();
+    let has_regions = converter.has_regions();
     let (mut inputs, wholes) = converter.take_ranks();
     let outputs: Option<Vec<RankOutput>> = results.iter().map(|value| wholes.get(value).cloned()).collect();
     let refused = |problem: &str| Err(ImportError::Ranks { place: main.place, problem: problem.into() });
-    let locals: Vec<ValueId> = match (is_outside, &outputs) {
+    let locals: Vec<ValueId> = match (has_regions, &outputs) {
         (true, Some(outputs)) => outputs.iter().map(|output| output.value).collect(),
         (true, None) => return refused("a result is not computed by the program of one rank"),
         (false, _) if results.iter().any(|value| converter.is_opaque(*value)) => {
@@ -155,18 +155,15 @@ pub(super) fn import_module(
     let names = main.results.iter().map(|result| name(&result.attributes)).collect();
     // Parts are renumbered as arguments are.
     let of_entry = arguments.len();
-    let part = |input: &RankInput| Argument {
-        name: None,
-        ty: converter.graph.ty(input.value).clone(),
-        value: input.value,
-    };
+    let part =
+        |input: &RankInput| Argument { name: None, ty: converter.graph.ty(input.value).clone(), value: input.value };
     arguments.extend(inputs.iter().map(part));
     let mut imported = converter.finish(arguments, names)?;
     for (input, part) in inputs.iter_mut().zip(imported.arguments.split_off(of_entry)) {
         input.value = part.value;
     }
     let renumbered = |(output, &value): (RankOutput, &ValueId)| RankOutput { value, ..output };
-    let outputs = outputs.filter(|_| is_outside);
+    let outputs = outputs.filter(|_| has_regions);
     let outputs = outputs.map(|all| all.into_iter().zip(&imported.graph.outputs).map(renumbered).collect());
     Ok((imported, inputs, outputs))
 }
@@ -663,7 +660,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some() || p.opaque);
         let tainted = self.graph.depends_on(unsupported);
         let first = self.graph.outputs.first().copied();
-        let keeps: Vec<bool> = self.graph.outputs.iter().map(|o| self.is_whole || Some(*o) == first || !tainted[o.index()]).collect();
+        let keeps: Vec<bool> =
+            self.graph.outputs.iter().map(|o| self.is_whole || Some(*o) == first || !tainted[o.index()]).collect();
         let mut kept = keeps.iter();
         self.graph.outputs.retain(|_| kept.next() == Some(&true));
         let mut kept = keeps.iter();

@@ -208,10 +208,9 @@ impl<'t, 'a> Converter<'t, 'a> {
             | "reduce_scatter"
             | "partition_id"
             | "replica_id" => self.collective(operation, operands),
-            "infeed"
-            | "outfeed"
-            | "send"
-            | "recv" => Err(Reject::Unsupported("programs of one device are planned, this is one of several")),
+            "infeed" | "outfeed" | "send" | "recv" => {
+                Err(Reject::Unsupported("programs of one device are planned, this is one of several"))
+            }
             _ => self.function(operation, operands),
         }
     }
@@ -356,6 +355,8 @@ impl<'t, 'a> Converter<'t, 'a> {
             // Sizes are fixed by now, so asserted conditions are known or implied.
             "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),
+            "SPMDFullToShardShape" => self.full_to_shard(operation, operands),
+            "SPMDShardToFullShape" => self.shard_to_full(operation, operands),
             "annotate_device_placement" => Ok(operands.to_vec()),
             // Names of the random bit generator on devices that have a kernel for it.
             "cu_threefry2x32" | "cu_threefry2x32_ffi" | "hip_threefry2x32" | "hip_threefry2x32_ffi" => {

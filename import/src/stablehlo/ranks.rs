@@ -6,7 +6,7 @@
 
 use super::control::regions;
 use super::convert::{Argument, Converter, Scope, import_module};
-use super::lower::{Lowered, attribute, dim, sizes};
+use super::lower::{Lowered, attribute, dim, exactly, result_type, sizes};
 use super::parse::parse;
 use super::report::{ImportError, Reject};
 use super::sharding::{axes_of, shardy};
@@ -75,6 +75,10 @@ pub(super) struct Ranks {
     mesh: Mesh,
     /// True inside the region that a device runs.
     inside: bool,
+    /// True if the whole text is the program of a device.
+    bare: bool,
+    /// Layouts of whole values, as `mhlo.sharding` has them.
+    tilings: HashMap<ValueId, String>,
     inputs: Vec<RankInput>,
     /// The local value, the layout and the type of each whole result of a region.
     wholes: HashMap<ValueId, RankOutput>,
@@ -86,6 +90,7 @@ pub(super) struct Ranks {
 pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, ImportError> {
     let module = parse(text)?;
     let region = region_of(&module);
+    let bare = region.is_none() && !has_old_region(&module);
     let stated = match region {
         Some(operation) => Some(mesh_of(&module, operation)?),
         None => None,
@@ -97,7 +102,7 @@ pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, Im
         (Some(mesh), _) => mesh,
         (None, Some(mesh)) => mesh.clone(),
         (None, None) => {
-            let problem = "the text has no sdy.manual_computation, so a mesh must be given".to_string();
+            let problem = "the text names no axes of a mesh, so a mesh must be given".to_string();
             return Err(ImportError::Mesh { problem });
         }
     };
@@ -107,14 +112,16 @@ pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, Im
     }
     let ranks = Ranks {
         mesh: mesh.clone(),
-        inside: region.is_none(),
+        inside: bare,
+        bare,
+        tilings: HashMap::new(),
         inputs: Vec::new(),
         wholes: HashMap::new(),
         known: HashMap::new(),
     };
-    let (imported, inputs, outputs) = import_module(&module, Some(ranks), |graph, arguments| match region {
-        Some(_) => Ok(Vec::new()),
-        None => bare_inputs(graph, arguments, &mesh, options),
+    let (imported, inputs, outputs) = import_module(&module, Some(ranks), |graph, arguments| match bare {
+        false => Ok(Vec::new()),
+        true => bare_inputs(graph, arguments, &mesh, options),
     })?;
     let outputs = match outputs {
         Some(outputs) => outputs,
@@ -128,6 +135,16 @@ pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, Im
 fn region_of<'t, 'a>(module: &'t Module<'a>) -> Option<&'t Operation<'a>> {
     let all = module.functions.iter().flat_map(|function| &function.operations);
     all.into_iter().find(|operation| operation.dialect == "sdy" && operation.name == "manual_computation")
+}
+
+/// Returns true if the text has a region in the older form, between two custom calls.
+fn has_old_region(module: &Module<'_>) -> bool {
+    let all = module.functions.iter().flat_map(|function| &function.operations);
+    all.into_iter().any(|operation| target(operation) == Some("SPMDFullToShardShape"))
+}
+
+fn target<'o>(operation: &'o Operation<'_>) -> Option<&'o str> {
+    operation.attribute("call_target_name").and_then(Attribute::as_word)
 }
 
 /// The mesh that a region's layouts name.
@@ -253,6 +270,45 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.ranks.as_ref().is_some_and(|ranks| !ranks.inside)
     }
 
+    /// True if the text is a program of ranks with regions, whose operands and results are whole.
+    pub(super) fn has_regions(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| !ranks.bare)
+    }
+
+    /// Remembers the layout that `custom_call @Sharding` gives a value outside regions.
+    pub(super) fn note_tiling(&mut self, operation: &Operation<'_>, value: ValueId) {
+        if let (Some(ranks), Some(text)) =
+            (&mut self.ranks, operation.attribute("mhlo.sharding").and_then(Attribute::as_word))
+        {
+            ranks.tilings.insert(value, text.to_string());
+        }
+    }
+
+    /// Lowers the beginning of a region in the older form: a device's part of a whole value.
+    pub(super) fn full_to_shard(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
+        let [x] = exactly(operands)?;
+        let Some(ranks) = &self.ranks else { return Err(Reject::Unsupported("programs of one device are planned")) };
+        let mesh = ranks.mesh.clone();
+        let whole = ranks.wholes.get(&x).map_or_else(|| self.graph.ty(x).clone(), |whole| whole.ty.clone());
+        let text = ranks.tilings.get(&x).cloned().unwrap_or_default();
+        let sharding = tiled(&text, &whole, &mesh).map_err(|problem| at(operation, problem))?;
+        let part = self.part(operation, x, (sharding, &whole), &mesh)?;
+        self.set_inside(true);
+        Ok(vec![part])
+    }
+
+    /// Lowers the end of a region in the older form: the whole value of which a device has a part.
+    pub(super) fn shard_to_full(&mut self, operation: &Operation<'_>, operands: &[ValueId]) -> Lowered {
+        let [value] = exactly(operands)?;
+        let Some(ranks) = &self.ranks else { return Err(Reject::Unsupported("programs of one device are planned")) };
+        let mesh = ranks.mesh.clone();
+        let ty = result_type(operation)?;
+        let text = operation.attribute("mhlo.sharding").and_then(Attribute::as_word).unwrap_or_default();
+        let sharding = tiled(text, &ty, &mesh).map_err(|problem| at(operation, problem))?;
+        self.set_inside(false);
+        Ok(vec![self.whole_of(operation, value, sharding, ty)?])
+    }
+
     /// Takes what is known of the parts of arguments and of whole results.
     pub(super) fn take_ranks(&mut self) -> (Vec<RankInput>, HashMap<ValueId, RankOutput>) {
         self.ranks.take().map(|ranks| (ranks.inputs, ranks.wholes)).unwrap_or_default()
@@ -265,9 +321,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         operands: &[ValueId],
         scope: &Scope<'_, 't>,
     ) -> Lowered {
-        let refused = |problem: &str| {
-            Err(Reject::Stop(ImportError::Ranks { place: operation.place, problem: problem.into() }))
-        };
+        let refused =
+            |problem: &str| Err(Reject::Stop(ImportError::Ranks { place: operation.place, problem: problem.into() }));
         let [region] = regions(operation)?;
         let Some(ranks) = &self.ranks else { return refused("it is no program of one rank") };
         if ranks.inside {
@@ -283,7 +338,9 @@ impl<'t, 'a> Converter<'t, 'a> {
             _ => Vec::new(),
         };
         if mesh.axes.iter().any(|axis| axis.size > 1 && !manual.contains(&axis.name)) {
-            return refused("some axes of its mesh are not manual; what the compiler does along them is not in the text");
+            return refused(
+                "some axes of its mesh are not manual; what the compiler does along them is not in the text",
+            );
         }
         let layouts = |name: &'static str| layouts_of(operation, name).ok_or_else(|| attribute(name));
         let (of_operands, of_results) = (layouts("in_shardings")?, layouts("out_shardings")?);
@@ -292,7 +349,10 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
         let mut locals = Vec::with_capacity(operands.len());
         for (&operand, text) in operands.iter().zip(of_operands) {
-            locals.push(self.part(operation, operand, text, &mesh)?);
+            let of_region = self.ranks.as_ref().and_then(|ranks| ranks.wholes.get(&operand));
+            let ty = of_region.map_or_else(|| self.graph.ty(operand).clone(), |whole| whole.ty.clone());
+            let sharding = sharding_of(text, &ty, &mesh).map_err(|problem| at(operation, problem))?;
+            locals.push(self.part(operation, operand, (sharding, &ty), &mesh)?);
         }
         self.set_inside(true);
         let values = self.region(operation, region, locals, operation.result_types.len(), scope);
@@ -301,16 +361,28 @@ impl<'t, 'a> Converter<'t, 'a> {
         for ((value, text), ty) in values?.into_iter().zip(of_results).zip(&operation.result_types) {
             let Some(ty) = super::literal::tensor_type(ty) else { return refused("a result is no tensor") };
             let sharding = sharding_of(text, &ty, &mesh).map_err(|problem| at(operation, problem))?;
-            if sharding.local_shape(&mesh) != self.graph.shape(value) {
-                return refused("the layout of a result contradicts its sizes");
-            }
-            let whole = self.stand_for(ty.clone(), value);
-            if let Some(ranks) = &mut self.ranks {
-                ranks.wholes.insert(whole, RankOutput { value, sharding, ty });
-            }
-            wholes.push(whole);
+            wholes.push(self.whole_of(operation, value, sharding, ty)?);
         }
         Ok(wholes)
+    }
+
+    /// A value that stands for the whole of which a region computes a part.
+    fn whole_of(
+        &mut self,
+        operation: &Operation<'_>,
+        value: ValueId,
+        sharding: Sharding,
+        ty: TensorType,
+    ) -> Result<ValueId, Reject> {
+        let Some(ranks) = &self.ranks else { return Ok(value) };
+        if sharding.local_shape(&ranks.mesh) != self.graph.shape(value) {
+            return Err(at(operation, "the layout of a result contradicts its sizes".into()));
+        }
+        let whole = self.stand_for(ty.clone(), value);
+        if let Some(ranks) = &mut self.ranks {
+            ranks.wholes.insert(whole, RankOutput { value, sharding, ty });
+        }
+        Ok(whole)
     }
 
     fn set_inside(&mut self, inside: bool) {
@@ -320,18 +392,22 @@ impl<'t, 'a> Converter<'t, 'a> {
     }
 
     /// A device's part of an operand of a region: of an argument, of a result of another region, or of a constant.
-    fn part(&mut self, operation: &Operation<'_>, operand: ValueId, text: &str, mesh: &Mesh) -> Result<ValueId, Reject> {
+    fn part(
+        &mut self,
+        operation: &Operation<'_>,
+        operand: ValueId,
+        (sharding, ty): (Sharding, &TensorType),
+        mesh: &Mesh,
+    ) -> Result<ValueId, Reject> {
         let whole = self.ranks.as_ref().and_then(|ranks| ranks.wholes.get(&operand)).cloned();
-        let ty = whole.as_ref().map_or_else(|| self.graph.ty(operand).clone(), |whole| whole.ty.clone());
-        let sharding = sharding_of(text, &ty, mesh).map_err(|problem| at(operation, problem))?;
-        let local = sharding.local_type(&ty, mesh);
+        let local = sharding.local_type(ty, mesh);
         let node = self.graph.node(operand).clone();
         let problem = match (&whole, &node.op) {
             (Some(whole), _) if whole.sharding == sharding => return Ok(whole.value),
             (Some(_), _) => "an operand has another layout than the region that computes it",
             (None, Op::Constant(literal)) => match literal.as_splat() {
                 Some(value) => return Ok(self.push(Op::Constant(Literal::splat(local, value)), &[])?),
-                None if local == ty => return Ok(operand),
+                None if local == *ty => return Ok(operand),
                 None => "an operand is a part of a constant with several numbers",
             },
             (None, Op::Input(_)) => {
@@ -414,18 +490,15 @@ impl<'t, 'a> Converter<'t, 'a> {
         let mesh = &ranks.mesh;
         let devices = 0..mesh.num_devices();
         let numbers: Vec<f64> = match &node.op {
-            Op::AxisIndex(op) => {
-                devices.map(|d| mesh.index_along(&op.axes, &mesh.coordinates(d)) as f64).collect()
-            }
+            Op::AxisIndex(op) => devices.map(|d| mesh.index_along(&op.axes, &mesh.coordinates(d)) as f64).collect(),
             op if node.operands.iter().any(|o| ranks.known.contains_key(o)) => {
                 let moves = matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_));
                 let operands: Option<Vec<Rc<Vec<f64>>>> = node.operands.iter().map(|&o| self.on_each(o)).collect();
                 let Some(operands) = operands else { return };
                 let scalar = TensorType::scalar(node.ty.dtype);
                 let on = |d: usize| {
-                    let of = |(numbers, o): (&Rc<Vec<f64>>, &ValueId)| {
-                        Tensor::scalar(self.graph.ty(*o).dtype, numbers[d])
-                    };
+                    let of =
+                        |(numbers, o): (&Rc<Vec<f64>>, &ValueId)| Tensor::scalar(self.graph.ty(*o).dtype, numbers[d]);
                     let values: Vec<Tensor> = operands.iter().zip(&node.operands).map(of).collect();
                     op.eval(&values.iter().collect::<Vec<_>>(), &scalar).data[0]
                 };
@@ -558,6 +631,80 @@ fn sharding_of(text: &str, ty: &TensorType, mesh: &Mesh) -> Result<Sharding, Str
     }
 }
 
+/// The layout of `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`, which numbers the parts of each dimension by device.
+fn tiled(text: &str, ty: &TensorType, mesh: &Mesh) -> Result<Sharding, String> {
+    let whole = Sharding::replicated(&ty.shape);
+    let inside = text.trim().trim_start_matches('{').trim_end_matches('}').trim();
+    if inside == "replicated" {
+        return Ok(whole);
+    }
+    let refused = || format!("the layout '{text}' of {ty} follows from no axes of {mesh}");
+    let rest = inside.strip_prefix("devices=[").ok_or_else(refused)?;
+    let (parts, rest) = rest.split_once(']').ok_or_else(refused)?;
+    let ints = |list: &str| list.split(',').map(|n| n.trim().parse::<u64>().ok()).collect::<Option<Vec<u64>>>();
+    let parts = ints(parts).ok_or_else(refused)?;
+    let (order, rest) = rest.split_once(' ').unwrap_or((rest, ""));
+    let replicates = match rest.trim() {
+        "" => false,
+        "last_tile_dim_replicate" => true,
+        _ => return Err(refused()),
+    };
+    let devices = order_of(order).filter(|devices| is_order(devices, mesh)).ok_or_else(refused)?;
+    let tiles = parts.iter().try_fold(1u64, |n, part| n.checked_mul(*part));
+    if tiles != Some(devices.len() as u64) || parts.len() != ty.rank() + usize::from(replicates) {
+        return Err(refused());
+    }
+    let mut sharding = whole;
+    for (dim, &size) in ty.shape.iter().enumerate() {
+        let minor: u64 = parts[dim + 1..].iter().product();
+        let mut numbers = vec![0.0; devices.len()];
+        for (tile, &device) in (0u64..).zip(&devices) {
+            numbers[device as usize] = (tile / minor % parts[dim]) as f64;
+        }
+        let (axes, step) = steps(&numbers, mesh).ok_or_else(refused)?;
+        if mesh.product(&axes) != parts[dim] || parts[dim] > 1 && step != 1.0 {
+            return Err(refused());
+        }
+        sharding.dims[dim] = DimLayout::split(size, axes);
+    }
+    if sharding.is_valid(&ty.shape, mesh) { Ok(sharding) } else { Err(refused()) }
+}
+
+/// The devices in the order of tiles: `0,2,1,3`, or `<=[2,4]T(1,0)`, which counts devices and permutes dimensions.
+fn order_of(text: &str) -> Option<Vec<u64>> {
+    let ints = |list: &str| list.split(',').map(|n| n.trim().parse::<u64>().ok()).collect::<Option<Vec<u64>>>();
+    let Some(counted) = text.strip_prefix("<=[") else { return ints(text) };
+    let (dims, rest) = counted.split_once(']')?;
+    let dims = ints(dims)?;
+    let all = dims.iter().try_fold(1u64, |n, dim| n.checked_mul(*dim)).filter(|n| *n <= MOST_DEVICES)?;
+    let permutation = match rest.trim() {
+        "" => (0..dims.len()).collect(),
+        rest => ints(rest.strip_prefix("T(")?.strip_suffix(')')?)?.into_iter().map(|d| d as usize).collect::<Vec<_>>(),
+    };
+    let mut sorted = permutation.clone();
+    sorted.sort_unstable();
+    if !sorted.into_iter().eq(0..dims.len()) {
+        return None;
+    }
+    let stride = |dim: usize| dims[dim + 1..].iter().product::<u64>();
+    let device = |mut tile: u64| {
+        let mut device = 0;
+        for &dim in permutation.iter().rev() {
+            device += tile % dims[dim] * stride(dim);
+            tile /= dims[dim];
+        }
+        device
+    };
+    Some((0..all).map(device).collect())
+}
+
+/// Returns true if a list has each device of the mesh once.
+fn is_order(devices: &[u64], mesh: &Mesh) -> bool {
+    let mut sorted = devices.to_vec();
+    sorted.sort_unstable();
+    sorted.into_iter().eq(0..u64::from(mesh.num_devices()))
+}
+
 /// The devices of `dense<[[0, 1], [2, 3]]>`, by rows.
 fn rows(operation: &Operation<'_>, name: &'static str, mesh: &Mesh) -> Result<Vec<Vec<u32>>, Reject> {
     let value = operation.attribute(name).ok_or_else(|| attribute(name))?;
@@ -596,11 +743,8 @@ fn groups(operation: &Operation<'_>, mesh: &Mesh, ordered: bool) -> Result<Vec<A
     let unmatched = || at(operation, format!("its replica groups lie along no axes of {mesh}"));
     let first = groups.iter().find(|group| group.contains(&0)).ok_or_else(unmatched)?;
     let place = |axis: &AxisId| first.iter().position(|&d| d == mesh.stride(*axis));
-    let mut axes: Vec<(usize, AxisId)> = mesh
-        .axis_ids()
-        .filter(|&a| mesh.size(a) > 1)
-        .filter_map(|a| place(&a).map(|at| (at, a)))
-        .collect();
+    let mut axes: Vec<(usize, AxisId)> =
+        mesh.axis_ids().filter(|&a| mesh.size(a) > 1).filter_map(|a| place(&a).map(|at| (at, a))).collect();
     axes.sort_by_key(|(at, axis)| if ordered { (usize::MAX - at, axis.0) } else { (0, axis.0) });
     let axes: Vec<AxisId> = axes.into_iter().map(|(_, axis)| axis).collect();
     let mut members = 0;
@@ -625,7 +769,8 @@ fn groups(operation: &Operation<'_>, mesh: &Mesh, ordered: bool) -> Result<Vec<A
 /// The axes of a ring along which a permutation moves values, and the number of places.
 fn ring(operation: &Operation<'_>, mesh: &Mesh) -> Result<(Vec<AxisId>, u64), Reject> {
     let pairs = rows(operation, "source_target_pairs", mesh)?;
-    let refused = || at(operation, format!("its pairs are no ring along axes of {mesh}, in which all devices take part"));
+    let refused =
+        || at(operation, format!("its pairs are no ring along axes of {mesh}, in which all devices take part"));
     let mut source: Vec<Option<u32>> = vec![None; mesh.num_devices() as usize];
     for pair in &pairs {
         let &[from, to] = pair.as_slice() else { return Err(refused()) };
@@ -656,18 +801,15 @@ fn steps(numbers: &[f64], mesh: &Mesh) -> Option<(Vec<AxisId>, f64)> {
     let mut axes: Vec<AxisId> = mesh.axis_ids().filter(|&a| mesh.size(a) > 1 && along(a) != 0.0).collect();
     axes.sort_by(|a, b| along(*b).total_cmp(&along(*a)));
     let step = axes.last().map_or(0.0, |&last| along(last));
-    let fits = |(d, number): (u32, &f64)| {
-        *number == mesh.index_along(&axes, &mesh.coordinates(d)) as f64 * step
-    };
+    let fits = |(d, number): (u32, &f64)| *number == mesh.index_along(&axes, &mesh.coordinates(d)) as f64 * step;
     ((0..).zip(numbers).all(fits) && step >= 0.0).then_some((axes, step))
 }
 
 /// Ops that stand for their operand outside the region that devices run.
 pub(super) fn passes_on(operation: &Operation<'_>) -> bool {
-    let target = operation.attribute("call_target_name").and_then(Attribute::as_word);
     matches!(
         (operation.dialect, operation.name),
         ("sdy", "manual_computation" | "sharding_constraint" | "reshard" | "propagation_barrier" | "sharding_group")
             | ("stablehlo", "optimization_barrier" | "constant")
-    ) || target == Some("Sharding")
+    ) || matches!(target(operation), Some("Sharding" | "SPMDFullToShardShape" | "SPMDShardToFullShape"))
 }

@@ -56,6 +56,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// Lowers `custom_call @Sharding` with an attribute `mhlo.sharding`.
     pub(crate) fn sharding_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
+        self.note_tiling(operation, x);
         self.pin_named(x, &operation.attributes);
         Ok(vec![x])
     }

@@ -35,12 +35,25 @@ def write(name, function, arguments):
 
 
 def pair(name, sequential, arguments, specs, **ranks):
-    """Writes a pair. `specs` are the layouts of arguments and results, `ranks` the per-rank programs by variant."""
+    """Writes a pair. `specs` are the layouts of arguments and results, `ranks` the per-rank programs by variant.
+
+    JAX runs all of them on random arguments: a variant must be right unless its name begins with `faulty`."""
     write(f"{name}.seq", sequential, arguments)
+    given = [sample(argument, seed) for seed, argument in enumerate(arguments)]
+    wanted = jax.jit(sequential)(*given)
     mesh, inputs, outputs = specs
     for variant, function in ranks.items():
         mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         write(f"{name}.{variant}", mapped, arguments)
+        close = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), wanted, jax.jit(mapped)(*given))
+        assert all(jax.tree.leaves(close)) != variant.startswith("faulty"), (name, variant)
+
+
+def sample(argument, seed):
+    key = jax.random.key(seed)
+    if argument.dtype == jnp.int32:
+        return jax.random.randint(key, argument.shape, 0, 8)
+    return jax.random.normal(key, argument.shape)
 
 
 def mean_square(prediction, y):
@@ -97,6 +110,14 @@ def linear_psum(w, b, x, y):
     return jax.tree.map(lambda g: lax.psum(g / 8, ("data", "model")), linear(w, b, x, y))
 
 
+def linear_counted(w, b, x, y, count=None):
+    """Means of sums, over a number of elements that devices count together."""
+    count = lax.psum(jnp.sum(jnp.ones_like(y)), ("data", "model")) if count is None else count
+    loss = lambda w, b: jnp.sum((x @ w + b - y) ** 2)
+    value, (dw, db) = jax.value_and_grad(loss, argnums=(0, 1))(w, b)
+    return jax.tree.map(lambda g: lax.psum(g, ("data", "model")) / count, (value, dw, db))
+
+
 pair(
     "linear",
     linear,
@@ -104,6 +125,8 @@ pair(
     (MESH, (P(), P(), P(("data", "model")), P(("data", "model"))), (P(), P(), P())),
     ranks=linear_pmean,
     psum=linear_psum,
+    counted=linear_counted,
+    faulty_count=lambda w, b, x, y: linear_counted(w, b, x, y, count=2),
 )
 
 # A norm on a split sequence, gathered for a split product whose summands are scattered again.
@@ -258,6 +281,33 @@ def automatic(w1, w2, x, y):
 
 write("step.automatic", jax.shard_map(automatic, mesh=mesh, in_specs=inputs, out_specs=outputs), arguments)
 
+# Exchanges, gathers over two axes, and slices at a device's index.
+
+
+def exchange(x, y):
+    return jnp.tanh(x) * 3, jnp.sin(y), jnp.exp(y)
+
+
+def exchange_ranks(axes):
+    def ranks(x, y):
+        columns = lax.all_to_all(jnp.tanh(x), "model", split_axis=1, concat_axis=0, tiled=True)
+        whole = lax.all_gather(jnp.sin(y), axes, axis=0, tiled=True)
+        own = lax.dynamic_slice_in_dim(whole, lax.axis_index("model") * 4, 4)
+        again = lax.all_gather(y, axes, axis=0, tiled=True)
+        return columns * 3, own, jnp.exp(again)
+
+    return ranks
+
+
+pair(
+    "exchange",
+    exchange,
+    (f32(8, 8), f32(16, 3)),
+    (MESH, (P("model"), P(("data", "model"))), (P(None, "model"), P("model"), P())),
+    ranks=exchange_ranks(("data", "model")),
+    faulty=exchange_ranks(("model", "data")),
+)
+
 # Three faults of public reports, rebuilt small, each with the program that mends it.
 
 # NVIDIA/Megatron-LM#1446: with a split sequence, each rank has the gradient of a norm's scale from its own positions alone,
@@ -343,3 +393,9 @@ pair(
     faulty=accumulated_ranks(1.0),
     mended=accumulated_ranks(1 / MICROBATCHES),
 )
+
+# The older form of a region, between custom calls, with layouts that name devices rather than axes.
+jax.config.update("jax_use_shardy_partitioner", False)
+ARGUMENTS = (f32(8, 12), f32(12, 16), f32(16), f32(16, 12), f32(12))
+SPECS = (P("data"), P(None, "model"), P("model"), P("model"), P())
+write("mlp.older", jax.shard_map(mlp_ranks, mesh=MESH, in_specs=SPECS, out_specs=P("data"), check_vma=False), ARGUMENTS)
