@@ -19,7 +19,7 @@
 //!    sum is `n x`. Used only for sums over all parameters, and in programs that others wrote.
 //! 9. **Zeros.** A product with a factor that is 0 on every device is 0, and so is an accumulator that nothing is written to.
 //! 10. **Multiples.** A constant times a part is that part of the multiple, and so for summands. An op that is linear in a
-//!    set of operands takes a common factor of these to its result. Used only in programs that others wrote.
+//!     set of operands takes a common factor of these to its result. Used only in programs that others wrote.
 //!
 //! The normal form of terms ([`crate::term`]) and the check of schedules ([`crate::schedule`]) are trusted as well.
 

@@ -58,6 +58,8 @@ pub struct Terms {
     shapes: Vec<Option<Vec<u64>>>,
     known: FxHashMap<Form, Term>,
     names: FxHashMap<Term, String>,
+    /// Sums by the terms that they add.
+    sums: FxHashMap<Vec<Term>, Vec<Term>>,
     ops: FxHashMap<String, u32>,
     op_of: Vec<Op>,
     /// Sums of counts that the reference compares.
@@ -82,6 +84,11 @@ fn rounded(x: f64) -> u64 {
     let half = 1u64 << (CONSTANT_BITS - 1);
     let bits = (x + 0.0).to_bits();
     if x.is_finite() { bits.wrapping_add(half) >> CONSTANT_BITS << CONSTANT_BITS } else { bits }
+}
+
+/// Returns true if constants differ by less than rounding of their products may make them differ.
+fn is_close(a: f64, b: f64) -> bool {
+    a == b || (a - b).abs() <= a.abs() / (1u64 << (52 - CONSTANT_BITS)) as f64
 }
 
 impl Terms {
@@ -230,12 +237,27 @@ impl Terms {
         match merged.as_slice() {
             [] => self.splat(0.0),
             &[(term, factor)] if self.as_splat(term) == Some(1.0) => self.splat(factor),
-            &[(term, factor)] if rounded(factor) == rounded(1.0) => term,
+            &[(term, factor)] if is_close(factor, 1.0) => term,
             _ => {
-                let parts = merged.iter().map(|&(t, c)| (t, rounded(c))).collect();
-                self.intern(Form::Sum(parts), shape)
+                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, rounded(c))).collect();
+                self.interned_sum(parts, shape)
             }
         }
+    }
+
+    /// The sum with these factors, or a known one whose factors are as good as equal.
+    fn interned_sum(&mut self, parts: Vec<(Term, u64)>, shape: Option<Vec<u64>>) -> Term {
+        let of: Vec<Term> = parts.iter().map(|p| p.0).collect();
+        let is_same = |&known: &Term| match &self.forms[known.0 as usize] {
+            Form::Sum(have) => have.iter().zip(&parts).all(|(a, b)| is_close(f64::from_bits(a.1), f64::from_bits(b.1))),
+            _ => false,
+        };
+        if let Some(&known) = self.sums.get(&of).and_then(|sums| sums.iter().find(|sum| is_same(sum))) {
+            return known;
+        }
+        let term = self.intern(Form::Sum(parts), shape);
+        self.sums.entry(of).or_default().push(term);
+        term
     }
 
     /// The sum of float terms of one shape.
@@ -304,7 +326,7 @@ impl Terms {
                 }
             }
             let Some(&(_, _, factor)) = based.first() else { continue };
-            let common = based.iter().all(|b| rounded(b.2) == rounded(factor));
+            let common = based.iter().all(|b| is_close(b.2, factor));
             if factor == 1.0 || !zeros || !common || !factor.is_finite() || factor == 0.0 {
                 continue;
             }
@@ -552,7 +574,7 @@ impl Terms {
         if self.factored(op, &mut bases, &owned, ty) != 1.0 {
             let base = self.apply(op, &bases, types, ty);
             self.record(op, &bases, types, ty, base);
-            let name = || format!("a multiple of the {} of {}", op.name(), node_name);
+            let name = || format!("a multiple of {} at {} of the sequential program", op.name(), node_name);
             self.set_name(base, name);
         }
     }
@@ -562,7 +584,7 @@ impl Terms {
         let (found, wanted) = (self.parts(found), self.parts(wanted));
         let of = |parts: &[(Term, f64)], term: Term| parts.iter().find(|p| p.0 == term).map_or(0.0, |p| p.1);
         let all = found.iter().chain(&wanted).map(|p| p.0);
-        let same = |term: &Term| rounded(of(&found, *term)) == rounded(of(&wanted, *term));
+        let same = |term: &Term| is_close(of(&found, *term), of(&wanted, *term));
         let term = all.into_iter().find(|term| !same(term))?;
         let (has, should) = (of(&found, term), of(&wanted, term));
         let name = self.name(term);
@@ -629,7 +651,7 @@ impl Terms {
             let places = self.linear;
             self.set_name(result, || {
                 if places {
-                    return format!("{} of {}", node.op.name(), node.name);
+                    return format!("{} at {} of the sequential program", node.op.name(), node.name);
                 }
                 format!(
                     "{v} = {}{}",

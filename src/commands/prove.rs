@@ -30,7 +30,7 @@ pub(crate) struct Prove {
     /// Write the plan with its proof to this file; it may be the plan's own
     #[arg(short, long, value_name = "PLAN", conflicts_with = "ranks")]
     pub output: Option<PathBuf>,
-    /// Print the proof as JSON (docs/plan.schema.json)
+    /// Print the proof as JSON (docs/plan.schema.json for plans, docs/proofs.md for pairs)
     #[arg(long)]
     json: bool,
 }

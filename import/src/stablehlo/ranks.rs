@@ -26,6 +26,10 @@ use std::rc::Rc;
 /// Values are known for each device, so larger meshes are refused.
 const MOST_DEVICES: u64 = 4096;
 
+/// The most numbers of single devices that are computed; later values count as unknown. It is what a thousand ops on
+/// positions take on the largest mesh.
+const MOST_NUMBERS: u64 = 1000 * MOST_DEVICES;
+
 /// A program that every device of a mesh runs on its parts of the arguments.
 #[derive(Debug, Clone)]
 pub struct RankProgram {
@@ -84,6 +88,8 @@ pub(super) struct Ranks {
     wholes: HashMap<ValueId, RankOutput>,
     /// The number in all elements of a value on each device, for values that depend on the device's position.
     known: HashMap<ValueId, Rc<Vec<f64>>>,
+    /// The numbers of single devices that may still be computed.
+    left: u64,
 }
 
 /// Reads a per-rank program.
@@ -118,6 +124,7 @@ pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, Im
         inputs: Vec::new(),
         wholes: HashMap::new(),
         known: HashMap::new(),
+        left: MOST_NUMBERS,
     };
     let (imported, inputs, outputs) = import_module(&module, Some(ranks), |graph, arguments| match bare {
         false => Ok(Vec::new()),
@@ -486,7 +493,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// Notes the value of a node on each device, if it follows from the device's position.
     pub(super) fn note_position(&mut self, value: ValueId) {
         let node = self.graph.node(value);
-        let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.inside) else { return };
+        let Some(ranks) = self.ranks.as_ref().filter(|ranks| ranks.inside && ranks.left > 0) else { return };
         let mesh = &ranks.mesh;
         let devices = 0..mesh.num_devices();
         let numbers: Vec<f64> = match &node.op {
@@ -511,6 +518,7 @@ impl<'t, 'a> Converter<'t, 'a> {
             _ => return,
         };
         if let Some(ranks) = &mut self.ranks {
+            ranks.left = ranks.left.saturating_sub(numbers.len() as u64);
             ranks.known.insert(value, Rc::new(numbers));
         }
     }

@@ -308,6 +308,46 @@ pair(
     faulty=exchange_ranks(("model", "data")),
 )
 
+# Masks and slices by a device's index, written in several ways.
+
+
+def positions(x):
+    return jnp.sum(x, 0) + jnp.arange(8.0)
+
+
+def masked(where):
+    return lambda x: lax.psum(jnp.sum(x, 0) + where(jnp.arange(8.0), lax.axis_index("model")), "model")
+
+
+def choice(x):
+    own = lax.cond(lax.axis_index("model") == 0, lambda v: v, lambda v: v * 2, jnp.sum(x, 0))
+    return lax.psum(own, "model") + jnp.arange(8.0)
+
+
+def sliced(start):
+    def ranks(x):
+        own = lax.dynamic_slice_in_dim(jnp.arange(8.0), start(lax.axis_index("model")), 2)
+        return lax.psum(jnp.sum(x, 0), "model") + lax.all_gather(own, "model", tiled=True)
+
+    return ranks
+
+
+pair(
+    "positions",
+    positions,
+    (f32(8, 8),),
+    (MESH, P("model"), P()),
+    ranks=masked(lambda v, index: jnp.where(index != 0, 0.0, v)),
+    product=masked(lambda v, index: v * (index == 0)),
+    sliced=sliced(lambda index: index * 2),
+    faulty_axis=masked(lambda v, index: jnp.where(lax.axis_index("data") == 0, v, 0.0)),
+    faulty_mask=masked(lambda v, index: jnp.where(index <= 1, v, 0.0)),
+    faulty_choice=choice,
+    faulty_slice=sliced(lambda index: (3 - index) * 2),
+    faulty_start=sliced(lambda index: index * 2 - 1),
+    faulty_reduction=lambda x: lax.pmax(jnp.sum(x, 0), "model") + jnp.arange(8.0),
+)
+
 # Three faults of public reports, rebuilt small, each with the program that mends it.
 
 # NVIDIA/Megatron-LM#1446: with a split sequence, each rank has the gradient of a norm's scale from its own positions alone,
