@@ -189,6 +189,11 @@ pub enum Error {
     NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
     #[error("{}", crate::prove::gap_text(gap))]
     Unproved { gap: Box<altiplano_prover::Gap> },
+    #[error("{}", crate::pairs::pair_gap_text(file, gap))]
+    UnprovedPair { file: PathBuf, gap: Box<altiplano_prover::Gap> },
+    /// The program of each rank has other arguments or results than the sequential one, or a file is no StableHLO.
+    #[error("{}: {problem}", file.display())]
+    Pair { file: PathBuf, problem: String },
     #[error(
         "nothing to compare: {what} of '{tensor}' is not a number on both sides; look for such values in the weights and the data"
     )]
@@ -296,6 +301,7 @@ impl Error {
             | Error::NaN { .. }
             | Error::NumbersDiffer { .. }
             | Error::Unproved { .. }
+            | Error::UnprovedPair { .. }
             | Error::NoNumbers { .. }
             | Error::Interrupted { .. }
             | Error::Halted { .. }
@@ -320,6 +326,7 @@ impl Error {
             | Error::UnknownFormat { .. }
             | Error::OtherArtefact { .. }
             | Error::StableHlo { .. }
+            | Error::Pair { .. }
             | Error::TorchExport { .. }
             | Error::Json { .. }
             | Error::Onnx { .. }
@@ -343,7 +350,7 @@ impl Error {
             | Error::Checkpoint { .. }
             | Error::Output(_) => "file",
             Error::Export { .. } => "export",
-            Error::Unproved { .. } => "proof",
+            Error::Unproved { .. } | Error::UnprovedPair { .. } => "proof",
             Error::NumbersDiffer { .. } | Error::NoNumbers { .. } | Error::Diverged { .. } | Error::NaN { .. } => {
                 "numbers"
             }

@@ -34,6 +34,7 @@ pub mod inference;
 mod loss;
 pub mod measured_costs;
 mod model;
+pub mod pairs;
 pub mod pins;
 mod plan_diff;
 mod plan_file;

@@ -9,7 +9,7 @@ use crate::rules::{self, Given, Global};
 use crate::term::{Application, Operands, Term, Terms};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Binary, Iota, Local, Op, Operator, Reduce, Reducer};
+use altiplano_ir::op::{Binary, Iota, Local, Op, Operator, Reduce, Reducer, Unary};
 use altiplano_ir::program::{Body, BufferId, Phase};
 use altiplano_ir::types::TensorType;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -33,6 +33,8 @@ pub struct Examined<'a> {
     /// True in bodies that add up values of all parameters or update them, in which multiples and sums occur that the
     /// reference does not have.
     sums: bool,
+    /// True if others wrote the program: it may have multiples, shares and ops that the reference does not have.
+    pair: bool,
     fused_loss: bool,
     /// The number of each distinct local value.
     numbers: FxHashMap<(String, Vec<u32>), u32>,
@@ -42,6 +44,10 @@ pub struct Examined<'a> {
     /// The values of each term, for local forms.
     holders: FxHashMap<Term, Vec<u32>>,
     tried: FxHashSet<(u32, Vec<(u32, usize)>)>,
+    /// The value at hand.
+    at: ValueId,
+    /// Values whose facts rest on shares (rule 8). They are right in few programs, so a gap names them.
+    suspects: Vec<(ValueId, &'static str)>,
 }
 
 impl<'a> Examined<'a> {
@@ -53,44 +59,72 @@ impl<'a> Examined<'a> {
         fused_loss: bool,
         read: &dyn Fn(BufferId) -> Vec<Fact>,
     ) -> Examined<'a> {
-        let sums = matches!(body.phase, Phase::Norm | Phase::Update | Phase::Totals);
-        let mut examined = Examined {
+        let mut examined = Examined::empty(terms, mesh, &body.graph);
+        examined.sums = matches!(body.phase, Phase::Norm | Phase::Update | Phase::Totals);
+        examined.fused_loss = fused_loss;
+        let buffers: FxHashMap<ValueId, BufferId> = body.reads.iter().copied().collect();
+        examined.all(&|v| buffers.get(&v).map(|&buffer| read(buffer)));
+        examined
+    }
+
+    /// Examines a program that others wrote. `read` has the facts about its leaves.
+    pub fn of_pair(
+        terms: &'a mut Terms,
+        mesh: &'a Mesh,
+        graph: &'a Graph,
+        read: &dyn Fn(ValueId) -> Option<Vec<Fact>>,
+    ) -> Examined<'a> {
+        let mut examined = Examined::empty(terms, mesh, graph);
+        (examined.sums, examined.pair) = (true, true);
+        examined.all(read);
+        examined
+    }
+
+    fn empty(terms: &'a mut Terms, mesh: &'a Mesh, graph: &'a Graph) -> Examined<'a> {
+        Examined {
             terms,
             mesh,
-            graph: &body.graph,
-            sums,
-            fused_loss,
+            graph,
+            sums: false,
+            pair: false,
+            fused_loss: false,
             numbers: FxHashMap::default(),
-            of_value: Vec::with_capacity(body.graph.len()),
+            of_value: Vec::with_capacity(graph.len()),
             facts: Vec::new(),
             types: Vec::new(),
             holders: FxHashMap::default(),
             tried: FxHashSet::default(),
-        };
-        let buffers: FxHashMap<ValueId, BufferId> = body.reads.iter().copied().collect();
-        for v in body.graph.values() {
-            if body.graph.node(v).operands.iter().any(|o| o.0 >= v.0) {
-                // An ill-formed graph: nothing is known of the rest.
-                let number = examined.number((format!("ill-formed {v}"), Vec::new()), &body.graph.node(v).ty);
-                examined.of_value.push(number);
-                continue;
-            }
-            let number = examined.number_of(&body.graph, v);
-            examined.of_value.push(number);
-            if !examined.facts[number as usize].is_empty() {
-                continue;
-            }
-            let node = body.graph.node(v);
-            let typed = node.op.infer(&body.graph.operand_types(v)).is_ok_and(|ty| ty == node.ty);
-            let facts = match (buffers.get(&v), &node.op) {
-                _ if !typed => Vec::new(),
-                (Some(&buffer), Op::Input(_)) => read(buffer),
-                (Some(_), _) => Vec::new(),
-                (None, _) => examined.examine(v),
-            };
-            examined.add(number, facts);
+            at: ValueId(0),
+            suspects: Vec::new(),
         }
-        examined
+    }
+
+    /// Examines all values in order. `read` has the facts about the leaves that come from outside.
+    fn all(&mut self, read: &dyn Fn(ValueId) -> Option<Vec<Fact>>) {
+        let graph = self.graph;
+        for v in graph.values() {
+            self.at = v;
+            if graph.node(v).operands.iter().any(|o| o.0 >= v.0) {
+                // An ill-formed graph: nothing is known of the rest.
+                let number = self.number((format!("ill-formed {v}"), Vec::new()), &graph.node(v).ty);
+                self.of_value.push(number);
+                continue;
+            }
+            let number = self.number_of(graph, v);
+            self.of_value.push(number);
+            if !self.facts[number as usize].is_empty() {
+                continue;
+            }
+            let node = graph.node(v);
+            let typed = node.op.infer(&graph.operand_types(v)).is_ok_and(|ty| ty == node.ty);
+            let facts = match (read(v), &node.op) {
+                _ if !typed => Vec::new(),
+                (Some(facts), Op::Input(_)) => facts,
+                (Some(_), _) => Vec::new(),
+                (None, _) => self.examine(v),
+            };
+            self.add(number, facts);
+        }
     }
 
     /// The facts about a value.
@@ -115,7 +149,12 @@ impl<'a> Examined<'a> {
                 pending.extend(operands);
             }
         }
-        // A sum or multiple that one device does not compute is where it began.
+        let at = if self.pair { at } else { self.first_new(at, known) };
+        (at, self.described(at))
+    }
+
+    /// The value where sums or multiples that one device does not compute began, on the way to a value.
+    fn first_new(&self, mut at: ValueId, known: usize) -> ValueId {
         let is_new = |v: &ValueId| {
             let facts = self.of(*v);
             !facts.is_empty() && facts.iter().all(|f| f.term.0 as usize >= known)
@@ -123,7 +162,37 @@ impl<'a> Examined<'a> {
         while let Some(&before) = self.graph.node(at).operands.iter().find(|o| is_new(o)) {
             at = before;
         }
-        (at, self.described(at))
+        at
+    }
+
+    /// The last value on the way to a value that sums copies, or adds a summand to a value that every device holds.
+    pub fn suspect(&self, v: ValueId) -> Option<(ValueId, &'static str)> {
+        let mut needed = vec![false; self.graph.len()];
+        needed[v.index()] = true;
+        for at in (0..=v.index()).rev() {
+            if needed[at] {
+                self.graph.nodes[at].operands.iter().for_each(|o| needed[o.index()] = true);
+            }
+        }
+        self.suspects.iter().rev().find(|(at, _)| needed[at.index()]).copied()
+    }
+
+    /// The summand of a term whose factor is not the one wanted, in words.
+    pub fn difference(&mut self, found: Term, wanted: Term) -> Option<String> {
+        self.terms.difference(found, wanted)
+    }
+
+    /// A fact in words.
+    pub fn fact_text(&self, fact: &Fact) -> String {
+        format!("{} in {}", self.terms.name(fact.term), fact.layout.text(self.mesh))
+    }
+
+    /// The name of a value in messages: its place in the text, if others wrote it.
+    pub fn label(&self, v: ValueId) -> String {
+        match &self.graph.node(v).name {
+            name if self.pair && !name.is_empty() => name.clone(),
+            _ => v.to_string(),
+        }
     }
 
     /// True for values that depend on nothing but a device's position.
@@ -143,8 +212,8 @@ impl<'a> Examined<'a> {
     fn described(&self, v: ValueId) -> String {
         let node = self.graph.node(v);
         let known = |o: &ValueId| match self.of(*o).first() {
-            Some(fact) => format!("{o} is {} in {}", self.terms.name(fact.term), fact.layout.text(self.mesh)),
-            None => format!("{o} is no part of a value of one device"),
+            Some(fact) => format!("{} is {}", self.label(*o), self.fact_text(fact)),
+            None => format!("{} is no part of a value of one device", self.label(*o)),
         };
         let operands: Vec<String> = node.operands.iter().map(known).collect();
         let of = if operands.is_empty() { String::new() } else { format!(": {}", operands.join("; ")) };
@@ -206,8 +275,12 @@ impl<'a> Examined<'a> {
                 return found;
             }
             Op::Collective(_) => return Vec::new(),
+            Op::Unary(Unary::Negate) if float && self.pair => return self.multiples(operands[0], -1.0),
+            Op::Binary(Binary::Subtract) if float && self.pair => {
+                return self.sum([operands[0], operands[1]], [1.0, -1.0]);
+            }
             Op::Binary(Binary::Add) if float => {
-                let found = self.sum(operands[0], operands[1]);
+                let found = self.sum([operands[0], operands[1]], [1.0; 2]);
                 return if found.is_empty() { self.shifted_count(&node.operands, &node.ty) } else { found };
             }
             Op::Binary(Binary::Multiply) if float && operands.iter().any(|&o| self.is_zero(o)) => {
@@ -216,6 +289,7 @@ impl<'a> Examined<'a> {
             _ => {}
         }
         let mut found = match node.op {
+            _ if float && self.pair => self.constant_multiples(&node.op, &operands),
             Op::Reshape(_) if self.types[operands[0] as usize].shape == node.ty.shape => {
                 self.facts[operands[0] as usize].clone()
             }
@@ -250,7 +324,10 @@ impl<'a> Examined<'a> {
             let Some((layout, factor)) = rules::collective(op, &fact.layout, self.mesh) else { continue };
             let term = match factor {
                 1.0 => fact.term,
-                _ if self.sums && layout.dims.is_empty() => self.terms.scaled(fact.term, factor),
+                _ if self.shares(operand) => {
+                    self.suspects.push((self.at, "sums equal values of several devices"));
+                    self.terms.scaled(fact.term, factor)
+                }
                 _ => continue,
             };
             found.push(Fact { term, layout });
@@ -258,13 +335,26 @@ impl<'a> Examined<'a> {
         found
     }
 
-    fn sum(&mut self, a: u32, b: u32) -> Vec<Fact> {
+    /// True if a value that several devices hold may count as a summand of its multiple (rule 8).
+    fn shares(&self, number: u32) -> bool {
+        let ty = &self.types[number as usize];
+        ty.dtype.is_float() && (self.pair || self.sums && ty.rank() == 0)
+    }
+
+    /// The facts about the sum of multiples of two values.
+    fn sum(&mut self, values: [u32; 2], of_each: [f64; 2]) -> Vec<Fact> {
         let mut found = Vec::new();
+        let [a, b] = values;
         for x in self.facts[a as usize].clone() {
             for y in self.facts[b as usize].clone() {
                 let (given_x, given_y) = (self.given(a, &x), self.given(b, &y));
-                let Some((layout, factors)) = rules::common(given_x, given_y, self.sums, self.mesh) else { continue };
+                let shares = self.shares(a);
+                let Some((layout, factors)) = rules::common(given_x, given_y, shares, self.mesh) else { continue };
                 let mut terms = [x.term, y.term];
+                if factors != [1.0; 2] {
+                    self.suspects.push((self.at, "adds a summand to a value that every device holds"));
+                }
+                let factors = [factors[0] * of_each[0], factors[1] * of_each[1]];
                 for (term, factor) in terms.iter_mut().zip(factors).filter(|(_, factor)| *factor != 1.0) {
                     *term = self.terms.scaled(*term, factor);
                 }
@@ -272,6 +362,42 @@ impl<'a> Examined<'a> {
             }
         }
         found
+    }
+
+    /// The facts about a multiple of a value (rule 10).
+    fn multiples(&mut self, number: u32, factor: f64) -> Vec<Fact> {
+        let facts = self.facts[number as usize].clone();
+        let scalable = facts.into_iter().filter(|fact| rules::is_scalable(&fact.layout));
+        scalable.map(|fact| Fact { term: self.terms.scaled(fact.term, factor), ..fact }).collect()
+    }
+
+    /// The facts about a product with a constant, a quotient by one, or a sum of equal constants.
+    fn constant_multiples(&mut self, op: &Op, operands: &[u32]) -> Vec<Fact> {
+        let number = |o: u32| {
+            let constant = |fact: &Fact| self.terms.as_splat(fact.term).filter(|_| fact.layout.partial.is_empty());
+            self.facts[o as usize].iter().find_map(constant).filter(|x| x.is_finite())
+        };
+        match (op, operands) {
+            (Op::Binary(Binary::Multiply), &[a, b]) => match (number(a), number(b)) {
+                (_, Some(factor)) => self.multiples(a, factor),
+                (Some(factor), _) => self.multiples(b, factor),
+                _ => Vec::new(),
+            },
+            (Op::Binary(Binary::Divide), &[a, b]) => match number(b).filter(|x| *x != 0.0) {
+                Some(divisor) => self.multiples(a, 1.0 / divisor),
+                None => Vec::new(),
+            },
+            (Op::Reduce(reduce), &[x]) if reduce.reducer == Reducer::Sum => match number(x) {
+                Some(value) => {
+                    let shape = &self.types[x as usize].shape;
+                    let count: f64 = reduce.dims.iter().map(|&d| shape[d] as f64).product();
+                    let layout = Layout::free(shape.len() - reduce.dims.len());
+                    vec![Fact { term: self.terms.splat(value * count), layout }]
+                }
+                None => Vec::new(),
+            },
+            _ => Vec::new(),
+        }
     }
 
     fn given<'f>(&'f self, number: u32, fact: &'f Fact) -> Given<'f> {
@@ -299,7 +425,7 @@ impl<'a> Examined<'a> {
     fn applied(&mut self, op: &Op, operands: &[u32], ty: &TensorType) -> Vec<Fact> {
         let mut found = Vec::new();
         for facts in self.choices(operands) {
-            let of: Operands = facts.iter().map(|f| f.term).collect();
+            let mut of: Operands = facts.iter().map(|f| f.term).collect();
             let constant = !of.is_empty() && of.iter().all(|&t| self.terms.as_splat(t).is_some());
             let moves = matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_));
             if constant && (op.is_elementwise() || moves) && facts.iter().all(|f| f.layout.partial.is_empty()) {
@@ -308,12 +434,15 @@ impl<'a> Examined<'a> {
                 found.push(Fact { term, layout: Layout::free(ty.rank()) });
                 continue;
             }
+            let factor =
+                if self.pair { self.terms.factored(op, &mut of, &self.local_types(operands), ty) } else { 1.0 };
             for at in self.terms.applications(op, &of) {
                 let (_, application) = self.terms.application(at);
                 if !has_local_form(&application.op) {
                     let (global_op, types, result) =
                         (application.op.clone(), application.operand_types.clone(), application.ty.clone());
                     let term = application.result;
+                    let term = if factor == 1.0 { term } else { self.terms.scaled(term, factor) };
                     let layouts = self.layouts(op, operands, &facts, ty, (&global_op, &types, &result));
                     found.extend(layouts.into_iter().map(|layout| Fact { term, layout }));
                 }
@@ -346,18 +475,29 @@ impl<'a> Examined<'a> {
         layouts
     }
 
-    /// The facts about a multiple or a sum over all elements that the reference does not have.
+    fn local_types(&self, operands: &[u32]) -> Vec<TensorType> {
+        operands.iter().map(|&o| self.types[o as usize].clone()).collect()
+    }
+
+    /// The facts about a value that the reference does not have: a multiple or a sum over all elements or, in a program of
+    /// others, any op whose form does not depend on sizes.
     fn unknown(&mut self, op: &Op, operands: &[u32], ty: &TensorType) -> Vec<Fact> {
         let reduces = matches!(op, Op::Reduce(Reduce { reducer: Reducer::Sum, .. })) && ty.rank() == 0;
-        if !(reduces || matches!(op, Op::Binary(Binary::Multiply))) || !ty.dtype.is_float() {
+        let multiplies = matches!(op, Op::Binary(Binary::Multiply));
+        let sizeless = matches!(op, Op::Reduce(_) | Op::Transpose(_) | Op::DotGeneral(_)) || op.is_elementwise();
+        if !((reduces || multiplies) && ty.dtype.is_float() || self.pair && sizeless) {
             return Vec::new();
         }
         let mut found = Vec::new();
         for facts in self.choices(operands) {
-            let shape = facts.iter().find_map(|f| self.terms.shape(f.term));
-            let Some(shape) = shape.map(<[u64]>::to_vec) else { continue };
+            let shapes: Vec<Option<Vec<u64>>> =
+                facts.iter().map(|f| self.terms.shape(f.term).map(<[u64]>::to_vec)).collect();
+            let common = shapes.iter().flatten().next().filter(|_| op.is_elementwise()).cloned();
+            let shapes: Option<Vec<Vec<u64>>> =
+                shapes.into_iter().map(|shape| shape.or_else(|| common.clone())).collect();
+            let Some(shapes) = shapes else { continue };
             let types: Vec<TensorType> =
-                operands.iter().map(|&o| self.types[o as usize].with_shape(shape.clone())).collect();
+                operands.iter().zip(shapes).map(|(&o, shape)| self.types[o as usize].with_shape(shape)).collect();
             let types: Vec<&TensorType> = types.iter().collect();
             let Ok(result) = op.infer(&types) else { continue };
             let owned: Vec<TensorType> = types.iter().map(|t| (*t).clone()).collect();
@@ -395,6 +535,8 @@ impl<'a> Examined<'a> {
     fn shifted_count(&self, operands: &[ValueId], ty: &TensorType) -> Vec<Fact> {
         let &[count, offset] = operands else { return Vec::new() };
         let node = |v: ValueId| self.graph.node(v);
+        let swapped = matches!(node(offset).op, Op::Iota(_));
+        let (count, offset) = if swapped { (offset, count) } else { (count, offset) };
         let Op::Iota(iota) = &node(count).op else { return Vec::new() };
         let offset = match &node(offset).op {
             Op::BroadcastInDim(op) if op.dims.is_empty() => node(offset).operands[0],

@@ -9,6 +9,7 @@
 
 pub mod body;
 pub mod layout;
+pub mod pair;
 pub mod reference;
 pub mod rules;
 pub mod schedule;
@@ -21,7 +22,7 @@ use altiplano_ir::program::{BufferId, Programs};
 use std::fmt;
 
 /// The version of the rules. A certificate of another version counts no more.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The size of a proof.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

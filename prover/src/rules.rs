@@ -7,7 +7,8 @@
 //!    split reduction makes the result partial. All operands must agree on the split of a factor, an axis may do one
 //!    thing only, and a factor that is needed whole must be whole.
 //! 2. **Linearity.** An op that is linear in a set of operands maps summands of these to summands of the result, if the
-//!    others are replicated over the axis. The constant 0 is a summand of 0 over every axis.
+//!    others are replicated over the axis. The constant 0 is a summand of 0 over every axis. An op that only moves
+//!    elements maps the operands of any reduction to those of its result.
 //! 3. **Sizes.** The local op must be the reference's op resized to the local shapes, with every attribute.
 //! 4. **Free dimensions.** Along a dimension without change any part of the right size is the part of any layout.
 //! 5. **Collectives.** A reduction removes partial axes of its reducer, gathers and slices move axes out of and into
@@ -15,8 +16,10 @@
 //! 6. **Counts.** A local count plus `axis_index * size` is the part of the global count.
 //! 7. **Sums.** Values of one layout add up to a value of that layout.
 //! 8. **Shares.** A value `x` that is replicated over an axis of `n` devices is a summand of `n x`, and its all-reduced
-//!    sum is `n x`. Used only for sums over all parameters.
+//!    sum is `n x`. Used only for sums over all parameters, and in programs that others wrote.
 //! 9. **Zeros.** A product with a factor that is 0 on every device is 0, and so is an accumulator that nothing is written to.
+//! 10. **Multiples.** A constant times a part is that part of the multiple, and so for summands. An op that is linear in a
+//!     set of operands takes a common factor of these to its result. Used only in programs that others wrote.
 //!
 //! The normal form of terms ([`crate::term`]) and the check of schedules ([`crate::schedule`]) are trusted as well.
 
@@ -92,7 +95,7 @@ pub fn splits(global: Global<'_>, given: &[Given<'_>], mesh: &Mesh) -> Option<Sp
     for window in &rule.windows {
         follow(&rule, &mut factors, window.factor, &window.followers)?;
     }
-    let mut partial = partial_of(&rule, given)?;
+    let mut partial = partial_of(&rule, given, moves(global.op))?;
     let mut used: Vec<AxisId> = partial.iter().map(|p| p.0).collect();
     for (f, (factor, split)) in rule.factors.iter().zip(&factors).enumerate() {
         let Split::Known(layout) = split else { continue };
@@ -179,7 +182,9 @@ fn follow(rule: &ShardingRule, factors: &mut [Split], window: u8, followers: &[u
 }
 
 /// The partial axes that pass through an op (rule 2).
-fn partial_of(rule: &ShardingRule, given: &[Given<'_>]) -> Option<Vec<(AxisId, Reducer)>> {
+///
+/// An op that only moves elements does so with the values of any reduction.
+fn partial_of(rule: &ShardingRule, given: &[Given<'_>], moves: bool) -> Option<Vec<(AxisId, Reducer)>> {
     let mut partial: Vec<(AxisId, Reducer)> = given.iter().flat_map(|g| g.layout.partial.iter().copied()).collect();
     partial.sort_unstable();
     partial.dedup();
@@ -191,13 +196,18 @@ fn partial_of(rule: &ShardingRule, given: &[Given<'_>]) -> Option<Vec<(AxisId, R
                 false => !g.layout.is_partial_over(axis),
             })
         };
-        if reducer != Reducer::Sum || !rule.linear.iter().any(passes) {
+        if !(moves || reducer == Reducer::Sum) || !rule.linear.iter().any(passes) {
             return None;
         }
     }
     // An axis must not split one operand and be partial in another.
     let split = |g: &Given<'_>| g.layout.split_axes().any(|a| partial.iter().any(|p| p.0 == a));
     (!given.iter().any(split)).then_some(partial)
+}
+
+/// Returns true if an op only copies elements of its operand to other places.
+fn moves(op: &Op) -> bool {
+    matches!(op, Op::BroadcastInDim(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_))
 }
 
 /// The most alternatives for one factor that any part fits.
@@ -490,7 +500,12 @@ pub fn counted(global: u64, size: u64, axes: &[AxisId], mesh: &Mesh) -> Option<D
     (size.checked_mul(parts) == Some(global)).then(|| from_atoms(atoms, mesh))
 }
 
-/// The layout that two summands have in common (rule 7). With `shares`, replicated scalars become summands (rule 8), and
+/// Returns true if a multiple of a value has the value's layout (rule 10).
+pub fn is_scalable(layout: &Layout) -> bool {
+    layout.partial.iter().all(|p| p.1 == Reducer::Sum)
+}
+
+/// The layout that two summands have in common (rule 7). With `shares`, replicated values become summands (rule 8), and
 /// the returned factors are those by which each term grows.
 pub fn common(a: Given<'_>, b: Given<'_>, shares: bool, mesh: &Mesh) -> Option<(Layout, [f64; 2])> {
     if a.layout.dims.len() != b.layout.dims.len() || a.local != b.local {
@@ -516,7 +531,7 @@ pub fn common(a: Given<'_>, b: Given<'_>, shares: bool, mesh: &Mesh) -> Option<(
         }
         for (factor, given) in factors.iter_mut().zip([a, b]) {
             if !given.layout.is_partial_over(axis) && !given.is_zero {
-                if !shares || !dims.is_empty() {
+                if !shares {
                     return None;
                 }
                 *factor *= mesh.size(axis) as f64;

@@ -4,9 +4,9 @@
 //! conversions change nothing, that addition is associative and commutative, and that constant factors pass through
 //! products, sums over dimensions and sums over microbatches.
 
-use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::literal::Literal;
-use altiplano_ir::op::{Binary, Direction, Microbatches, Op, Operator, Reduce, Reducer, Roll};
+use altiplano_ir::op::{Binary, Direction, Microbatches, Op, Operator, Reduce, Reducer, Roll, Unary};
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
@@ -58,6 +58,8 @@ pub struct Terms {
     shapes: Vec<Option<Vec<u64>>>,
     known: FxHashMap<Form, Term>,
     names: FxHashMap<Term, String>,
+    /// Sums by the terms that they add.
+    sums: FxHashMap<Vec<Term>, Vec<Term>>,
     ops: FxHashMap<String, u32>,
     op_of: Vec<Op>,
     /// Sums of counts that the reference compares.
@@ -69,6 +71,9 @@ pub struct Terms {
     iotas: Vec<u32>,
     with_local_form: FxHashMap<Term, Vec<u32>>,
     microbatches: u32,
+    /// True if factors are taken out of all linear ops, differences and quotients are sums and multiples, and names are
+    /// places in a text. Programs that others wrote have factors in other places than the reference.
+    linear: bool,
 }
 
 /// Constants of sums are compared up to this relative difference, which rounding of their products needs.
@@ -81,10 +86,20 @@ fn rounded(x: f64) -> u64 {
     if x.is_finite() { bits.wrapping_add(half) >> CONSTANT_BITS << CONSTANT_BITS } else { bits }
 }
 
+/// Returns true if constants differ by less than rounding of their products may make them differ.
+fn is_close(a: f64, b: f64) -> bool {
+    a == b || (a - b).abs() <= a.abs() / (1u64 << (52 - CONSTANT_BITS)) as f64
+}
+
 impl Terms {
     /// No terms, for steps of so many microbatches.
     pub fn new(microbatches: u32) -> Terms {
         Terms { microbatches, ..Terms::default() }
+    }
+
+    /// No terms, for a program that is compared with one that others wrote.
+    pub fn of_pair() -> Terms {
+        Terms { microbatches: 1, linear: true, ..Terms::default() }
     }
 
     fn intern(&mut self, form: Form, shape: Option<Vec<u64>>) -> Term {
@@ -187,7 +202,7 @@ impl Terms {
     fn multiple(&self, term: Term, factor: u64) -> String {
         match f64::from_bits(factor) {
             1.0 => self.name(term),
-            factor => format!("{factor} x {}", self.name(term)),
+            factor => format!("{} x {}", factor as f32, self.name(term)),
         }
     }
 
@@ -222,12 +237,27 @@ impl Terms {
         match merged.as_slice() {
             [] => self.splat(0.0),
             &[(term, factor)] if self.as_splat(term) == Some(1.0) => self.splat(factor),
-            &[(term, factor)] if rounded(factor) == rounded(1.0) => term,
+            &[(term, factor)] if is_close(factor, 1.0) => term,
             _ => {
-                let parts = merged.iter().map(|&(t, c)| (t, rounded(c))).collect();
-                self.intern(Form::Sum(parts), shape)
+                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, rounded(c))).collect();
+                self.interned_sum(parts, shape)
             }
         }
+    }
+
+    /// The sum with these factors, or a known one whose factors are as good as equal.
+    fn interned_sum(&mut self, parts: Vec<(Term, u64)>, shape: Option<Vec<u64>>) -> Term {
+        let of: Vec<Term> = parts.iter().map(|p| p.0).collect();
+        let is_same = |&known: &Term| match &self.forms[known.0 as usize] {
+            Form::Sum(have) => have.iter().zip(&parts).all(|(a, b)| is_close(f64::from_bits(a.1), f64::from_bits(b.1))),
+            _ => false,
+        };
+        if let Some(&known) = self.sums.get(&of).and_then(|sums| sums.iter().find(|sum| is_same(sum))) {
+            return known;
+        }
+        let term = self.intern(Form::Sum(parts), shape);
+        self.sums.entry(of).or_default().push(term);
+        term
     }
 
     /// The sum of float terms of one shape.
@@ -259,6 +289,90 @@ impl Terms {
             Form::Sum(parts) if parts.len() == 1 => (parts[0].0, f64::from_bits(parts[0].1)),
             _ => (term, 1.0),
         }
+    }
+
+    /// A float term as a multiple of one that stands for all its multiples: of a sum, that with the first factor 1.
+    fn base_of(&mut self, term: Term) -> (Term, f64) {
+        match &self.forms[term.0 as usize] {
+            Form::Sum(parts) if parts.len() > 1 => {
+                let factor = f64::from_bits(parts[0].1);
+                (self.scaled(term, 1.0 / factor), factor)
+            }
+            _ => self.multiple_of(term),
+        }
+    }
+
+    /// Takes the factors of operands out of an op as far as it is linear, and returns the factor of the result.
+    pub fn factored(&mut self, op: &Op, operands: &mut Operands, types: &[TensorType], ty: &TensorType) -> f64 {
+        if !ty.dtype.is_float() || operands.is_empty() {
+            return 1.0;
+        }
+        let types: Vec<&TensorType> = types.iter().collect();
+        let mut sets = op.rule(&types, ty).linear;
+        let divides = matches!(op, Op::Binary(Binary::Divide));
+        if divides {
+            sets.push(vec![1]);
+        }
+        let mut result = 1.0;
+        for set in sets {
+            let (mut based, mut zeros): (Vec<(usize, Term, f64)>, bool) = (Vec::new(), true);
+            for i in set.iter().map(|&i| usize::from(i)) {
+                match self.as_splat(operands[i]) {
+                    Some(value) => zeros &= value == 0.0,
+                    None => {
+                        let (base, factor) = self.base_of(operands[i]);
+                        based.push((i, base, factor));
+                    }
+                }
+            }
+            let Some(&(_, _, factor)) = based.first() else { continue };
+            let common = based.iter().all(|b| is_close(b.2, factor));
+            if factor == 1.0 || !zeros || !common || !factor.is_finite() || factor == 0.0 {
+                continue;
+            }
+            for (i, base, _) in based {
+                operands[i] = base;
+            }
+            result *= if divides && set == [1] { 1.0 / factor } else { factor };
+        }
+        result
+    }
+
+    /// The result of an op that the normal form of a pair of programs knows.
+    fn linear_op(&mut self, op: &Op, operands: &[Term], types: &[&TensorType], ty: &TensorType) -> Option<Term> {
+        if !self.linear || !ty.dtype.is_float() {
+            return None;
+        }
+        match (op, operands) {
+            (Op::Binary(Binary::Subtract), &[a, b]) => {
+                let b = self.scaled(b, -1.0);
+                return Some(self.add(a, b));
+            }
+            (Op::Unary(Unary::Negate), &[x]) => return Some(self.scaled(x, -1.0)),
+            (Op::Binary(Binary::Divide), &[a, b]) => {
+                if let Some(divisor) = self.as_splat(b).filter(|x| x.is_finite() && *x != 0.0) {
+                    return Some(self.scaled(a, 1.0 / divisor));
+                }
+            }
+            (Op::Reduce(Reduce { reducer: Reducer::Sum, dims }), &[x]) => {
+                if let Some(value) = self.as_splat(x) {
+                    let count: f64 = dims.iter().map(|&d| types[0].shape[d] as f64).product();
+                    return Some(self.splat(value * count));
+                }
+            }
+            _ => {}
+        }
+        if operands.iter().all(|&x| self.as_splat(x).is_some()) {
+            return None;
+        }
+        let mut bases: Operands = operands.into();
+        let owned: Vec<TensorType> = types.iter().map(|ty| (*ty).clone()).collect();
+        let factor = self.factored(op, &mut bases, &owned, ty);
+        if factor == 1.0 {
+            return None;
+        }
+        let base = self.apply(op, &bases, types, ty);
+        Some(self.scaled(base, factor))
     }
 
     /// The counts that a sum of positive multiples of counts consists of. Two such sums of the same counts have one sign.
@@ -321,6 +435,14 @@ impl Terms {
                 return x;
             }
             (Op::Binary(Binary::Add), &[a, b]) if float => return self.add(a, b),
+            _ if self.linear => {
+                if let Some(result) = self.linear_op(op, operands, operand_types, ty) {
+                    return result;
+                }
+            }
+            _ => {}
+        }
+        match (op, operands) {
             (Op::Binary(Binary::Multiply), &[a, b]) if float => return self.product(op, a, b, operand_types, ty),
             (Op::Reduce(Reduce { reducer: Reducer::Sum, .. }), &[x]) if float && self.as_splat(x).is_none() => {
                 let (x, factor) = self.multiple_of(x);
@@ -441,6 +563,35 @@ impl Terms {
         self.applications.push((operands, application));
     }
 
+    /// Remembers an op of the reference on operands without their factors.
+    fn record_factored(&mut self, node: &Node, operands: &Operands, types: &[&TensorType]) {
+        let (op, ty, node_name) = (&node.op, &node.ty, &node.name);
+        if !self.linear {
+            return;
+        }
+        let mut bases = operands.clone();
+        let owned: Vec<TensorType> = types.iter().map(|ty| (*ty).clone()).collect();
+        if self.factored(op, &mut bases, &owned, ty) != 1.0 {
+            let base = self.apply(op, &bases, types, ty);
+            self.record(op, &bases, types, ty, base);
+            let name = || format!("a multiple of {} at {} of the sequential program", op.name(), node_name);
+            self.set_name(base, name);
+        }
+    }
+
+    /// The summands whose factors differ in two terms, with both factors, in words.
+    pub fn difference(&mut self, found: Term, wanted: Term) -> Option<String> {
+        let (found, wanted) = (self.parts(found), self.parts(wanted));
+        let of = |parts: &[(Term, f64)], term: Term| parts.iter().find(|p| p.0 == term).map_or(0.0, |p| p.1);
+        let all = found.iter().chain(&wanted).map(|p| p.0);
+        let same = |term: &Term| is_close(of(&found, *term), of(&wanted, *term));
+        let term = all.into_iter().find(|term| !same(term))?;
+        let (has, should) = (of(&found, term), of(&wanted, term));
+        let name = self.name(term);
+        (has != 0.0 && should != 0.0)
+            .then(|| format!("it has {} times as much as it should of {name}", (has / should) as f32))
+    }
+
     /// The applications of ops of this name to these operands.
     pub fn applications(&self, op: &Op, operands: &Operands) -> Vec<u32> {
         let of = |operands: &Operands| self.by_operands.get(&(op.name(), operands.clone())).cloned();
@@ -495,8 +646,13 @@ impl Terms {
             }
             if !matches!(node.op, Op::Constant(_) | Op::HostCopy(_)) && self.as_splat(result).is_none() {
                 self.record(&node.op, &operands, &types, &node.ty, result);
+                self.record_factored(node, &operands, &types);
             }
+            let places = self.linear;
             self.set_name(result, || {
+                if places {
+                    return format!("{} at {} of the sequential program", node.op.name(), node.name);
+                }
                 format!(
                     "{v} = {}{}",
                     node.op.name(),

@@ -12,7 +12,8 @@ use altiplano_ir::testing::{Case, cases, ty};
 use altiplano_ir::types::TensorType;
 use altiplano_prover::body::has_local_form;
 use altiplano_prover::layout::{Layout, atoms, cut, from_atoms, local_size, popped, pushed};
-use altiplano_prover::rules::{Given, Global, collective, common, counted, is_resized, results, splits};
+use altiplano_prover::rules::{Given, Global, collective, common, counted, is_resized, is_scalable, results, splits};
+use altiplano_prover::term::{Operands, Term, Terms};
 
 fn meshes() -> Vec<Mesh> {
     vec![Mesh::new(&[("a", 2)]), Mesh::new(&[("a", 2), ("b", 2)]), Mesh::new(&[("a", 2), ("b", 3)])]
@@ -186,7 +187,8 @@ fn check_case(case: &Case, mesh: &Mesh, rng: &mut Rng) -> usize {
         .operands
         .iter()
         .map(|ty| {
-            let mut layout = random_layout(&ty.shape, Reducer::Sum, mesh, rng);
+            let reducer = rng.choose(&[Reducer::Sum, Reducer::Sum, Reducer::Max]);
+            let mut layout = random_layout(&ty.shape, reducer, mesh, rng);
             if !ty.dtype.is_float() || rng.below(2) == 0 {
                 layout.partial.clear();
             }
@@ -320,6 +322,74 @@ fn sums_have_the_common_layout() {
         checked += 1;
     }
     assert!(checked > 500, "{checked}");
+}
+
+#[test]
+fn multiples_have_the_layout_of_the_value() {
+    let (mut checked, mut kept) = (0, 0);
+    for (mesh, mut rng) in meshes().into_iter().cycle().zip(Rng::sequence(8)).take(2000) {
+        let of = ty("f32[12,6]");
+        let reducer = rng.choose(&[Reducer::Sum, Reducer::Max]);
+        let layout = random_layout(&of.shape, reducer, &mesh, &mut rng);
+        let whole = random(&of, (-2.0, 2.0), (0, 4), &mut rng);
+        let factor = rng.choose(&[-3.0, -1.0, 0.25, 7.0]);
+        let times = |t: &Tensor| Tensor::new(t.ty.clone(), t.data.iter().map(|x| x * factor).collect());
+        let parts = shard_randomly(&whole, &sharding(&layout), &mesh, &mut rng);
+        let values: Vec<Tensor> = parts.iter().map(times).collect();
+        let wrong = contradiction(&values, &times(&whole), &layout, &mesh);
+        match is_scalable(&layout) {
+            true => assert_eq!(wrong, None, "{layout:?} times {factor}"),
+            false => kept += usize::from(wrong.is_some()),
+        }
+        checked += 1;
+    }
+    assert!(checked > 1000 && kept > 50, "{checked} {kept}");
+}
+
+/// The factors that terms take out of an op, with operands that are multiples, and some that are 0.
+#[test]
+fn common_factors_pass_through_linear_ops() {
+    let mut names = std::collections::BTreeSet::new();
+    for case in cases() {
+        let local = matches!(case.op, Op::Collective(_) | Op::AxisIndex(_) | Op::HostCopy(_));
+        if local || case.op.is_leaf() || matches!(case.op, Op::Composite(_)) {
+            continue;
+        }
+        for mut rng in Rng::sequence(9).take(30) {
+            let wholes = case.random_operands(&mut rng);
+            let mut terms = Terms::of_pair();
+            let common = rng.choose(&[-2.0, 0.5, 3.0]);
+            let mut factors = Vec::new();
+            let mut given = Operands::new();
+            let mut bases: Vec<Term> = Vec::new();
+            for (i, of) in case.operands.iter().enumerate() {
+                let factor = match of.dtype.is_float() {
+                    true => rng.choose(&[0.0, 1.0, common, common, common]),
+                    false => 1.0,
+                };
+                let leaf = terms.leaf(format!("x{i}"), &of.shape);
+                bases.push(leaf);
+                factors.push(factor);
+                given.push(if factor == 1.0 { leaf } else { terms.scaled(leaf, factor) });
+            }
+            let mut left = given.clone();
+            let factor = terms.factored(&case.op, &mut left, &case.operands, &case.result);
+            if factor == 1.0 {
+                continue;
+            }
+            let times = |t: &Tensor, by: f64| Tensor::new(t.ty.clone(), t.data.iter().map(|x| x * by).collect());
+            let scaled: Vec<Tensor> = wholes.iter().zip(&factors).map(|(w, f)| times(w, *f)).collect();
+            // An operand that is no more the given term is the leaf alone.
+            let without = |(i, w): (usize, &Tensor)| if left[i] == bases[i] { w.clone() } else { scaled[i].clone() };
+            let without: Vec<Tensor> = wholes.iter().enumerate().map(without).collect();
+            let eval = |operands: &[Tensor]| case.op.eval(&operands.iter().collect::<Vec<_>>(), &case.result);
+            let (value, base) = (eval(&scaled), eval(&without));
+            let equal = |(a, b): (&f64, &f64)| !a.is_finite() || close(*a, b * factor, 1e-9);
+            assert!(value.data.iter().zip(&base.data).all(equal), "{} with {factors:?}", case.label());
+            names.insert(case.op.name());
+        }
+    }
+    assert!(names.len() > 15, "{names:?}");
 }
 
 #[test]

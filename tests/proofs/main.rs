@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod mutations;
+mod pairs;
 
 use altiplano::ir::graph::{Graph, ValueId};
 use altiplano::ir::plan::Plan;

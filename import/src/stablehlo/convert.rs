@@ -11,6 +11,7 @@ use super::lexer::{MAX_DEPTH, Place};
 use super::literal::{same_type, tensor_type, tensor_type_with};
 use super::open::{Opened, open};
 use super::parse::parse;
+use super::ranks::{RankInput, RankOutput, Ranks, passes_on};
 use super::report::{ImportError, Problem, ProblemKind, Reject, Unsupported, full_name};
 use super::syntax::{Argument as Named, Attribute, Function, LocationId, Module, Operation, Region, Type, find};
 use super::update::Updates;
@@ -87,26 +88,8 @@ pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) ->
     let module = parse(text)?;
     let main = entry(&module)?;
     let Opened { names: argument_names, sizes, open } = open(&module, main, sizes)?;
-    let mut converter = Converter {
-        module: &module,
-        functions: module.functions.iter().map(|function| (&*function.name, function)).collect(),
-        graph: Graph::new(module.name.as_deref().unwrap_or(&main.name)),
-        location: None,
-        placeholders: BTreeMap::new(),
-        tuples: HashMap::new(),
-        knowledge: Knowledge::default(),
-        updates: Updates::default(),
-        lifted: None,
-        problems: Vec::new(),
-        notes: Vec::new(),
-        is_open: !open.is_empty(),
-        threefry: HashMap::new(),
-        pins: Vec::new(),
-        callers: Vec::new(),
-        depth: 0,
-        limit,
-        operations: 0,
-    };
+    let mut converter = Converter::new(&module, main, limit);
+    converter.is_open = !open.is_empty();
     let arguments = converter.arguments(main, &argument_names, &sizes)?;
     let values = arguments.iter().map(|argument| argument.value).collect();
     let results = converter.inline(main, values, main.place)?;
@@ -128,6 +111,65 @@ pub(super) fn import_limited(text: &str, sizes: &[(String, u64)], limit: u64) ->
     let imported = converter.finish(arguments, names)?;
     Ok(Imported { open_sizes: open, notes, ..imported })
 }
+
+/// Reads all results of a module's text, and refuses the text if one of them cannot be read. Each node is named after its
+/// place: `line 12, %3`.
+pub fn import_whole(text: &str) -> Result<Imported, ImportError> {
+    let module = parse(text)?;
+    let imported = import_module(&module, None, |_, _| Ok(Vec::new()))?;
+    Ok(imported.0)
+}
+
+/// [`import_whole`] for the program of one device or of one rank. The parts of arguments that a rank takes come from the
+/// text's regions or, if it has none, from `bare`. Results come without layouts if the text has no region.
+pub(super) fn import_module(
+    module: &Module<'_>,
+    ranks: Option<Ranks>,
+    bare: impl FnOnce(&Graph, &[Argument]) -> Result<Vec<RankInput>, ImportError>,
+) -> Result<Parts, ImportError> {
+    let main = entry(module)?;
+    let Opened { names, sizes, open } = open(module, main, &[])?;
+    let mut converter = Converter::new(module, main, MAX_OPERATIONS);
+    (converter.is_open, converter.is_whole, converter.ranks) = (!open.is_empty(), true, ranks);
+    let mut arguments = converter.arguments(main, &names, &sizes)?;
+    converter.argument_values = arguments.iter().map(|argument| argument.value).collect();
+    let results = converter.inline(main, converter.argument_values.clone(), main.place)?;
+    let has_regions = converter.has_regions();
+    let (mut inputs, wholes) = converter.take_ranks();
+    let outputs: Option<Vec<RankOutput>> = results.iter().map(|value| wholes.get(value).cloned()).collect();
+    let refused = |problem: &str| Err(ImportError::Ranks { place: main.place, problem: problem.into() });
+    let locals: Vec<ValueId> = match (has_regions, &outputs) {
+        (true, Some(outputs)) => outputs.iter().map(|output| output.value).collect(),
+        (true, None) => return refused("a result is not computed by the program of one rank"),
+        (false, _) if results.iter().any(|value| converter.is_opaque(*value)) => {
+            return refused("a result is no tensor");
+        }
+        (false, _) => results,
+    };
+    if locals.is_empty() {
+        return Err(ImportError::NoResults { place: main.place, name: main.name.as_ref().into() });
+    }
+    inputs.extend(bare(&converter.graph, &arguments)?);
+    converter.graph.outputs = locals;
+    let name = |attributes| find(attributes, "jax.result_info").and_then(Attribute::as_word).map(str::to_string);
+    let names = main.results.iter().map(|result| name(&result.attributes)).collect();
+    // Parts are renumbered as arguments are.
+    let of_entry = arguments.len();
+    let part =
+        |input: &RankInput| Argument { name: None, ty: converter.graph.ty(input.value).clone(), value: input.value };
+    arguments.extend(inputs.iter().map(part));
+    let mut imported = converter.finish(arguments, names)?;
+    for (input, part) in inputs.iter_mut().zip(imported.arguments.split_off(of_entry)) {
+        input.value = part.value;
+    }
+    let renumbered = |(output, &value): (RankOutput, &ValueId)| RankOutput { value, ..output };
+    let outputs = outputs.filter(|_| has_regions);
+    let outputs = outputs.map(|all| all.into_iter().zip(&imported.graph.outputs).map(renumbered).collect());
+    Ok((imported, inputs, outputs))
+}
+
+/// A module's graph, the parts of arguments that a rank takes, and its parts of results with their layouts.
+type Parts = (Imported, Vec<RankInput>, Option<Vec<RankOutput>>);
 
 fn entry<'t, 'a>(module: &'t Module<'a>) -> Result<&'t Function<'a>, ImportError> {
     let mut public = module.functions.iter().filter(|function| function.visibility != "private");
@@ -194,9 +236,44 @@ pub(super) struct Converter<'t, 'a> {
     depth: u32,
     limit: u64,
     operations: u64,
+    /// The program of one rank among several, if the text may be one.
+    pub ranks: Option<Ranks>,
+    /// The leaves of the entry function's arguments.
+    pub argument_values: Vec<ValueId>,
+    /// True if no result may be left out, and nodes are named after their places.
+    is_whole: bool,
+    /// The place of the op that is being converted, in words.
+    here: String,
 }
 
 impl<'t, 'a> Converter<'t, 'a> {
+    fn new(module: &'t Module<'a>, main: &Function<'_>, limit: u64) -> Converter<'t, 'a> {
+        Converter {
+            module,
+            functions: module.functions.iter().map(|function| (&*function.name, function)).collect(),
+            graph: Graph::new(module.name.as_deref().unwrap_or(&main.name)),
+            location: None,
+            placeholders: BTreeMap::new(),
+            tuples: HashMap::new(),
+            knowledge: Knowledge::default(),
+            updates: Updates::default(),
+            lifted: None,
+            problems: Vec::new(),
+            notes: Vec::new(),
+            is_open: false,
+            threefry: HashMap::new(),
+            pins: Vec::new(),
+            callers: Vec::new(),
+            depth: 0,
+            limit,
+            operations: 0,
+            ranks: None,
+            argument_values: Vec::new(),
+            is_whole: false,
+            here: String::new(),
+        }
+    }
+
     fn arguments(
         &mut self,
         main: &'t Function<'a>,
@@ -381,6 +458,10 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
         }
         self.location = location;
+        if self.is_whole {
+            let result = operation.results.first().map_or("", |result| result.name);
+            self.here = format!("line {}, %{result}", place.line);
+        }
         if let Some(callee) = callee(operation) {
             let Some(&function) = self.functions.get(callee) else {
                 return Err(ImportError::UnknownFunction { place, name: callee.into() });
@@ -397,6 +478,10 @@ impl<'t, 'a> Converter<'t, 'a> {
         if !moves_only(operation) && operands.iter().any(|operand| self.is_untyped(*operand)) {
             return Ok(self.stand_in(operation, &operands, None));
         }
+        if self.is_outside() && !passes_on(operation) {
+            let problem = format!("{} stands outside the region that devices run", full_name(operation));
+            return Err(ImportError::Ranks { place, problem });
+        }
         let types = operation.result_types.len();
         let lowered = match &self.lifted {
             Some(shape) => self.lower_lifted(operation, &operands, shape.clone(), scope),
@@ -406,7 +491,7 @@ impl<'t, 'a> Converter<'t, 'a> {
         let rejected = match lowered {
             Ok(values) if values.len() == types => {
                 let values = self.check_results(operation, values);
-                return Ok(values.into_iter().map(|value| self.counted(value)).collect());
+                return Ok(values.into_iter().map(|value| self.settled(value)).collect());
             }
             Ok(values) => Reject::Invalid(ProblemKind::ResultCount { expected: values.len(), found: types }),
             Err(reject) => reject,
@@ -421,6 +506,12 @@ impl<'t, 'a> Converter<'t, 'a> {
             }
         };
         Ok(self.stand_in(operation, &operands, unsupported))
+    }
+
+    /// A result in the form in which later ops see it.
+    fn settled(&mut self, value: ValueId) -> ValueId {
+        let value = self.counted(value);
+        self.positioned(value).unwrap_or(value)
     }
 
     /// Replaces a scalar that follows from formerly open sizes with its constant. Counts that scale with the
@@ -525,6 +616,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         self.pseudo(TensorType::scalar(DType::Bool), operands, placeholder)
     }
 
+    /// A value of this type that stands for the parts of a whole that devices compute.
+    pub(super) fn stand_for(&mut self, ty: TensorType, part: ValueId) -> ValueId {
+        self.pseudo(ty, &[part], Placeholder { op: None, typed: true, opaque: false })
+    }
+
     fn pseudo(&mut self, ty: TensorType, operands: &[ValueId], placeholder: Placeholder) -> ValueId {
         let leaf = Op::Input(Input { name: String::new(), ty: ty.clone() });
         let node = Node { op: leaf, operands: operands.to_vec(), ty, batch_dims: 0, name: String::new() };
@@ -539,13 +635,18 @@ impl<'t, 'a> Converter<'t, 'a> {
             let types: Vec<&TensorType> = operands.iter().map(|&v| self.graph.ty(v)).collect();
             altiplano_ir::op::Operator::infer(&op, &types)?
         };
-        let name = self.module.location_name(self.location).unwrap_or_default().to_owned();
+        let name = match self.is_whole {
+            true => self.here.clone(),
+            false => self.module.location_name(self.location).unwrap_or_default().to_owned(),
+        };
         Ok(self.append(Node { op, operands: operands.to_vec(), ty, batch_dims: 0, name }))
     }
 
     pub fn append(&mut self, node: Node) -> ValueId {
         self.knowledge.note(&node);
-        self.graph.append(node)
+        let value = self.graph.append(node);
+        self.note_position(value);
+        value
     }
 
     /// Reports the ops that were not converted, and drops values that no output needs. The first output is the
@@ -559,7 +660,8 @@ impl<'t, 'a> Converter<'t, 'a> {
         let unsupported = |v: ValueId| self.placeholders.get(&v).is_some_and(|p| p.op.is_some() || p.opaque);
         let tainted = self.graph.depends_on(unsupported);
         let first = self.graph.outputs.first().copied();
-        let keeps: Vec<bool> = self.graph.outputs.iter().map(|o| Some(*o) == first || !tainted[o.index()]).collect();
+        let keeps: Vec<bool> =
+            self.graph.outputs.iter().map(|o| self.is_whole || Some(*o) == first || !tainted[o.index()]).collect();
         let mut kept = keeps.iter();
         self.graph.outputs.retain(|_| kept.next() == Some(&true));
         let mut kept = keeps.iter();

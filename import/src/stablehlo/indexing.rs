@@ -80,6 +80,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         if computed.is_empty() {
             return Ok(vec![x]);
         }
+        if let [dim] = computed[..]
+            && let Some(slice) = self.local_slice(x, dim, starts[dim], lengths[dim])
+        {
+            return self.one(slice, &[x]);
+        }
         let indices = self.index_vector(&computed.iter().map(|&d| starts[d]).collect::<Vec<_>>())?;
         let dims = window_dims(shape.len(), computed, lengths);
         self.one(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[x, indices])

@@ -27,7 +27,9 @@ impl Knowledge {
     /// Records a node. Must be called for each appended node, in order.
     pub(crate) fn note(&mut self, node: &Node) {
         let small = node.ty.elements() <= MOST_ELEMENTS;
-        let known = small && !node.op.is_leaf() && node.operands.iter().all(|o| self.follows[o.index()]);
+        // Devices differ in their positions, and so do the values that they exchange.
+        let of_devices = matches!(node.op, Op::AxisIndex(_) | Op::Collective(_));
+        let known = small && !node.op.is_leaf() && !of_devices && node.operands.iter().all(|o| self.follows[o.index()]);
         self.follows.push(known);
     }
 

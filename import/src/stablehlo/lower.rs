@@ -46,6 +46,11 @@ impl<'t, 'a> Converter<'t, 'a> {
         }
         if let Some(binary) = Binary::ALL.into_iter().find(|binary| binary.name() == name) {
             let [a, b] = exactly(operands)?;
+            if binary == Binary::Multiply
+                && let Some(kept) = self.product_with_mask(a, b)?
+            {
+                return Ok(vec![kept]);
+            }
             return self.one(Op::Binary(binary), &[a, b]);
         }
         match name {
@@ -202,11 +207,10 @@ impl<'t, 'a> Converter<'t, 'a> {
             | "collective_permute"
             | "reduce_scatter"
             | "partition_id"
-            | "replica_id"
-            | "infeed"
-            | "outfeed"
-            | "send"
-            | "recv" => Err(Reject::Unsupported("programs of one device are planned, this is one of several")),
+            | "replica_id" => self.collective(operation, operands),
+            "infeed" | "outfeed" | "send" | "recv" => {
+                Err(Reject::Unsupported("programs of one device are planned, this is one of several"))
+            }
             _ => self.function(operation, operands),
         }
     }
@@ -303,6 +307,9 @@ impl<'t, 'a> Converter<'t, 'a> {
     fn select(&mut self, operands: &[ValueId]) -> Lowered {
         let [predicate, on_true, on_false] = exactly(operands)?;
         let predicate = self.broadcast_scalar(predicate, on_true)?;
+        if let Some(kept) = self.masked([predicate, on_true, on_false])? {
+            return Ok(vec![kept]);
+        }
         self.one(Op::Select(Select {}), &[predicate, on_true, on_false])
     }
 
@@ -348,6 +355,8 @@ impl<'t, 'a> Converter<'t, 'a> {
             // Sizes are fixed by now, so asserted conditions are known or implied.
             "shape_assertion" => Ok(Vec::new()),
             "Sharding" => self.sharding_call(operation, operands),
+            "SPMDFullToShardShape" => self.full_to_shard(operation, operands),
+            "SPMDShardToFullShape" => self.shard_to_full(operation, operands),
             "annotate_device_placement" => Ok(operands.to_vec()),
             // Names of the random bit generator on devices that have a kernel for it.
             "cu_threefry2x32" | "cu_threefry2x32_ffi" | "hip_threefry2x32" | "hip_threefry2x32_ffi" => {

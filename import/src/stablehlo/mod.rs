@@ -20,6 +20,7 @@ mod parse;
 mod pretty;
 mod product;
 mod random;
+mod ranks;
 mod reduction;
 mod report;
 mod sharding;
@@ -40,7 +41,8 @@ mod parse_tests;
 #[cfg(test)]
 mod spellings_tests;
 
-pub use convert::{Argument, Imported, Note, import, import_with};
+pub use convert::{Argument, Imported, Note, import, import_whole, import_with};
 pub use lexer::{ParseError, Place};
 pub use parse::parse;
+pub use ranks::{RankInput, RankOptions, RankOutput, RankProgram, import_ranks};
 pub use report::{ImportError, Problem, ProblemKind, Unsupported};

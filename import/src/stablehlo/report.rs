@@ -34,6 +34,10 @@ pub enum ImportError {
     TooManyOperations { place: Place, limit: u64 },
     #[error("{place}: @{name} returns nothing; a model returns its loss first")]
     NoResults { place: Place, name: Box<str> },
+    #[error("{place}: the program of one rank is not understood: {problem}")]
+    Ranks { place: Place, problem: String },
+    #[error("the mesh or a layout of the program of one rank does not fit: {problem}")]
+    Mesh { problem: String },
     #[error("--size: there is no size '{name}'; {}", crate::known_sizes(.known))]
     UnknownSize { name: Box<str>, known: Vec<String> },
     #[error("{}", crate::listed(.unsupported, .problems, 0))]

@@ -33,6 +33,7 @@ impl<'t, 'a> Converter<'t, 'a> {
                 let [region] = regions(operation)?;
                 Ok(self.region(operation, region, operands.to_vec(), operation.result_types.len(), scope)?)
             }
+            "manual_computation" if self.ranks.is_some() => self.manual_computation(operation, operands, scope),
             "manual_computation" => {
                 let [region] = regions(operation)?;
                 let axes = match operation.attribute("manual_axes") {
@@ -55,6 +56,7 @@ impl<'t, 'a> Converter<'t, 'a> {
     /// Lowers `custom_call @Sharding` with an attribute `mhlo.sharding`.
     pub(crate) fn sharding_call(&mut self, operation: &Operation, operands: &[ValueId]) -> Lowered {
         let [x] = exactly(operands)?;
+        self.note_tiling(operation, x);
         self.pin_named(x, &operation.attributes);
         Ok(vec![x])
     }
@@ -96,7 +98,7 @@ impl<'t, 'a> Converter<'t, 'a> {
 }
 
 /// Parses `["x"=2, "y"=4]` inside the text of a mesh.
-fn axes_of(text: &str) -> Vec<(String, u64)> {
+pub(super) fn axes_of(text: &str) -> Vec<(String, u64)> {
     let list = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or("", |(list, _)| list);
     let axis = |item: &str| {
         let (name, size) = item.split_once('=')?;
@@ -107,7 +109,7 @@ fn axes_of(text: &str) -> Vec<(String, u64)> {
 
 /// Parses `<@mesh, [{"x", "y"}, {?}], replicated={...}>` into the dimensions and the mesh's name, or its axes
 /// if they are written out. A pin cannot express a part of an axis (`"x":(1)2`), so such a text gives `None`.
-fn shardy(text: &str) -> Option<(&str, Vec<PinnedDim>)> {
+pub(super) fn shardy(text: &str) -> Option<(&str, Vec<PinnedDim>)> {
     let inside = &text[text.find('<')? + 1..];
     let (mesh, rest) = match inside.trim_start().strip_prefix('@') {
         Some(rest) => {
