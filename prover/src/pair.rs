@@ -78,7 +78,7 @@ fn related(pair: &Pair<'_>, plain: &Plain) -> Result<Proof, Gap> {
     };
     let mut examined = Examined::of_pair(&mut terms, pair.mesh, &plain.ranks.graph, &read);
     for (part, &wanted) in pair.outputs.iter().zip(&results) {
-        check_result(pair, plain, &mut examined, (part, wanted), known)?;
+        check_result(pair, plain, &mut examined, part, wanted, known)?;
     }
     let related = plain.ranks.graph.values().filter(|v| !examined.of(*v).is_empty()).count();
     Ok(Proof { values: related, reference_values: graph.len(), bodies: 1, ..Proof::default() })
@@ -89,7 +89,8 @@ fn check_result(
     pair: &Pair<'_>,
     plain: &Plain,
     examined: &mut Examined<'_>,
-    (part, wanted): (&Part, Term),
+    part: &Part,
+    wanted: Term,
     known: usize,
 ) -> Result<(), Gap> {
     let v = plain.ranks.values[part.value.index()];
