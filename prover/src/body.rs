@@ -4,6 +4,8 @@
 //! same terms, if its layouts and attributes allow it. A few ops compute parts of values by several local ops (lookups
 //! in a split table, halos, rings). Their local form is built for the layouts at hand and compared with the body.
 
+pub mod derivation;
+
 use crate::layout::{Layout, local_size};
 use crate::rules::{self, Given, Global};
 use crate::term::{Application, Operands, Term, Terms};

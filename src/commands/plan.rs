@@ -4,7 +4,10 @@ use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::{explain_failure, made_by, say, say_report, warn};
 use crate::progress::Bar;
 use altiplano::planner::Progress;
-use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file};
+use altiplano::prove::prove;
+use altiplano::{
+    Error, Warning, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file,
+};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -31,6 +34,10 @@ pub(crate) struct Plan {
     /// file
     #[arg(long, help_heading = "Output")]
     frontier: bool,
+    /// Prove that the plan's programs compute what one device computes, and keep the proof in the plan (docs/proofs.md).
+    /// Without a proof, the plan is written and the exit code is 1
+    #[arg(long, conflicts_with = "frontier", help_heading = "Output")]
+    prove: bool,
     /// Print the plan as JSON instead of the report; with --frontier, its table; without a plan, the reason
     #[arg(long, help_heading = "Output")]
     json: bool,
@@ -71,6 +78,11 @@ impl Plan {
             bar.suspend(|| complain!("note: the search was cancelled; this is its best plan so far"));
         }
         drop(bar);
+        let (lost, unproved) = if self.prove { keep_proof(&mut plan)? } else { (Vec::new(), None) };
+        let warn = |warnings: &[Warning]| {
+            warn(warnings);
+            lost.iter().for_each(|lost| complain!("warning: {lost}"));
+        };
         if let Some(file) = &self.output {
             write_file(file, &plan.to_json())?;
         }
@@ -79,16 +91,29 @@ impl Plan {
         }
         if self.json {
             warn(&warnings);
-            return say(plan.to_json());
+            say(plan.to_json())?;
+            return unproved.map_or(Ok(()), Err);
         }
         // The answer comes before any warnings.
         say_report(&plan)?;
         warn(&warnings);
-        match (old, self.from) {
-            (Some(old), Some(file)) => say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan))),
-            _ => Ok(()),
+        if let (Some(old), Some(file)) = (old, self.from) {
+            say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;
         }
+        unproved.map_or(Ok(()), Err)
     }
+}
+
+/// Proves a plan and keeps the certificate in it. Returns the warnings about sums that lose precision, and the place
+/// where the proof ends if there is none.
+fn keep_proof(plan: &mut altiplano::ir::plan::Plan) -> Result<(Vec<String>, Option<Error>), Error> {
+    Ok(match prove(plan)? {
+        Ok(proved) => {
+            plan.proof = Some(proved.certificate);
+            (proved.rounding.warnings(), None)
+        }
+        Err(gap) => (Vec::new(), Some(Error::Unproved { gap: Box::new(gap) })),
+    })
 }
 
 /// `plan.3.json` for `plan.json`.

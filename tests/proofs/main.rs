@@ -1,8 +1,10 @@
 //! Plans that are proved, and planted bugs that are not.
 
+mod campaign;
 #[path = "../common/mod.rs"]
 mod common;
 mod mutations;
+mod numerics;
 
 use altiplano::ir::graph::{Graph, ValueId};
 use altiplano::ir::plan::Plan;
@@ -206,4 +208,33 @@ fn a_plan_without_a_rule_is_not_proved() {
     assert!(output.stderr.starts_with("error: not proved: there is no rule for gradients"), "{}", output.stderr);
     assert!(altiplano::load_plan(file.as_ref()).expect("a plan").proof.is_none());
     assert_eq!(altiplano(&["prove", DEMO]).code, Some(2));
+}
+
+#[test]
+fn plan_proves_what_it_writes() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let said = succeeds(&["plan", DEMO, "--cluster", "local:4", "--tp", "2", "--prove", "-o", &file]);
+    assert!(said.contains("\nProof\nproved in"), "{said}");
+    let plan = altiplano::load_plan(file.as_ref()).expect("a plan");
+    assert!(plan.proof.is_some());
+    let command = plan.made_by.expect("a command").command;
+    assert!(!command.contains("--prove"), "{command}");
+    let json = succeeds(&["plan", DEMO, "--cluster", "local:4", "--tp", "2", "--prove", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert!(json["proof"]["values"].as_u64() > Some(100), "{}", json["proof"]);
+}
+
+#[test]
+fn plan_writes_what_it_cannot_prove_and_says_so_once() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let options = ["--pp", "2", "--schedule", "pipedream", "--num-microbatches", "4"];
+    let output = altiplano(&[&["plan", DEMO, "--cluster", "local:2", "--prove", "-o", &file], &options[..]].concat());
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    assert_eq!(output.stderr.matches("not proved").count(), 1, "{}", output.stderr);
+    assert!(output.stdout.contains("Stages") && !output.stdout.contains("proved in"), "{}", output.stdout);
+    assert!(altiplano::load_plan(file.as_ref()).expect("a plan").proof.is_none());
+    let output = altiplano(&["plan", DEMO, "--cluster", "local:2", "--prove", "--frontier"]);
+    assert_eq!(output.code, Some(2), "{}", output.stderr);
 }
