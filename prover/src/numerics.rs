@@ -157,11 +157,12 @@ impl Chain {
     fn one_device(&self) -> Vec<Part> {
         let counts = self.parts.iter().filter(|part| part.place != Place::Rounding);
         let summands = counts.fold(1u64, |product, part| product.saturating_mul(part.summands));
-        // One device rounds the result of the op as a device of the plan rounds its part.
-        let is_of_op = |part: &&Part| matches!(part.place, Place::Op | Place::Rounding);
-        let of_op = self.parts.iter().take_while(is_of_op).last();
-        let own = of_op.or(self.parts.first()).map_or(DType::F32, |part| part.dtype);
-        op_parts(own, summands)
+        let first = self.parts.first().map_or(DType::F32, |part| part.dtype);
+        let mut parts = op_parts(first, summands);
+        // Conversions before gradients are accumulated are the model's own: one device rounds there too.
+        let of_microbatch = self.parts.iter().take_while(|part| part.place != Place::Microbatches);
+        parts.extend(of_microbatch.filter(|part| part.place == Place::Rounding));
+        parts
     }
 
     fn with(mut self, place: Place, dtype: DType, summands: u64) -> Chain {

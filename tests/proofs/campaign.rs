@@ -90,14 +90,18 @@ fn differs(mutant: &Mutant, programs: &Programs) -> bool {
     !equal(&results(old, &old.bodies[body]), &results(new, &new.bodies[body]))
 }
 
-/// Plants random bugs until so many of them differ. Returns the number of plans and of bugs that differ.
-fn campaign(seed: u64, wanted: usize) -> (usize, usize) {
+/// Plants random bugs until so many of them differ. Returns the number of plans, and the plans that are not proved
+/// without a bug.
+fn campaign(seed: u64, wanted: usize) -> (usize, Vec<String>) {
     const OF_A_PLAN: usize = 40;
     let (mut draw, scratch) = (Draw(seed), Scratch::new());
-    let (mut plans, mut differing) = (0, 0);
+    let (mut plans, mut differing, mut unproved) = (0, 0, Vec::new());
     while differing < wanted {
         let Some((name, plan, programs)) = drawn(&mut draw, &scratch) else { continue };
-        prove(&plan, &programs).unwrap_or_else(|gap| panic!("{name}: {gap}"));
+        if let Err(gap) = prove(&plan, &programs) {
+            unproved.push(format!("{name}: {gap}"));
+            continue;
+        }
         plans += 1;
         let mut all = 0;
         mutants(&programs, 6, |_| all += 1);
@@ -110,13 +114,13 @@ fn campaign(seed: u64, wanted: usize) -> (usize, usize) {
             }
         });
     }
-    (plans, differing)
+    (plans, unproved)
 }
 
 #[test]
 fn random_bugs_are_not_proved() {
-    let (plans, differing) = campaign(1, 60);
-    assert!(plans >= 2 && differing == 60, "{differing} of {plans} plans");
+    let (plans, unproved) = campaign(1, 60);
+    assert!(plans >= 2 && unproved.is_empty(), "{plans} plans are proved, and not {unproved:#?}");
 }
 
 /// The long run: `ALTIPLANO_BUGS=2000 ALTIPLANO_SEED=1 cargo test --release --test proofs campaign -- --ignored --nocapture`.
@@ -125,7 +129,7 @@ fn random_bugs_are_not_proved() {
 fn campaign_of_random_bugs() {
     let number = |name: &str, default: u64| std::env::var(name).ok().map_or(default, |n| n.parse().expect("a number"));
     let (seed, wanted) = (number("ALTIPLANO_SEED", 1), number("ALTIPLANO_BUGS", 2000) as usize);
-    let (plans, differing) = campaign(seed, wanted);
-    println!("seed {seed}: {differing} bugs that differ in {plans} plans, none proved");
-    assert_eq!(differing, wanted);
+    let (plans, unproved) = campaign(seed, wanted);
+    println!("seed {seed}: {wanted} bugs that differ in {plans} plans, none proved");
+    assert!(unproved.is_empty(), "not proved without a bug: {unproved:#?}");
 }

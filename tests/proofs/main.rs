@@ -112,6 +112,25 @@ fn zeros_are_proved_to_be_zeros() {
     }
 }
 
+/// BERT looks up masked positions in a table that a layer norm computes after residual connections.
+#[test]
+fn lookups_in_computed_tables_are_proved() {
+    let scratch = Scratch::new();
+    let config = r#"{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 64, "max_position_embeddings": 64}"#;
+    let model = scratch.file("config.json", config);
+    for options in [
+        &["--tp", "2"][..],
+        &["--dp", "2"],
+        &["--tp", "2", "--precision", "bf16"],
+        &["--dp", "2", "--precision", "f16"],
+    ] {
+        let options = [&["--seq", "8", "--global-batch", "8"], options].concat();
+        let (plan, programs) = planned(&model, &options);
+        prove(&plan, &programs).unwrap_or_else(|gap| panic!("{options:?}: {gap}"));
+    }
+}
+
 /// Returns true if `of` is among the values that `v` is computed from by at most `steps` ops.
 fn within(graph: &Graph, v: ValueId, of: ValueId, steps: usize) -> bool {
     v == of || steps > 0 && graph.node(v).operands.iter().any(|o| within(graph, *o, of, steps - 1))
