@@ -42,6 +42,7 @@ pub mod precision;
 mod printable;
 pub mod prove;
 mod report;
+pub mod rounding;
 pub mod scale;
 pub mod simulate;
 pub mod stacks;

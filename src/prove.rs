@@ -1,6 +1,7 @@
 //! Proofs that a plan's programs compute what one device computes, and the certificate that a plan file keeps.
 
 use crate::error::Error;
+use crate::rounding::Rounding;
 use crate::units::{plural, seconds};
 use altiplano_ir::certificate::{ProofCertificate, plan_hash, programs_hash};
 use altiplano_ir::plan::Plan;
@@ -8,24 +9,34 @@ use altiplano_planner::programs;
 use altiplano_prover::{Gap, Kind, VERSION};
 use std::time::Instant;
 
-/// The answer: a certificate of a proof, or the place where the proof ends.
-pub type Answer = Result<ProofCertificate, Gap>;
+/// A proof, and the rounding of sums, which it does not cover.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Proved {
+    pub certificate: ProofCertificate,
+    pub rounding: Rounding,
+}
+
+/// The answer: a proof, or the place where it ends.
+pub type Answer = Result<Proved, Gap>;
 
 /// Proves a plan's programs at full size.
 pub fn prove(plan: &Plan) -> Result<Answer, Error> {
     let programs = programs(plan)?;
     let start = Instant::now();
-    Ok(altiplano_prover::prove(plan, &programs).map(|proof| ProofCertificate {
-        program: env!("CARGO_PKG_VERSION").to_string(),
-        rules: VERSION,
-        plan_hash: plan_hash(plan),
-        programs_hash: programs_hash(&programs),
-        values: proof.values as u64,
-        bodies: proof.bodies as u64,
-        transfers: proof.transfers as u64,
-        parameters: proof.parameters as u64,
-        states: proof.states as u64,
-        seconds: start.elapsed().as_secs_f64(),
+    Ok(altiplano_prover::prove(plan, &programs).map(|proof| {
+        let certificate = ProofCertificate {
+            program: env!("CARGO_PKG_VERSION").to_string(),
+            rules: VERSION,
+            plan_hash: plan_hash(plan),
+            programs_hash: programs_hash(&programs),
+            values: proof.values as u64,
+            bodies: proof.bodies as u64,
+            transfers: proof.transfers as u64,
+            parameters: proof.parameters as u64,
+            states: proof.states as u64,
+            seconds: start.elapsed().as_secs_f64(),
+        };
+        Proved { certificate, rounding: Rounding::of(&programs) }
     }))
 }
 

@@ -22,6 +22,7 @@ pub enum Phase {
     Timing,
     Memory,
     Refinement,
+    Proof,
     Writing,
 }
 
@@ -36,7 +37,7 @@ pub struct PhaseTime {
     pub times: u64,
 }
 
-const PHASES: [(Phase, &str); 13] = [
+const PHASES: [(Phase, &str); 14] = [
     (Phase::Import, "models read"),
     (Phase::Rewriting, "models simplified"),
     (Phase::Cuts, "microbatch sizes cut into layers"),
@@ -49,6 +50,7 @@ const PHASES: [(Phase, &str); 13] = [
     (Phase::Timing, "stages timed"),
     (Phase::Memory, "plans followed through memory"),
     (Phase::Refinement, "stages solved as a whole"),
+    (Phase::Proof, "plans proved"),
     (Phase::Writing, "plans written"),
 ];
 

@@ -4,6 +4,8 @@
 //! same terms, if its layouts and attributes allow it. A few ops compute parts of values by several local ops (lookups
 //! in a split table, halos, rings). Their local form is built for the layouts at hand and compared with the body.
 
+pub mod derivation;
+
 use crate::layout::{Layout, local_size};
 use crate::rules::{self, Given, Global};
 use crate::term::{Application, Operands, Term, Terms};
@@ -644,10 +646,18 @@ impl Examined<'_> {
     fn build_lookup(&mut self, at: u32, application: &Application, origin: ValueId, indices: Term) {
         let reference = self.terms.graph.clone();
         let table = reference.node(origin).operands[0];
-        let Some(source) = source_of(&reference, table) else { return };
         let indices = self.held(indices);
-        for (number, fact) in self.held(self.terms.of_node(source)) {
+        let sources = sources_of(&reference, table);
+        let held = |source: &ValueId| {
+            let held = self.held(self.terms.of_node(*source));
+            held.into_iter().map(|(number, fact)| (*source, number, fact)).collect::<Vec<_>>()
+        };
+        for (source, number, fact) in sources.iter().flat_map(held).collect::<Vec<_>>() {
             let layout = self.facts[number as usize][fact].layout.clone();
+            // Terms do not tell element types apart, which the local form must have as the reference has them.
+            if self.types[number as usize].dtype != reference.ty(source).dtype {
+                continue;
+            }
             for &(index, of_index) in &indices {
                 if !self.tried.insert((at, vec![(number, fact), (index, of_index), (u32::MAX, 0)])) {
                     continue;
@@ -706,7 +716,10 @@ impl Examined<'_> {
             op if op.is_elementwise() && made.len() < 64 => {
                 let operands: Option<Vec<ValueId>> =
                     node.operands.iter().map(|&o| self.write_out(reference, form, made, o, layout, shape)).collect();
-                form.graph.emit(op.clone(), &operands?)
+                let operands = operands?;
+                let types: Vec<&TensorType> = operands.iter().map(|&o| form.graph.ty(o)).collect();
+                op.infer(&types).ok()?;
+                form.graph.emit(op.clone(), &operands)
             }
             _ => return None,
         };
@@ -773,13 +786,16 @@ impl Form {
     }
 }
 
-/// The value that a value is computed from elementwise, beside constants and broadcasts. `None` if it is not computed
-/// elementwise.
-fn source_of(graph: &Graph, v: ValueId) -> Option<ValueId> {
+/// The values that a value is computed from elementwise, beside constants and broadcasts: its operand, the operand of
+/// that, and so on. A body looks up elements of the first one that it computes as a whole.
+fn sources_of(graph: &Graph, v: ValueId) -> Vec<ValueId> {
+    let mut sources = Vec::new();
     let mut at = v;
     while graph.node(at).op.is_elementwise() {
         let aside = |o: &&ValueId| !matches!(graph.node(**o).op, Op::Constant(_) | Op::BroadcastInDim(_));
-        at = *graph.node(at).operands.iter().find(aside)?;
+        let Some(&operand) = graph.node(at).operands.iter().find(aside) else { break };
+        sources.push(operand);
+        at = operand;
     }
-    (at != v).then_some(at)
+    sources
 }

@@ -8,7 +8,9 @@
 #![forbid(unsafe_code)]
 
 pub mod body;
+pub mod derivation;
 pub mod layout;
+pub mod numerics;
 pub mod pair;
 pub mod reference;
 pub mod rules;
@@ -93,5 +95,5 @@ impl fmt::Display for Gap {
 
 /// Proves a plan's programs.
 pub fn prove(plan: &Plan, programs: &Programs) -> Result<Proof, Gap> {
-    step::prove(plan, programs)
+    step::prove(plan, programs, &mut |_, _| ())
 }

@@ -36,10 +36,14 @@ struct Step<'a> {
     types: FxHashMap<Place, TensorType>,
     /// The values that the body at hand compares with others.
     compared: Vec<Term>,
+    observe: Observer<'a>,
 }
 
+/// Sees every body when it has been examined.
+pub type Observer<'a> = &'a mut dyn FnMut(&Body, &Examined<'_>);
+
 /// Proves the programs of a plan.
-pub fn prove(plan: &Plan, programs: &Programs) -> Result<Proof, Gap> {
+pub fn prove<'a>(plan: &'a Plan, programs: &'a Programs, observe: Observer<'a>) -> Result<Proof, Gap> {
     covered(plan)?;
     if programs.num_microbatches != plan.num_microbatches || programs.loss_is_mean != (plan.loss != LossKind::Sum) {
         let text = "the programs are for another number of microbatches or another loss than the plan";
@@ -61,6 +65,7 @@ pub fn prove(plan: &Plan, programs: &Programs) -> Result<Proof, Gap> {
         gaps: FxHashMap::default(),
         types: FxHashMap::default(),
         compared: Vec::new(),
+        observe,
     };
     step.proof.reference_values = step.reference.terms.len();
     step.all_bodies()?;
@@ -241,6 +246,7 @@ impl<'a> Step<'a> {
             Examined::new(&mut self.reference.terms, &program.mesh, body, self.plan.execution.fused_loss, &|buffer| {
                 read.get(&buffer).cloned().unwrap_or_default()
             });
+        (self.observe)(body, &examined);
         let written: Vec<(BufferId, ValueId, Vec<Fact>)> =
             body.writes.iter().map(|&(buffer, v)| (buffer, v, examined.of(v).to_vec())).collect();
         let known = body.graph.values().filter(|v| !examined.of(*v).is_empty()).count();

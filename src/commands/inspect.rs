@@ -2,6 +2,7 @@
 
 use crate::commands::{say, say_report};
 use altiplano::ir::plan::Plan;
+use altiplano::prove::prove;
 use altiplano::units::bytes;
 use altiplano::{
     Error, expect_writable, kernels_text, load_plan, page_html, plan_dot, programs, programs_text, tape_text,
@@ -33,12 +34,20 @@ pub(crate) struct Inspect {
     /// Write an HTML page to this file: timelines, memory, layouts, and alternatives (docs/page.md)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "programs", "dot"])]
     pub html: Option<PathBuf>,
+    /// With --html: prove the plan, and show how each value follows from parameters and inputs. A plan with a proof is
+    /// shown so without this option
+    #[arg(long, requires = "html")]
+    prove: bool,
 }
 
 impl Inspect {
     pub(crate) fn run(self) -> Result<(), Error> {
         self.html.as_deref().map_or(Ok(()), expect_writable)?;
-        let plan = load_plan(&self.plan)?;
+        let mut plan = load_plan(&self.plan)?;
+        if self.prove && plan.proof.is_none() {
+            let proved = prove(&plan)?.map_err(|gap| Error::Unproved { gap: Box::new(gap) })?;
+            plan.proof = Some(proved.certificate);
+        }
         match self.answer(&plan)? {
             Some(text) => say(text.trim_end()),
             None => say_report(&plan),

@@ -102,7 +102,7 @@ fn made_by() -> MadeBy {
     MadeBy { version: env!("CARGO_PKG_VERSION").to_string(), command }
 }
 
-/// Removes options that only say where results go or how they are shown.
+/// Removes options that decide nothing about a plan: where results go, how they are shown, and if they are proved.
 fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
     const FILES: [&str; 5] = ["-o", "--output", "--html", "--from", "--cache"];
     let mut kept = Vec::new();
@@ -110,7 +110,7 @@ fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
     while let Some(word) = arguments.next() {
         let name = word.split('=').next().unwrap_or("");
         match word.as_str() {
-            "--json" => {}
+            "--json" | "--prove" => {}
             _ if FILES.contains(&word.as_str()) => drop(arguments.next()),
             _ if FILES.contains(&name) || word.starts_with("-o") => {}
             _ => kept.push(word),

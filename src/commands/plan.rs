@@ -5,7 +5,10 @@ use crate::commands::{explain_failure, made_by, say, say_report, warn};
 use crate::progress::Bar;
 use altiplano::planner::Progress;
 use altiplano::planner::timings::{self, Phase, PhaseTime};
-use altiplano::{Error, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file};
+use altiplano::prove::prove;
+use altiplano::{
+    Error, Warning, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file,
+};
 use clap::Args;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -33,6 +36,10 @@ pub(crate) struct Plan {
     /// file
     #[arg(long, help_heading = "Output")]
     frontier: bool,
+    /// Prove that the plan's programs compute what one device computes, and keep the proof in the plan (docs/proofs.md).
+    /// Without a proof, the plan is written and the exit code is 1
+    #[arg(long, conflicts_with = "frontier", help_heading = "Output")]
+    prove: bool,
     /// Print on stderr where the time of the search went, by phase
     #[arg(long, help_heading = "Output")]
     timings: bool,
@@ -89,21 +96,27 @@ impl Plan {
             bar.suspend(|| complain!("note: the search was cancelled; this is its best plan so far"));
         }
         drop(bar);
+        let (lost, unproved) = if self.prove { keep_proof(&mut plan)? } else { (Vec::new(), None) };
+        let warn = |warnings: &[Warning]| {
+            warn(warnings);
+            lost.iter().for_each(|lost| complain!("warning: {lost}"));
+        };
         timings::timed(Phase::Writing, || {
             self.output.as_ref().map_or(Ok(()), |file| write_file(file, &plan.to_json()))?;
             self.html.as_ref().map_or(Ok(()), |file| write_file(file, &page_html(&plan)?))
         })?;
         if self.json {
             warn(&warnings);
-            return say(plan.to_json());
+            say(plan.to_json())?;
+            return unproved.map_or(Ok(()), Err);
         }
         // The answer comes before any warnings.
         say_report(&plan)?;
         warn(&warnings);
-        match (old, self.from) {
-            (Some(old), Some(file)) => say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan))),
-            _ => Ok(()),
+        if let (Some(old), Some(file)) = (old, self.from) {
+            say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;
         }
+        unproved.map_or(Ok(()), Err)
     }
 }
 
@@ -116,6 +129,18 @@ fn timings_text(phases: &[PhaseTime], wall: Duration) -> String {
         text.push_str(&format!("\n  {name:<16} {seconds:>7.3} s {part:>3.0} %  {times:>7} {unit}"));
     }
     text
+}
+
+/// Proves a plan and keeps the certificate in it. Returns the warnings about sums that lose precision, and the place
+/// where the proof ends if there is none.
+fn keep_proof(plan: &mut altiplano::ir::plan::Plan) -> Result<(Vec<String>, Option<Error>), Error> {
+    Ok(match timings::timed(Phase::Proof, || prove(plan))? {
+        Ok(proved) => {
+            plan.proof = Some(proved.certificate);
+            (proved.rounding.warnings(), None)
+        }
+        Err(gap) => (Vec::new(), Some(Error::Unproved { gap: Box::new(gap) })),
+    })
 }
 
 /// `plan.3.json` for `plan.json`.

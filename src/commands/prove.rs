@@ -4,7 +4,7 @@
 use crate::commands::say;
 use altiplano::ir::plan::Plan;
 use altiplano::pairs::{PairOptions, load_pair, pair_text};
-use altiplano::prove::{proof_text, prove};
+use altiplano::prove::{Proved, proof_text, prove};
 use altiplano::{Error, expect_writable, load_plan, one_line, write_file};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ pub(crate) struct Prove {
     /// Write the plan with its proof to this file; it may be the plan's own
     #[arg(short, long, value_name = "PLAN", conflicts_with = "ranks")]
     pub output: Option<PathBuf>,
-    /// Print the proof as JSON (docs/plan.schema.json for plans, docs/proofs.md for pairs)
+    /// Print the proof and all sums as JSON (docs/proofs.md)
     #[arg(long)]
     json: bool,
 }
@@ -45,7 +45,9 @@ impl Prove {
         if !self.json {
             say(format!("{}: {}", plan.model, one_line(&plan)))?;
         }
-        say(self.answer(&mut plan)?)?;
+        let (text, warnings) = self.answer(&mut plan)?;
+        say(text)?;
+        warnings.iter().for_each(|warning| complain!("warning: {warning}"));
         match &self.output {
             Some(file) => write_file(file, &plan.to_json()),
             None => Ok(()),
@@ -69,14 +71,18 @@ impl Prove {
         }
     }
 
-    /// Proves a loaded plan, and returns the proof as text.
-    fn answer(&self, plan: &mut Plan) -> Result<String, Error> {
-        let proof = prove(plan)?.map_err(|gap| Error::Unproved { gap: Box::new(gap) })?;
+    /// Proves a loaded plan. Returns the proof as text, and warnings about sums that lose precision.
+    fn answer(&self, plan: &mut Plan) -> Result<(String, Vec<String>), Error> {
+        let Proved { certificate, rounding } = prove(plan)?.map_err(|gap| Error::Unproved { gap: Box::new(gap) })?;
         let text = match self.json {
-            true => serde_json::to_string_pretty(&proof).unwrap_or_default(),
-            false => proof_text(plan, &proof),
+            true => {
+                let mut json = serde_json::to_value(&certificate).unwrap_or_default();
+                json["rounding"] = rounding.json();
+                serde_json::to_string_pretty(&json).unwrap_or_default()
+            }
+            false => [proof_text(plan, &certificate), rounding.text()].join("\n\n").trim_end().to_string(),
         };
-        plan.proof = Some(proof);
-        Ok(text)
+        plan.proof = Some(certificate);
+        Ok((text, rounding.warnings()))
     }
 }

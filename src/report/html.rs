@@ -7,6 +7,7 @@
 //!
 //! Names reach the page as JSON without any `<` and become text nodes; the page's policy lets it load nothing.
 
+mod facts;
 mod lanes;
 mod layers;
 mod parameters;
@@ -187,6 +188,7 @@ impl Page {
             .map(|lane| played.lane(lane, &calls[lane], &memories[lane], &timeline.stages[lane], &mut bodies))
             .collect();
         let questions = questions::Questions::new(plan)?;
+        let facts = facts::Facts::new(plan, &programs)?;
         let stage = |(i, stage): (usize, &Stage)| {
             let (p, times) = (&stage.predicted, &timings[i].0);
             StageFacts {
@@ -220,7 +222,7 @@ impl Page {
             between_groups_bytes_per_s: plan.cluster.between_groups.map(|link| link.bytes_per_s),
             stages: plan.stages.iter().enumerate().map(stage).collect(),
             lanes,
-            layers: layers::Layers::new(plan, &prices, &questions),
+            layers: layers::Layers::new(plan, &prices, &questions, &facts),
             parameters: parameters::Parameters::new(plan, &programs, &questions),
             questions,
             alternatives: plan.alternatives.iter().map(other).collect(),

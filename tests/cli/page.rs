@@ -253,3 +253,31 @@ fn a_file_that_cannot_be_written_is_one_error() {
         assert!(output.stderr.contains(&file) && output.stdout.is_empty(), "{}", output.stderr);
     }
 }
+
+/// Every value of a proved plan has its steps, which go back to parameters, inputs, constants and other layers.
+#[test]
+fn values_of_a_proved_plan_have_steps() {
+    let mut plan = planned("local:4", 2, 2, Schedule::OneFOneB, 1);
+    let facts_of = |plan: &Plan| list(&told(&page_html(plan).expect("a page"))["layers"]["classes"]).to_vec();
+    assert!(facts_of(&plan).iter().all(|class| list(&class["facts"]).is_empty()));
+    let proved = altiplano::prove::prove(&plan).expect("programs").expect("a proof");
+    plan.proof = Some(proved.certificate);
+    let (mut values, mut parameters) = (0, 0);
+    for class in facts_of(&plan) {
+        let facts = list(&class["facts"]);
+        for (at, fact) in facts.iter().enumerate() {
+            assert!(list(&fact["from"]).iter().all(|from| index(from) < at), "{fact}");
+            let of = fact["of"].as_str().expect("a name");
+            let is_parameter = of.starts_with("parameter ");
+            assert!(!is_parameter || fact["rule"] == "declared", "{fact}");
+            parameters += usize::from(is_parameter);
+        }
+        for op in list(&class["ops"]) {
+            let fact = &facts[index(&op["fact"])];
+            let computed = fact["rule"] != "declared" && fact["rule"] != "another layer";
+            assert!(!computed || fact["rule"] == "free dimensions" || !list(&fact["from"]).is_empty(), "{op} {fact}");
+            values += 1;
+        }
+    }
+    assert!(values > 20 && parameters > 10, "{values} values, {parameters} parameters");
+}

@@ -128,6 +128,16 @@ async function used(page) {
   await page.keyboard.press("Enter");
   await page.waitForSelector("#class0 table");
   assert.equal(await page.locator("#class0 tbody tr:not(.reshard)").count(), data.layers.classes[0].ops.length);
+  // A proved value unfolds to the steps that it follows from.
+  const proved = data.layers.classes[0].ops.find((op) => op.fact !== null);
+  if (proved) {
+    const facts = data.layers.classes[0].facts, steps = new Set([proved.fact]);
+    for (const step of steps) for (const from of facts[step].from) steps.add(from);
+    await page.locator("#class0 button", { hasText: "proof" }).first().click();
+    assert.equal(await page.locator("#class0 .proof li").count(), Math.min(steps.size, 60) + (steps.size > 60 ? 1 : 0));
+    await page.locator("#class0 button", { hasText: "proof" }).first().click();
+    assert.equal(await page.locator("#class0 .proof").count(), 0);
+  }
   // Parameters are sorted and narrowed.
   const heads = page.locator(".parameters thead th"), bytesAt = (await heads.allInnerTexts()).indexOf("local bytes");
   await heads.nth(bytesAt).locator("button").click();

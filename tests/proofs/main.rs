@@ -1,8 +1,10 @@
 //! Plans that are proved, and planted bugs that are not.
 
+mod campaign;
 #[path = "../common/mod.rs"]
 mod common;
 mod mutations;
+mod numerics;
 mod pairs;
 
 use altiplano::ir::graph::{Graph, ValueId};
@@ -111,6 +113,25 @@ fn zeros_are_proved_to_be_zeros() {
     }
 }
 
+/// BERT looks up masked positions in a table that a layer norm computes after residual connections.
+#[test]
+fn lookups_in_computed_tables_are_proved() {
+    let scratch = Scratch::new();
+    let config = r#"{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 64, "max_position_embeddings": 64}"#;
+    let model = scratch.file("config.json", config);
+    for options in [
+        &["--tp", "2"][..],
+        &["--dp", "2"],
+        &["--tp", "2", "--precision", "bf16"],
+        &["--dp", "2", "--precision", "f16"],
+    ] {
+        let options = [&["--seq", "8", "--global-batch", "8"], options].concat();
+        let (plan, programs) = planned(&model, &options);
+        prove(&plan, &programs).unwrap_or_else(|gap| panic!("{options:?}: {gap}"));
+    }
+}
+
 /// Returns true if `of` is among the values that `v` is computed from by at most `steps` ops.
 fn within(graph: &Graph, v: ValueId, of: ValueId, steps: usize) -> bool {
     v == of || steps > 0 && graph.node(v).operands.iter().any(|o| within(graph, *o, of, steps - 1))
@@ -207,4 +228,33 @@ fn a_plan_without_a_rule_is_not_proved() {
     assert!(output.stderr.starts_with("error: not proved: there is no rule for gradients"), "{}", output.stderr);
     assert!(altiplano::load_plan(file.as_ref()).expect("a plan").proof.is_none());
     assert_eq!(altiplano(&["prove", DEMO]).code, Some(2));
+}
+
+#[test]
+fn plan_proves_what_it_writes() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let said = succeeds(&["plan", DEMO, "--cluster", "local:4", "--tp", "2", "--prove", "-o", &file]);
+    assert!(said.contains("\nProof\nproved in"), "{said}");
+    let plan = altiplano::load_plan(file.as_ref()).expect("a plan");
+    assert!(plan.proof.is_some());
+    let command = plan.made_by.expect("a command").command;
+    assert!(!command.contains("--prove"), "{command}");
+    let json = succeeds(&["plan", DEMO, "--cluster", "local:4", "--tp", "2", "--prove", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert!(json["proof"]["values"].as_u64() > Some(100), "{}", json["proof"]);
+}
+
+#[test]
+fn plan_writes_what_it_cannot_prove_and_says_so_once() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let options = ["--pp", "2", "--schedule", "pipedream", "--num-microbatches", "4"];
+    let output = altiplano(&[&["plan", DEMO, "--cluster", "local:2", "--prove", "-o", &file], &options[..]].concat());
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    assert_eq!(output.stderr.matches("not proved").count(), 1, "{}", output.stderr);
+    assert!(output.stdout.contains("Stages") && !output.stdout.contains("proved in"), "{}", output.stdout);
+    assert!(altiplano::load_plan(file.as_ref()).expect("a plan").proof.is_none());
+    let output = altiplano(&["plan", DEMO, "--cluster", "local:2", "--prove", "--frontier"]);
+    assert_eq!(output.code, Some(2), "{}", output.stderr);
 }

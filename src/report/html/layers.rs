@@ -1,6 +1,7 @@
 //! The model's graph by layers: ops with their layouts and seconds, and the resharding before them. Equal layers are
 //! described once.
 
+use super::facts::{Facts, FactsOfLayer};
 use super::lanes::over;
 use super::questions::{Questions, is_asked};
 use super::{Table, numberless};
@@ -28,6 +29,8 @@ struct Class {
     compute_s: f64,
     reshards_s: f64,
     parameter_elements: u64,
+    /// The steps of the proof in this layer, if the plan is proved.
+    facts: FactsOfLayer,
 }
 
 /// An op of the forward graph under its strategy.
@@ -48,6 +51,8 @@ struct OpRow {
     reshards: Vec<Resharded>,
     /// The number of the question about its layout, if the page answers it.
     why: Option<usize>,
+    /// The step of the proof at which it is reached.
+    fact: Option<usize>,
 }
 
 /// A collective that brings an operand into the layout that an op needs.
@@ -63,7 +68,7 @@ struct Resharded {
 }
 
 impl Layers {
-    pub fn new(plan: &Plan, prices: &[Prices<'_>], questions: &Questions) -> Layers {
+    pub fn new(plan: &Plan, prices: &[Prices<'_>], questions: &Questions, facts: &Facts) -> Layers {
         let layer_of = plan.layer_of();
         let mut members: Vec<Vec<ValueId>> = vec![Vec::new(); plan.num_layers() as usize];
         for v in plan.graph.values() {
@@ -74,7 +79,7 @@ impl Layers {
         let mut classes: Table<Vec<String>> = Table::default();
         let mut told: Vec<Class> = Vec::new();
         let mut class_of = Vec::with_capacity(members.len());
-        for (stage, prices) in plan.stages.iter().zip(prices) {
+        for ((stage, prices), number_of_stage) in plan.stages.iter().zip(prices).zip(0u32..) {
             // A resharded value is reused by later ops that need the same layout.
             let mut brought: BTreeSet<(ValueId, Sharding)> = BTreeSet::new();
             for layer in stage.layers.clone() {
@@ -82,6 +87,10 @@ impl Layers {
                 let class = class(plan, stage, prices, members, questions, &mut brought);
                 let number = classes.number(class.signature());
                 if number == told.len() {
+                    let (in_layer, of_ops) = facts.of_layer(number_of_stage, members);
+                    let mut class = Class { facts: in_layer, ..class };
+                    let laid_out = members.iter().zip(of_ops).filter(|(v, _)| stage.shardings.contains_key(v));
+                    class.ops.iter_mut().zip(laid_out).for_each(|(op, (_, fact))| op.fact = fact);
                     told.push(class);
                 }
                 class_of.push(number);
@@ -164,6 +173,7 @@ fn class(
             parameters,
             reshards,
             why: is_asked(plan, v).then(|| questions.of_value(plan, stage, v, value)).flatten(),
+            fact: None,
         });
     }
     Class {
@@ -171,6 +181,7 @@ fn class(
         reshards_s: ops.iter().flat_map(|op| &op.reshards).map(|r| r.seconds).sum(),
         parameter_elements,
         ops,
+        facts: FactsOfLayer::default(),
     }
 }
 

@@ -29,9 +29,10 @@ export interface Op { name: string; ops: string; what: string; sends: boolean; s
 export interface Reshard { value: string; from: string; to: string; collective: string; bytes: number; seconds: number }
 export interface OpRow {
   name: string; op: string; ty: string; sharding: string; axes: string[]; is_partial: boolean; seconds: number; reads: number[];
-  parameters: string[]; reshards: Reshard[]; why: number | null;
+  parameters: string[]; reshards: Reshard[]; why: number | null; fact: number | null;
 }
-export interface Class { ops: OpRow[]; compute_s: number; reshards_s: number; parameter_elements: number }
+export interface Fact { op: string; rule: string; of: string; layout: string; from: number[] }
+export interface Class { ops: OpRow[]; compute_s: number; reshards_s: number; parameter_elements: number; facts: Fact[] }
 export interface ParameterRow {
   name: string; stage: number; shape: number[]; dtype: number; layout: number; sharding: number; gradient: number; state: number;
   zero: number | null; local_bytes: number; gradient_bytes: number; state_bytes: number; why: number | null;

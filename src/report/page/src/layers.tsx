@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { laneVariable } from "./colours";
 import { bytes, count, plural, ranges, seconds } from "./format";
-import type { Class, OpRow, Page } from "./data";
+import type { Class, Fact, OpRow, Page } from "./data";
 
 /** `A`, ..., `Z`, `AA`, ... */
 function letter(n: number): string {
@@ -90,7 +90,34 @@ function mixture(one: Class, colours: Map<string, string>): string {
   return stops.length > 0 ? `linear-gradient(90deg, ${stops.join(", ")})` : "var(--replicated)";
 }
 
+/** The steps that a step follows from, it included, in the order of the proof. */
+function chain(facts: Fact[], last: number): number[] {
+  const seen = new Set<number>([last]), pending = [last];
+  for (let step = pending.pop(); step !== undefined; step = pending.pop()) {
+    for (const from of facts[step].from) {
+      if (!seen.has(from)) pending.push(from);
+      seen.add(from);
+    }
+  }
+  return [...seen].sort((a, b) => a - b);
+}
+
+/** How a value follows from parameters, inputs and other layers; the last steps if there are many. */
+function Proof({ facts, last }: { facts: Fact[]; last: number }) {
+  const MOST = 60, steps = chain(facts, last), shown = steps.slice(-MOST);
+  return (
+    <ol class="proof">
+      {steps.length > MOST && <li>{plural(steps.length - MOST, "step")} before</li>}
+      {shown.map((s) => {
+        const { op, rule, of, layout, from } = facts[s];
+        return <li key={s}><b>#{s} {op}</b> is {of} in <span class="code">{layout}</span> <span class="from">by {rule}{from.length > 0 && ` from ${from.map((f) => `#${f}`).join(", ")}`}</span></li>;
+      })}
+    </ol>
+  );
+}
+
 function Ops({ one, first, colours, ask }: { one: Class; first: number; colours: Map<string, string>; ask: (answer: number) => void }) {
+  const [proved, setProved] = useState<number | null>(null);
   const most = Math.max(1e-12, ...one.ops.map((op) => op.seconds), ...one.ops.flatMap((op) => op.reshards.map((r) => r.seconds)));
   const bar = (s: number, sends: boolean) => <td class="wide"><span class={`seconds${sends ? " sends" : ""}`} style={{ width: `${(s / most) * 100}%` }} /></td>;
   const row = (op: OpRow, i: number) => [
@@ -106,10 +133,12 @@ function Ops({ one, first, colours, ask }: { one: Class; first: number; colours:
       <td><b>{op.op}</b> {op.name !== op.op && <span class="from">{op.name}</span>}</td>
       <td class="code nowrap">{op.ty}</td>
       <td class="code"><i class={`chip${op.is_partial ? " partial" : ""}`} style={{ background: op.is_partial ? undefined : colours.get(op.axes.join(" \u00d7 ")) }} />{op.sharding}
-        {op.why !== null && <> <button type="button" class="link" onClick={() => ask(op.why!)} aria-label={`Why ${op.name || op.op} is laid out so`}>why?</button></>}</td>
+        {op.why !== null && <> <button type="button" class="link" onClick={() => ask(op.why!)} aria-label={`Why ${op.name || op.op} is laid out so`}>why?</button></>}
+        {op.fact !== null && <> <button type="button" class="link" aria-expanded={proved === i} onClick={() => setProved(proved === i ? null : i)} aria-label={`Proof of ${op.name || op.op}`}>proof</button></>}</td>
       <td class="from">{[...op.reads.map((back) => `#${i - back}`), ...op.parameters].join(", ")}</td>
       <td class="number">{seconds(op.seconds)}</td>{bar(op.seconds, false)}
     </tr>,
+    proved === i && op.fact !== null && <tr key={`${i}.proof`}><td /><td colSpan={6}><Proof facts={one.facts} last={op.fact} /></td></tr>,
   ];
   return (
     <div class="scroll tall" tabIndex={0} role="region" aria-label={`Ops of layer ${first}`}>
