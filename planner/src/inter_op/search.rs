@@ -264,19 +264,16 @@ fn drop_idle_growth(cells: &mut [Vec<Candidate>], blocks: &[Block]) {
     }
 }
 
-/// Returns true if a submesh is worth trying. Its number of nodes divides the cluster's or is a power of two: any number of
-/// nodes is a sum of such submeshes. On large clusters, submeshes must divide the cluster evenly and must not
+/// Returns true if a submesh is worth trying. On large clusters, submeshes must divide the cluster evenly and must not
 /// be far smaller than an even share for one stage per layer. Otherwise the number of submeshes would grow with the
 /// square of the devices, and the dynamic program with the number of smallest submeshes.
 fn worth_trying(shape: SubmeshShape, group: &Group, num_layers: usize) -> bool {
-    const FEW: u32 = 4;
     const SMALL: u32 = 16;
     const FAR: u64 = 8;
-    let even = |part: u32, whole: u32| whole <= SMALL || whole.is_multiple_of(part);
-    let is_sum = group.nodes <= FEW || group.nodes.is_multiple_of(shape.nodes) || shape.nodes.is_power_of_two();
+    let even = |part: u32, whole: u32| whole <= SMALL || whole % part == 0;
     let large = group.nodes > SMALL && shape.num_devices() != group.num_devices() as u64;
     let tiny = large && shape.num_devices() * FAR * (num_layers as u64) < group.num_devices() as u64;
-    is_sum && even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
+    even(shape.nodes, group.nodes) && even(shape.devices, group.devices_per_node) && !tiny
 }
 
 /// Drops the smallest blocks of groups whose devices could otherwise be combined in too many ways.
