@@ -58,7 +58,8 @@ impl Plan {
         let start = Instant::now();
         let shows = self.timings;
         let result = self.answer();
-        if shows {
+        // Without a search there is nothing to tell.
+        if shows && timings::phases().iter().any(|phase| phase.times > 0) {
             complain!("{}", timings_text(&timings::phases(), start.elapsed()));
         }
         result

@@ -408,6 +408,14 @@ fn options_give_the_mesh_and_layouts_of_bare_programs() {
         (&layouts[..0], "a mesh must be given"),
         (&["--mesh", "m=2,m=2"][..], "--mesh"),
         (&["--mesh", "m=2", "--layout", "arg0=[{k}, {}]"][..], "is no layout of"),
+        (
+            &["--mesh", "m=2", "--layout", "arg0=[{}, {m}]", "--layout", "arg1=[{m}, {}]", "--layout", "arg9=[{m}]"][..],
+            "no such argument",
+        ),
+        (
+            &["--mesh", "m=2", "--layout", "arg0=[{}, {m}]", "--layout", "arg1=[{m}, {}]", "--layout", "result1=[]"][..],
+            "no such argument",
+        ),
     ];
     for (options, problem) in refused {
         let output = proves(&one, BARE, options);

@@ -135,6 +135,7 @@ pub fn import_ranks(text: &str, options: &RankOptions) -> Result<RankProgram, Im
         None => bare_outputs(&imported.graph, &mesh, options)?,
     };
     let (graph, arguments, results) = (imported.graph, imported.arguments, imported.results);
+    expect_known(options, bare, &arguments, outputs.len())?;
     Ok(RankProgram { graph, mesh, arguments, inputs, outputs, results })
 }
 
@@ -244,6 +245,31 @@ fn bare_outputs(graph: &Graph, mesh: &Mesh, options: &RankOptions) -> Result<Vec
         outputs.push(RankOutput { value, sharding, ty });
     }
     Ok(outputs)
+}
+
+/// Refuses given layouts that no value has.
+fn expect_known(
+    options: &RankOptions,
+    bare: bool,
+    arguments: &[Argument],
+    num_results: usize,
+) -> Result<(), ImportError> {
+    let refused = |name: &str, problem: &str| Err(ImportError::Mesh { problem: format!("{name}: {problem}") });
+    for (at, (name, _)) in options.layouts.iter().enumerate() {
+        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse::<usize>().ok());
+        let is_argument = number("arg").is_some_and(|number| number < arguments.len())
+            || arguments.iter().any(|argument| argument.name.as_ref() == Some(name));
+        if !bare {
+            return refused(name, "the text has the layouts of its region, so that none can be given");
+        }
+        if !is_argument && number("result").is_none_or(|number| number >= num_results) {
+            return refused(name, "a layout is given, but the program has no such argument or result");
+        }
+        if options.layouts[..at].iter().any(|(other, _)| other == name) {
+            return refused(name, "two layouts are given");
+        }
+    }
+    Ok(())
 }
 
 /// The layout that an option gives the value of one of these names. The local type must agree with it.
