@@ -130,7 +130,7 @@ fn add_dim(
 ) -> Option<()> {
     let Some(layout) = layout else {
         for &f in of_dim {
-            let size = (of_dim.len() == 1).then_some(local);
+            let size = size_of_free(rule, of_dim, f, local);
             let split = &mut factors[f as usize];
             match split {
                 Split::Unknown | Split::Free(None) => *split = Split::Free(size),
@@ -155,6 +155,23 @@ fn add_dim(
         }
     }
     Some(())
+}
+
+/// The part of a factor in a free dimension of so many local elements, of which any part is as good as another. Factors that
+/// are never split are taken whole, so that the size of the only other one follows.
+fn size_of_free(rule: &ShardingRule, of_dim: &[u8], factor: u8, local: u64) -> Option<u64> {
+    let of = |f: u8| &rule.factors[usize::from(f)];
+    let is_whole = |f: u8| of(f).kind == FactorKind::Whole;
+    if of_dim.len() == 1 {
+        return Some(local);
+    }
+    let whole = of_dim.iter().filter(|f| is_whole(**f)).try_fold(1u64, |n, f| n.checked_mul(of(*f).size))?;
+    let others = of_dim.iter().filter(|f| !is_whole(**f)).count();
+    let part = local.is_multiple_of(whole.max(1)).then(|| local / whole.max(1))?;
+    match is_whole(factor) {
+        true => (others == 1 || others == 0 && part == 1).then_some(of(factor).size),
+        false => (others == 1).then_some(part),
+    }
 }
 
 /// The split of a window's operand is that of its follower: of the one that is known, or of the result.

@@ -270,10 +270,10 @@ fn ops_on_parts_compute_parts() {
     assert!(checked > 2000 && names.len() > 50, "{checked} of {names:?}");
 }
 
-/// A sum along dimensions without change, and a broadcast of them, hold in every layout that is offered.
+/// A sum along dimensions without change, a reshape and a block of them hold in every layout that is offered.
 #[test]
 fn free_dimensions_stand_for_any_part() {
-    let mut checked = 0;
+    let (mut checked, mut slices) = (0, 0);
     for (mesh, mut rng) in meshes().into_iter().cycle().zip(Rng::sequence(6)).take(600) {
         let whole = Tensor::splat(ty("f32[12,24]"), 1.5);
         let local = [rng.choose(&[12, 6, 4, 2]), rng.choose(&[24, 12, 8, 6, 4])];
@@ -281,13 +281,18 @@ fn free_dimensions_stand_for_any_part() {
         let given = [Given { layout: &layout, local: &local, is_zero: false }];
         let sum = Op::Reduce(altiplano_ir::op::Reduce { reducer: Reducer::Sum, dims: vec![1] });
         let reshape = Op::Reshape(altiplano_ir::op::Reshape { shape: vec![288] });
-        for op in [sum, reshape] {
+        let (start, limit, stride) = (vec![0, 6], vec![12, 12], vec![1, 1]);
+        let block = Op::Slice(altiplano_ir::op::Slice { start, limit, stride });
+        for op in [sum, reshape, block] {
             let result = op.infer(&[&whole.ty]).expect("a type");
             let types = [whole.ty.clone()];
             let global = Global { op: &op, operands: &types, result: &result };
             let Some(splits) = splits(global, &given, &mesh) else { continue };
-            let shape =
-                if result.rank() == 1 && result.shape[0] == 12 { vec![local[0]] } else { vec![local[0] * local[1]] };
+            let shape = match &op {
+                Op::Reduce(_) => vec![local[0]],
+                Op::Slice(_) => vec![local[0], local[1] / 4],
+                _ => vec![local[0] * local[1]],
+            };
             let local_op = op.resized(&[&local], &shape);
             let part = Tensor::splat(whole.ty.with_shape(local), 1.5);
             let values = run(&local_op, &mesh, &[vec![part; mesh.num_devices() as usize]]).expect("values");
@@ -296,10 +301,11 @@ fn free_dimensions_stand_for_any_part() {
                 let wrong = contradiction(&values, &expected, &after, &mesh);
                 assert_eq!(wrong, None, "{op:?} of {local:?} gives {}", after.text(&mesh));
                 checked += 1;
+                slices += usize::from(matches!(op, Op::Slice(_)));
             }
         }
     }
-    assert!(checked > 100, "{checked}");
+    assert!(checked > 100 && slices > 100, "{checked}, {slices} of slices");
 }
 
 /// Sums of two values, with shares of replicated scalars.

@@ -113,6 +113,22 @@ fn zeros_are_proved_to_be_zeros() {
     }
 }
 
+/// The cotangents of chunks are slices of one number, the scale of the loss, in all elements.
+#[test]
+fn losses_in_chunks_are_proved_when_they_are_scaled() {
+    let scratch = Scratch::new();
+    let config =
+        r#"{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 512}"#;
+    let file = scratch.file("config.json", config);
+    for degrees in [&["--dp", "8"][..], &["--dp", "4", "--tp", "2"], &["--dp", "2", "--pp", "2", "--tp", "2"]] {
+        let of_model = ["--seq", "64", "--cluster", "p3.16xlarge:1", "--global-batch", "64"];
+        let options = [&of_model[..], &["--precision", "f16", "--loss-chunks", "4"], degrees].concat();
+        let (plan, programs) = planned(&file, &options);
+        assert!(plan.loss_scale.is_some(), "{options:?}");
+        prove(&plan, &programs).unwrap_or_else(|gap| panic!("{options:?}: {gap}"));
+    }
+}
+
 /// BERT looks up masked positions in a table that a layer norm computes after residual connections.
 #[test]
 fn lookups_in_computed_tables_are_proved() {
