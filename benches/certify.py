@@ -19,7 +19,8 @@ import time
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from built import ROOT, binary
+
 PATIENCE = float(os.environ.get("PATIENCE", "900"))
 TARGET = os.environ.get("TARGET", "cuda:H100")
 SHARED = os.environ.get("ALTIPLANO_SHARED")
@@ -57,14 +58,6 @@ CASES = [
     ("llama-1b tp2", "llama-3.2-1b", 1, f"--seq 2048 --global-batch 16 --pp 1 --tp 2 {F32}"),
     ("bert-large dp8", "bert-large", 1, f"--global-batch 64 --seq 512 --pp 1 --tp 1 {BF16}"),
 ]
-
-
-def binary():
-    given = os.environ.get("ALTIPLANO")
-    if given:
-        return given
-    subprocess.run(["cargo", "build", "--release", "--quiet"], cwd=ROOT, check=True)
-    return str(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "altiplano")
 
 
 def model_of(name, folder):

@@ -20,17 +20,10 @@ import time
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from built import ROOT, binary
+
 CLUSTER = os.environ.get("CLUSTER", "dgx-h100:4")
 PATIENCE = float(os.environ.get("PATIENCE", "120"))
-
-
-def binary():
-    given = os.environ.get("ALTIPLANO")
-    if given:
-        return given
-    subprocess.run(["cargo", "build", "--release", "--quiet"], cwd=ROOT, check=True)
-    return str(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "altiplano")
 
 
 def weights(plan):

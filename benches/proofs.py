@@ -18,7 +18,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from built import binary
+
 PATIENCE = float(os.environ.get("PATIENCE", "60"))
 
 MODELS = {
@@ -29,14 +30,6 @@ CLUSTERS = [
     "p3.16xlarge:2", "p3.16xlarge:8", "dgx-a100:1", "dgx-a100:4", "dgx-h100:4", "dgx-h100:16",
     "p4d.24xlarge:1", "perlmutter:8", "p6-b200.48xlarge:2", "local:8",
 ]
-
-
-def binary():
-    given = os.environ.get("ALTIPLANO")
-    if given:
-        return given
-    subprocess.run(["cargo", "build", "--release", "--quiet"], cwd=ROOT, check=True)
-    return str(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "altiplano")
 
 
 def tried(altiplano, words, plan):

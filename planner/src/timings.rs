@@ -30,7 +30,7 @@ pub enum Phase {
 #[derive(Clone, Debug, PartialEq)]
 pub struct PhaseTime {
     pub phase: Phase,
-    /// What is counted in `times`.
+    /// The unit of `times`.
     pub unit: &'static str,
     /// Seconds of all threads.
     pub seconds: f64,
