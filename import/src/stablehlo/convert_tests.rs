@@ -434,6 +434,17 @@ fn refusals_name_the_place() {
             f32,
             "2:1: stablehlo.reduce: is declared to give a scalar, but gives f32[3]",
         ),
+        // Ops are converted after one that was given up halfway.
+        (
+            "%n = stablehlo.constant dense<2> : tensor<1xi32>\n\
+             %w = stablehlo.reshape %a : (tensor<2x3xf32>) -> tensor<1x6x1xf32>\n\
+             %0 = \"chlo.ragged_dot\"(%a, %w, %n) <{ragged_dot_dimension_numbers = #chlo.ragged_dot<\
+             lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [1], lhs_ragged_dimensions = [0], \
+             rhs_group_dimensions = [0]>}> : (tensor<2x3xf32>, tensor<1x6x1xf32>, tensor<1xi32>) -> tensor<2x1xf32>\n\
+             %r = stablehlo.tanh %s : tensor<f32>\nreturn %r : tensor<f32>",
+            f32,
+            "4:1: chlo.ragged_dot: dimensions that run together: sizes 3 and 6 must be equal",
+        ),
         (
             "%r = stablehlo.reshape %a : (tensor<2x3xf32>) -> tensor<7xf32>\nreturn %s : tensor<f32>",
             f32,

@@ -46,35 +46,32 @@ impl Converter<'_, '_> {
         let fits = left == 2 && ragged < 2 && of_lhs < 2 && of_rhs < right;
         let dtype = result_type(operation)?.dtype;
         let (lhs, rhs) = (self.converted(lhs, dtype)?, self.converted(rhs, dtype)?);
-        let before = self.graph.len();
-        let g = &mut self.graph;
-        let ends = array::cumulative(g, sizes, altiplano_ir::op::Reducer::Sum, 0, false)?;
-        let rows = g.shape(lhs).get(ragged).copied().unwrap_or(0);
-        let group = array::group_of_rows(g, ends, rows)?;
-        let made = match groups[..] {
+        let rows_by = match groups[..] {
             [of_group] if fits && right == 3 && ragged != of_lhs && of_group != of_rhs && of_group < 3 => {
-                let columns = 3 - of_group - of_rhs;
-                let x = array::permute(g, lhs, &[ragged, of_lhs])?;
-                // Matrices with columns before rows are used without a transposition.
-                let swapped = columns < of_rhs;
-                let order = if swapped { [of_group, columns, of_rhs] } else { [of_group, of_rhs, columns] };
-                let w = array::permute(g, rhs, &order)?;
-                let w = if swapped { array::permute(g, w, &[0, 2, 1])? } else { w };
-                array::grouped_dot(g, x, w, group)?
+                Some(of_group)
             }
-            [] if fits && right == 2 && ragged == of_lhs => {
+            [] if fits && right == 2 && ragged == of_lhs => None,
+            _ => return Err(Reject::Unsupported("of these dimensions")),
+        };
+        let made = self.arrays(|g| {
+            let ends = array::cumulative(g, sizes, altiplano_ir::op::Reducer::Sum, 0, false)?;
+            let rows = g.shape(lhs).get(ragged).copied().unwrap_or(0);
+            let group = array::group_of_rows(g, ends, rows)?;
+            let Some(of_group) = rows_by else {
                 let x = array::permute(g, lhs, &[ragged, 1 - ragged])?;
                 let y = array::permute(g, rhs, &[of_rhs, 1 - of_rhs])?;
                 let groups = g.shape(sizes)[0];
-                g.push(Op::GroupedOuter(GroupedOuter { groups, of: None }), &[x, y, group])?
-            }
-            _ => return Err(Reject::Unsupported("of these dimensions")),
-        };
-        let name = self.module.location_name(self.location).unwrap_or_default().to_owned();
-        for node in &mut self.graph.nodes[before..] {
-            node.name.clone_from(&name);
-            self.knowledge.note(node);
-        }
+                return g.push(Op::GroupedOuter(GroupedOuter { groups, of: None }), &[x, y, group]);
+            };
+            let columns = 3 - of_group - of_rhs;
+            let x = array::permute(g, lhs, &[ragged, of_lhs])?;
+            // Matrices with columns before rows are used without a transposition.
+            let swapped = columns < of_rhs;
+            let order = if swapped { [of_group, columns, of_rhs] } else { [of_group, of_rhs, columns] };
+            let w = array::permute(g, rhs, &order)?;
+            let w = if swapped { array::permute(g, w, &[0, 2, 1])? } else { w };
+            array::grouped_dot(g, x, w, group)
+        })?;
         Ok(vec![made])
     }
 

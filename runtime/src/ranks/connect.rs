@@ -231,7 +231,7 @@ impl Address {
 }
 
 /// Reads into `heard` until it has `needed` bytes. False if more have yet to arrive.
-fn read_to(stream: &mut impl Read, heard: &mut Vec<u8>, needed: usize) -> Result<bool, Error> {
+pub(super) fn read_to(stream: &mut impl Read, heard: &mut Vec<u8>, needed: usize) -> Result<bool, Error> {
     let mut buffer = [0; TITLE.len() + NONCE + HEAD + LONGEST_NAME];
     while heard.len() < needed {
         let wanted = (needed - heard.len()).min(buffer.len());

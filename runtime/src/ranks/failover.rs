@@ -46,7 +46,7 @@ pub(super) struct Failover<R: Reach> {
 }
 
 /// Time limit for an answer. The asked ranks notice the same loss, from heartbeats sent at the same moment.
-const ANSWER: Duration = Duration::from_millis(1500);
+const ANSWER: Duration = Duration::from_millis(2500);
 /// Time for which the reporting rank waits for others to ask, and for which these wait for its report.
 const LINGER: Duration = Duration::from_secs(2);
 /// Number of hosts of which a rank is asked, besides one's own.

@@ -7,8 +7,10 @@
 //!
 //! No process decides alone what the others must do too: signals, checkpoints and losses are agreed on through the [`World`].
 
+mod call;
 pub mod connect;
 mod failover;
+mod gather;
 mod hub;
 pub mod place;
 pub mod rendezvous;

@@ -6,16 +6,14 @@
 //! error. Nothing else goes through the directory, since cluster file systems show files late.
 
 use crate::error::{RendezvousError, RuntimeError, WatchError};
-use crate::files;
-use crate::ranks::connect::{Address, Channel, Hello, Hub, Listen, Network, host_name};
+use crate::ranks::call::Call;
+use crate::ranks::connect::{Hello, Hub, Listen, Network, host_name};
+use crate::ranks::gather::{First, Member, Met, Other, Surroundings};
 use crate::ranks::hub::HubLinks;
 use crate::ranks::watch::{Ends, Peer, Watch};
 use crate::ranks::world::World;
-use std::collections::BTreeMap;
-use std::fs::DirBuilder;
-use std::io::{Error, ErrorKind, Read, Write};
+use std::io::{Error, Write};
 use std::net::TcpStream;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -117,82 +115,46 @@ impl Place {
     }
 }
 
-/// The content of the first process's file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Call {
-    address: Address,
-    pid: u32,
-    host: String,
-}
-
-/// The first line of the file, with the version of the protocol on the connections.
-const TITLE: &str = "altiplano rendezvous 2";
-
-/// Limit on the length of the file.
-const LONGEST_CALL: u64 = 1 << 16;
-
 /// Polling interval.
 const TURN: Duration = Duration::from_millis(20);
-/// Extra time for the first process to report a timeout to all.
-const LAST_WORDS: Duration = Duration::from_secs(10);
-/// The final message of the first process: all are there, with their hosts, or there is no run.
-const GO: u8 = 1;
-/// Bytes of a host's name and the end of its line.
-const LONGEST_HOST: usize = 256;
-const ENDED: u8 = 0;
 
-impl Call {
-    fn encode(&self) -> String {
-        format!("{TITLE}\n{}\n{}\n{}\n", self.address.encode(), self.pid, self.host)
-    }
-
-    fn decode(text: &str) -> Option<Call> {
-        let mut lines = text.lines();
-        lines.next().filter(|&title| title == TITLE)?;
-        let (address, pid) = (Address::decode(lines.next()?)?, lines.next()?.parse().ok()?);
-        Some(Call { address, pid, host: lines.next()?.to_string() })
-    }
-
-    /// Reads the file, if it is there, complete, and this user's alone.
-    fn read(file: &Path) -> Option<Call> {
-        let open = files::open(file).ok()?;
-        // Other writers could name another hub, and other readers could join.
-        let found = open.metadata().ok()?;
-        if found.uid() != nix::unistd::geteuid().as_raw() || found.mode() & 0o077 != 0 {
-            return None;
-        }
-        let mut text = String::new();
-        open.take(LONGEST_CALL).read_to_string(&mut text).ok()?;
-        Call::decode(&text)
-    }
-
-    /// Writes the file atomically: a reader sees the old file or the complete new one. Only this user can read it, and
-    /// enter folders that are created for it.
-    fn write(&self, file: &Path) -> std::io::Result<()> {
-        let folder = file.parent().unwrap_or(Path::new("."));
-        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        let mut beside = tempfile::Builder::new().prefix(".rank-0.").tempfile_in(folder)?;
-        beside.write_all(self.encode().as_bytes())?;
-        beside.as_file().sync_all()?;
-        beside.persist(file).map(drop).map_err(|error| error.error)
-    }
+/// The shared directory, and connections over TCP. A request is answered before it returns.
+struct OverTcp {
+    file: PathBuf,
+    /// Where the first process listens.
+    hub: Option<Hub>,
+    answer: Option<Result<TcpStream, WatchError>>,
 }
 
-/// One process during the rendezvous.
-struct Meeting<'a> {
-    place: &'a Place,
-    directory: &'a Path,
-    timeout: Duration,
-    start: Instant,
-    host: String,
-    listen: Listen,
-}
+impl Surroundings for OverTcp {
+    type Stream = TcpStream;
 
-/// The hosts by rank, and this process's connections for the watch and for words.
-struct Met {
-    hosts: Vec<String>,
-    watch: Vec<(usize, TcpStream)>,
-    words: Vec<TcpStream>,
+    fn call(&mut self) -> Option<Call> {
+        Call::read(&self.file)
+    }
+
+    fn publish(&mut self, call: &Call) -> Result<(), Error> {
+        call.write(&self.file)
+    }
+
+    fn ask(&mut self, call: &Call, hello: &Hello) {
+        let unblocked = |stream: TcpStream| match stream.set_nonblocking(true) {
+            Ok(()) => Ok(stream),
+            Err(error) => Err(WatchError::Listen(error)),
+        };
+        self.answer = Some(call.address.connect(hello).and_then(unblocked));
+    }
+
+    fn answer(&mut self) -> Option<Result<TcpStream, WatchError>> {
+        self.answer.take()
+    }
+
+    fn greeted(&mut self) -> Result<Option<(Hello, TcpStream)>, Error> {
+        let Some(hub) = &self.hub else { return Ok(None) };
+        let next = hub.next()?;
+        next.iter().try_for_each(|(_, stream)| stream.set_nonblocking(true))?;
+        Ok(next)
+    }
 }
 
 /// Waits until all processes of the run have found each other, then starts to watch them.
@@ -200,250 +162,63 @@ pub fn meet(place: &Place, rendezvous: &Rendezvous, lost_after: Duration, ends: 
     let Rendezvous { directory, timeout, listen } = rendezvous;
     let within = listen.map(Listen::Within);
     let listens = |is_local| within.unwrap_or(if is_local { Listen::Loopback } else { Listen::Everywhere });
-    let (start, host, listen) = (Instant::now(), host_name(), listens(place.is_local));
-    let meeting = Meeting { place, directory, timeout: *timeout, start, host, listen };
-    let failed = |error| RuntimeError::Rendezvous(Box::new(error));
-    let Met { hosts, watch, words } = match place.rank {
-        0 => meeting.as_first()?,
-        _ => meeting.as_other().map_err(failed)?,
+    let &Place { rank, size, is_local, .. } = place;
+    let (pid, host, directory) = (std::process::id(), host_name(), directory.clone());
+    let file = place.file(&directory);
+    let me = Member { rank, size, pid, host, directory, timeout: *timeout, start: Instant::now() };
+    let Met { hosts, watch, words } = match rank {
+        0 => gather(me, file, listens(is_local))?,
+        _ => join(me, file).map_err(|error| RuntimeError::Rendezvous(Box::new(error)))?,
     };
     let first_on = |host: &String| hosts.iter().position(|other| other == host).unwrap_or(0);
     let nodes: Vec<usize> = hosts.iter().map(first_on).collect();
     let at = listens(nodes.iter().all(|&node| node == 0));
     let peers = hosts.iter().cloned().enumerate().map(|(rank, host)| Peer { rank, host }).collect();
     let watch_error = |error: WatchError| RuntimeError::Watch(Box::new(error));
-    let hub_links =
-        HubLinks::new(place.rank, place.size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
-    let watch = Watch::start(place.rank, peers, watch, lost_after, ends).map_err(watch_error)?;
+    let hub_links = HubLinks::new(rank, size, words).map_err(|error| watch_error(WatchError::Listen(error)))?;
+    let watch = Watch::start(rank, peers, watch, lost_after, ends).map_err(watch_error)?;
     World::new(Box::new(hub_links), watch, nodes, at)
 }
 
-impl Meeting<'_> {
-    fn hello(&self, channel: Channel) -> Hello {
-        let Place { rank, size, .. } = *self.place;
-        Hello { channel, rank, size, pid: std::process::id(), host: self.host.clone() }
+/// Waits for all others as the first process, and tells them the outcome.
+fn gather(me: Member, file: PathBuf, listen: Listen) -> Result<Met<TcpStream>, RuntimeError> {
+    let hub = Hub::listen(listen).map_err(|error| RuntimeError::Watch(Box::new(error)))?;
+    let call = Call { address: hub.address.clone(), pid: me.pid, host: me.host.clone() };
+    let around = OverTcp { file: file.clone(), hub: Some(hub), answer: None };
+    let mut first = First::new(me, around, call.clone());
+    let done = loop {
+        match first.turn(Instant::now()) {
+            Ok(false) => std::thread::sleep(TURN),
+            Ok(true) => break Ok(()),
+            Err(error) => break Err(error),
+        }
+    };
+    // Remove the file, so that no other process finds it. By now it may belong to another run.
+    if Call::read(&file) == Some(call) {
+        let _ = std::fs::remove_file(&file);
     }
-
-    fn is_over(&self) -> bool {
-        self.start.elapsed() > self.timeout
-    }
-
-    fn as_first(&self) -> Result<Met, RuntimeError> {
-        let failed = |error| RuntimeError::Rendezvous(Box::new(error));
-        let file = self.place.file(self.directory);
-        if let Some(Call { address, pid, host }) = Call::read(&file)
-            && address.connect(&self.hello(Channel::Probe)).is_ok()
-        {
-            return Err(failed(RendezvousError::Taken { directory: self.directory.to_path_buf(), pid, host }));
-        }
-        let hub = Hub::listen(self.listen).map_err(|error| RuntimeError::Watch(Box::new(error)))?;
-        let call = Call { address: hub.address.clone(), pid: std::process::id(), host: self.host.clone() };
-        call.write(&file).map_err(|error| {
-            let (host, directory) = (self.host.clone(), self.directory.to_path_buf());
-            failed(RendezvousError::Write { rank: 0, host, directory, error })
-        })?;
-        let mut come = BTreeMap::new();
-        let done = self.wait_for_all(&hub, &call, &file, &mut come);
-        // Remove the file, so that no other process finds it. By now it may belong to another run.
-        if Call::read(&file).as_ref() == Some(&call) {
-            let _ = std::fs::remove_file(&file);
-        }
-        let mut hosts = vec![self.host.clone(); self.place.size];
-        for ((rank, _), (hello, _)) in &come {
-            hosts[*rank].clone_from(&hello.host);
-        }
-        let (mut watch, mut words) = (Vec::new(), Vec::new());
-        for ((rank, channel), (_, stream)) in come {
-            match channel {
-                Channel::Words => words.push(stream),
-                _ => watch.push((rank, stream)),
-            }
-        }
-        let said = if done.is_ok() { verdict(GO, &hosts.join("\n")) } else { verdict(ENDED, "") };
-        let told = words.iter().try_for_each(|mut stream| {
-            stream.set_nonblocking(false)?;
-            stream.write_all(&said)
-        });
-        done.map_err(failed)?;
+    let (met, message) = first.end(done.is_ok());
+    for mut stream in &met.words {
         // The watch notices a process that is gone now.
-        drop(told);
-        Ok(Met { hosts, watch, words })
+        let _ = stream.set_nonblocking(false).and_then(|()| stream.write_all(&message));
     }
-
-    /// Accepts connections until all ranks have both of theirs.
-    fn wait_for_all(
-        &self,
-        hub: &Hub,
-        call: &Call,
-        file: &Path,
-        come: &mut BTreeMap<(usize, Channel), (Hello, TcpStream)>,
-    ) -> Result<(), RendezvousError> {
-        let size = self.place.size;
-        let directory = || self.directory.to_path_buf();
-        while come.len() < 2 * (size - 1) {
-            let next = hub.next().map_err(|error| RendezvousError::Listen { host: self.host.clone(), error })?;
-            if let Some((hello, stream)) = next {
-                let Hello { channel, rank, size: found, .. } = hello;
-                if channel == Channel::Probe {
-                    continue;
-                }
-                // Tell a refused process that there is no run.
-                let refused = || (&stream).write_all(&verdict(ENDED, ""));
-                if found != size || rank >= size {
-                    let _ = refused();
-                    let host = hello.host;
-                    return Err(RendezvousError::Size { rank, host, found, size, directory: directory() });
-                }
-                let earlier = match (rank, come.get(&(rank, channel))) {
-                    (0, _) => Some((call.pid, call.host.clone())),
-                    (_, earlier) => earlier.map(|(earlier, _)| (earlier.pid, earlier.host.clone())),
-                };
-                let second = (hello.pid, hello.host.clone());
-                // A process that did not receive the answer in time connects again.
-                if let Some(first) = earlier.filter(|first| *first != second) {
-                    let _ = refused();
-                    return Err(RendezvousError::Twice { rank, directory: directory(), first, second });
-                }
-                come.insert((rank, channel), (hello, stream));
-                continue;
-            }
-            // No process sends anything at this stage, so data means a closed connection.
-            if let Some((hello, _)) = come.values().find(|(_, stream)| is_heard(stream)) {
-                let (rank, host) = (hello.rank, hello.host.clone());
-                return Err(RendezvousError::Gone { rank, host, size, directory: directory() });
-            }
-            match Call::read(file) {
-                Some(other) if other != *call => {
-                    let Call { pid, host, .. } = other;
-                    return Err(RendezvousError::Taken { directory: directory(), pid, host });
-                }
-                _ => {}
-            }
-            if self.is_over() {
-                let is_whole = |rank| [Channel::Watch, Channel::Words].iter().all(|&c| come.contains_key(&(rank, c)));
-                let missing = (1..size).filter(|&rank| !is_whole(rank)).collect();
-                let seconds = self.timeout.as_secs();
-                return Err(RendezvousError::Missing { missing, size, directory: directory(), seconds });
-            }
-            std::thread::sleep(TURN);
-        }
-        Ok(())
-    }
-
-    fn as_other(&self) -> Result<Met, RendezvousError> {
-        let file = self.place.file(self.directory);
-        let mut found: Option<(Call, WatchError)> = None;
-        loop {
-            if let Some(call) = Call::read(&file) {
-                match call.address.connect(&self.hello(Channel::Words)) {
-                    Ok(words) => {
-                        let watch = self.second_connection(&call, &words);
-                        return self.wait_for_first(call, watch, words);
-                    }
-                    // The file may be stale until this run's first process has written its own.
-                    Err(error) => found = Some((call, error)),
-                }
-            }
-            if self.is_over() {
-                let (rank, host, directory) = (self.place.rank, self.host.clone(), self.directory.to_path_buf());
-                let seconds = self.timeout.as_secs();
-                return Err(match found {
-                    None => RendezvousError::NoFirst { rank, host, directory, seconds },
-                    Some((call, error)) => self.unreachable(call, error),
-                });
-            }
-            std::thread::sleep(TURN);
-        }
-    }
-
-    /// Opens the connection for the watch, unless the first process has announced on the other that there is no run.
-    fn second_connection(&self, call: &Call, words: &TcpStream) -> Result<TcpStream, WatchError> {
-        loop {
-            match call.address.connect(&self.hello(Channel::Watch)) {
-                Err(WatchError::Join { .. }) if !self.is_over() && !is_heard(words) => std::thread::sleep(TURN),
-                done => return done,
-            }
-        }
-    }
-
-    fn unreachable(&self, call: Call, error: WatchError) -> RendezvousError {
-        RendezvousError::Unreachable {
-            rank: self.place.rank,
-            host: self.host.clone(),
-            directory: self.directory.to_path_buf(),
-            seconds: self.start.elapsed().as_secs(),
-            first_host: call.host,
-            first_pid: call.pid,
-            error: Box::new(error),
-        }
-    }
-
-    /// Waits for the other processes after the first process has accepted this one.
-    fn wait_for_first(
-        &self,
-        call: Call,
-        watch: Result<TcpStream, WatchError>,
-        mut words: TcpStream,
-    ) -> Result<Met, RendezvousError> {
-        let longest = self.place.size.saturating_mul(LONGEST_HOST);
-        let limit = words.set_read_timeout(Some(self.timeout.saturating_add(LAST_WORDS)));
-        let heard = limit.and_then(|()| heard(&mut words, longest));
-        match heard {
-            Ok((GO, text)) => {
-                let hosts: Vec<String> = text.split('\n').map(String::from).collect();
-                match watch {
-                    Ok(watch) if hosts.len() == self.place.size => {
-                        Ok(Met { hosts, watch: vec![(0, watch)], words: vec![words] })
-                    }
-                    Ok(_) => Err(self.unreachable(call, WatchError::NoAddress)),
-                    Err(error) => Err(self.unreachable(call, error)),
-                }
-            }
-            Ok(_) => Err(RendezvousError::Ended),
-            Err(error) if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) => {
-                let host = call.address.hosts.first().copied().unwrap_or([0, 0, 0, 0].into());
-                Err(self.unreachable(call, WatchError::Join { host, error: ErrorKind::TimedOut.into() }))
-            }
-            Err(_) => {
-                let (size, directory) = (self.place.size, self.directory.to_path_buf());
-                Err(RendezvousError::Gone { rank: 0, host: call.host, size, directory })
-            }
-        }
-    }
+    done.map(|()| met).map_err(|error| RuntimeError::Rendezvous(Box::new(error)))
 }
 
-/// Encodes the final message of the first process, with its length.
-fn verdict(kind: u8, text: &str) -> Vec<u8> {
-    [&[kind][..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
-}
-
-/// Reads such a message with a text of at most `longest` bytes.
-fn heard(from: &mut TcpStream, longest: usize) -> Result<(u8, String), Error> {
-    let mut head = [0; 5];
-    from.read_exact(&mut head)?;
-    let length = u32::from_le_bytes([head[1], head[2], head[3], head[4]]) as usize;
-    if length > longest {
-        return Err(ErrorKind::InvalidData.into());
-    }
-    let mut text = vec![0; length];
-    from.read_exact(&mut text)?;
-    Ok((head[0], String::from_utf8_lossy(&text).into_owned()))
-}
-
-/// Returns whether there is something to read, be it only the end of the connection.
-fn is_heard(stream: &TcpStream) -> bool {
-    let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
-    let back = stream.set_nonblocking(false);
-    match looked.and(back) {
-        Ok(()) => true,
-        Err(error) => ![ErrorKind::WouldBlock, ErrorKind::Interrupted].contains(&error.kind()),
+/// Waits for the first process and the others.
+fn join(me: Member, file: PathBuf) -> Result<Met<TcpStream>, RendezvousError> {
+    let mut other = Other::new(me, OverTcp { file, hub: None, answer: None });
+    loop {
+        match other.turn(Instant::now())? {
+            Some(met) => return Ok(met),
+            None => std::thread::sleep(TURN),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
 
     fn of(variables: &[(&str, &str)]) -> Result<Option<Place>, RendezvousError> {
         Place::of(|name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
@@ -487,26 +262,5 @@ mod tests {
     fn names_of_runs_stay_in_the_directory() {
         let place = Place { rank: 1, size: 2, run: Some("../a b/7".to_string()), shared: None, is_local: false };
         assert_eq!(place.file(Path::new("d")), Path::new("d/rank-0-.._a_b_7"));
-    }
-
-    #[test]
-    fn calls_are_read_as_they_were_written() {
-        let address = Address { hosts: vec!["10.0.0.7".parse().expect("an address")], port: 4, token: [9; 16] };
-        let call = Call { address, pid: 17, host: "node-b".to_string() };
-        assert_eq!(Call::decode(&call.encode()), Some(call.clone()));
-        for cut in ["altiplano rendezvous 1", "", "altiplano rendezvous 2\n"] {
-            assert_eq!(Call::decode(cut), None);
-        }
-        let folder = std::env::temp_dir().join(format!("altiplano-call-{}", std::process::id()));
-        let file = folder.join("deeper/rank-0");
-        call.write(&file).expect("it is written");
-        assert_eq!(Call::read(&file), Some(call));
-        // Nobody else may know the token, and a file of which others could know it is not believed.
-        let mode = |path: &Path| std::fs::metadata(path).expect("it is there").mode() & 0o777;
-        assert_eq!([mode(&file), mode(&folder), mode(&folder.join("deeper"))], [0o600, 0o700, 0o700]);
-        std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).expect("it is ours");
-        assert_eq!(Call::read(&file), None);
-        assert_eq!(std::fs::read_dir(folder.join("deeper")).expect("a folder").count(), 1);
-        std::fs::remove_dir_all(folder).expect("it goes");
     }
 }

@@ -1,265 +1,26 @@
-//! The watch, failover and greetings of all ranks in one thread, over a simulated network and clock.
+//! The watch and failover of all ranks, among strangers and faults: processes that are killed, stopped or late, hosts that
+//! are cut off, failures of a rank.
 //!
-//! A seed draws hosts, ranks, latencies, strangers and faults: processes that are killed, stopped or late, hosts that
-//! are cut off, failures of a rank. Each run is checked: every rank that is left ends in time, each side of the network
-//! says once who is lost, it names nobody who is not, and no stranger is ever taken for a rank.
+//! Every rank that is left ends in time, each side of the network says once who is lost, it names nobody who is not, and
+//! no stranger is ever taken for a rank.
 
-use crate::ranks::connect::{Channel, Greetings, Hello, Joining, TOKEN};
+use crate::ranks::connect::{Greetings, TOKEN};
 use crate::ranks::failover::{Failover, Reach};
+use crate::ranks::simulated::network::{
+    Connecting, Network, Random, SharedNetwork, Stranger, Stream, accept, hello, network,
+};
 use crate::ranks::watch::{Ends, Link, Peer, Shared, Watcher};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::io::{Error, ErrorKind, Read, Write};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// Silence after which a rank is lost: the command line's default.
 const LOST_AFTER: Duration = Duration::from_secs(6);
 /// Time limit for all ranks to end after a fault.
 const LIMIT_MS: u64 = 11_000;
-/// Time limit for a host to accept a connection.
-const ACCEPT_MS: u64 = 1_000;
-/// Time limit for a greeting.
-const GREETING_MS: u64 = 5_000;
-/// Rank that strangers claim.
-const STRANGER: usize = 99;
-
-struct Random(u64);
-
-impl Random {
-    /// SplitMix64.
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number of `low..=high`.
-    fn within(&mut self, low: u64, high: u64) -> u64 {
-        low + self.next() % (high - low + 1)
-    }
-
-    fn one_in(&mut self, n: u64) -> bool {
-        self.next().is_multiple_of(n)
-    }
-}
-
-/// A part of the data in one direction of a connection.
-enum Segment {
-    Bytes(Vec<u8>),
-    End,
-    /// The other side closed its end with data unread, so that it sends nothing again.
-    Reset,
-}
-
-/// One direction of a connection.
-struct Pipe {
-    from: usize,
-    to: usize,
-    /// With the time of arrival; `None` while the hosts cannot reach each other.
-    segments: VecDeque<(Option<u64>, Segment)>,
-    reset: bool,
-    ended: bool,
-}
-
-/// The network, and the time.
-struct Network {
-    random: Random,
-    start: Instant,
-    now_ms: u64,
-    host_of: Vec<usize>,
-    /// Hosts that are cut off from all others, which reach each other.
-    cut_off: BTreeSet<usize>,
-    pipes: Vec<Pipe>,
-    /// Connections that a process has yet to accept, with their time of arrival.
-    arriving: Vec<VecDeque<(u64, Stream)>>,
-    /// Processes that have ended: their hosts refuse connections.
-    ended: BTreeSet<usize>,
-    /// A message in so many is late.
-    late_one_in: u64,
-}
-
-type SharedNetwork = Arc<Mutex<Network>>;
-
-fn network(net: &SharedNetwork) -> MutexGuard<'_, Network> {
-    net.lock().expect("one thread")
-}
-
-impl Network {
-    fn now(&self) -> Instant {
-        self.start + Duration::from_millis(self.now_ms)
-    }
-
-    /// The host of a process. Strangers have the first.
-    fn host(&self, process: usize) -> usize {
-        self.host_of.get(process).copied().unwrap_or(0)
-    }
-
-    fn reaches(&self, a: usize, b: usize) -> bool {
-        let [a, b] = [a, b].map(|process| self.host(process));
-        a == b || self.cut_off.contains(&a) == self.cut_off.contains(&b)
-    }
-
-    fn latency_ms(&mut self, a: usize, b: usize) -> u64 {
-        if self.random.one_in(self.late_one_in) {
-            return self.random.within(50, 900);
-        }
-        let most = if self.host(a) == self.host(b) { 1 } else { 20 };
-        self.random.within(0, most)
-    }
-
-    fn send(&mut self, pipe: usize, segment: Segment) {
-        let (from, to) = (self.pipes[pipe].from, self.pipes[pipe].to);
-        let at = self.reaches(from, to).then(|| self.now_ms + self.latency_ms(from, to));
-        let segments = &mut self.pipes[pipe].segments;
-        // Bytes of a connection arrive in order.
-        let at = match segments.back() {
-            Some((last, _)) => last.zip(at).map(|(last, at)| at.max(last)),
-            None => at,
-        };
-        segments.push_back((at, segment));
-    }
-
-    /// Cuts hosts off: what has not arrived is sent again later.
-    fn cut(&mut self, hosts: BTreeSet<usize>) {
-        self.cut_off = hosts;
-        for p in 0..self.pipes.len() {
-            let (from, to) = (self.pipes[p].from, self.pipes[p].to);
-            if !self.reaches(from, to) {
-                let late = self.pipes[p].segments.iter_mut().filter(|(at, _)| at.is_none_or(|at| at > self.now_ms));
-                late.for_each(|(at, _)| *at = None);
-            }
-        }
-    }
-
-    /// Lets all hosts reach each other. TCP sends again after a while.
-    fn heal(&mut self) {
-        self.cut_off.clear();
-        for p in 0..self.pipes.len() {
-            let again = self.now_ms + self.random.within(0, 1_000);
-            self.pipes[p].segments.iter_mut().filter(|(at, _)| at.is_none()).for_each(|(at, _)| *at = Some(again));
-        }
-    }
-
-    /// Returns whether data that has arrived on a pipe is unread.
-    fn has_unread(&self, pipe: usize) -> bool {
-        let arrived = |(at, segment): &(Option<u64>, Segment)| {
-            at.is_some_and(|at| at <= self.now_ms) && matches!(segment, Segment::Bytes(_))
-        };
-        self.pipes[pipe].segments.iter().any(arrived)
-    }
-}
-
-/// One end of a simulated connection, which does not block. It closes when it is dropped.
-struct Stream {
-    network: SharedNetwork,
-    incoming: usize,
-    outgoing: usize,
-}
-
-impl Stream {
-    /// Both ends of a connection.
-    fn pair(net: &SharedNetwork, near: usize, far: usize) -> (Stream, Stream) {
-        let mut network = network(net);
-        let first = network.pipes.len();
-        for (from, to) in [(near, far), (far, near)] {
-            network.pipes.push(Pipe { from, to, segments: VecDeque::new(), reset: false, ended: false });
-        }
-        let end = |incoming, outgoing| Stream { network: net.clone(), incoming, outgoing };
-        (end(first + 1, first), end(first, first + 1))
-    }
-}
-
-impl Read for Stream {
-    fn read(&mut self, buffer: &mut [u8]) -> Result<usize, Error> {
-        let mut network = network(&self.network);
-        let now_ms = network.now_ms;
-        let pipe = &mut network.pipes[self.incoming];
-        let arrived = |at: &Option<u64>| at.is_some_and(|at| at <= now_ms);
-        if pipe.reset {
-            return Err(ErrorKind::ConnectionReset.into());
-        }
-        if pipe.ended {
-            return Ok(0);
-        }
-        match pipe.segments.front_mut() {
-            Some((at, Segment::Bytes(bytes))) if arrived(at) => {
-                let taken = bytes.len().min(buffer.len());
-                buffer[..taken].copy_from_slice(&bytes[..taken]);
-                bytes.drain(..taken);
-                if bytes.is_empty() {
-                    pipe.segments.pop_front();
-                }
-                Ok(taken)
-            }
-            Some((at, Segment::End)) if arrived(at) => {
-                pipe.ended = true;
-                Ok(0)
-            }
-            Some((at, Segment::Reset)) if arrived(at) => {
-                pipe.reset = true;
-                Err(ErrorKind::ConnectionReset.into())
-            }
-            _ => Err(ErrorKind::WouldBlock.into()),
-        }
-    }
-}
-
-impl Write for Stream {
-    fn write(&mut self, bytes: &[u8]) -> Result<usize, Error> {
-        let mut network = network(&self.network);
-        if network.pipes[self.incoming].reset {
-            return Err(ErrorKind::BrokenPipe.into());
-        }
-        network.send(self.outgoing, Segment::Bytes(bytes.to_vec()));
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> Result<(), Error> {
-        Ok(())
-    }
-}
-
-impl Drop for Stream {
-    fn drop(&mut self) {
-        let Ok(mut network) = self.network.lock() else { return };
-        let mut segment = Segment::End;
-        if network.has_unread(self.incoming) {
-            network.pipes[self.outgoing].segments.retain(|(at, _)| at.is_some());
-            segment = Segment::Reset;
-        }
-        network.send(self.outgoing, segment);
-    }
-}
 
 fn token(rank: usize) -> [u8; TOKEN] {
     [rank as u8 + 1; TOKEN]
-}
-
-/// Connects a process to a rank: a stream that may be used later, or `None` if the rank refuses or cannot be reached.
-struct Dialing {
-    rank: usize,
-    /// When the outcome is known, and whether the connection stands then.
-    known_ms: u64,
-    stream: Option<Stream>,
-}
-
-impl Dialing {
-    fn new(net: &SharedNetwork, from: usize, rank: usize) -> Dialing {
-        let mut locked = network(net);
-        if !locked.reaches(from, rank) {
-            return Dialing { rank, known_ms: locked.now_ms + ACCEPT_MS, stream: None };
-        }
-        let known_ms = locked.now_ms + locked.latency_ms(from, rank);
-        if locked.ended.contains(&rank) {
-            return Dialing { rank, known_ms, stream: None };
-        }
-        drop(locked);
-        let (near, far) = Stream::pair(net, from, rank);
-        network(net).arriving[rank].push_back((known_ms, far));
-        Dialing { rank, known_ms, stream: Some(near) }
-    }
 }
 
 /// A rank's connections for failover.
@@ -267,97 +28,28 @@ struct Simulated {
     network: SharedNetwork,
     me: usize,
     size: usize,
-    dialing: Vec<Dialing>,
-    joining: Vec<(u64, Joining<Stream>)>,
+    connecting: Vec<Connecting>,
     greetings: Greetings<Stream>,
-}
-
-fn hello(rank: usize, size: usize) -> Hello {
-    Hello { channel: Channel::Watch, rank, size, pid: rank as u32, host: String::new() }
 }
 
 impl Reach for Simulated {
     type Stream = Stream;
 
     fn ask(&mut self, rank: usize) {
-        self.dialing.push(Dialing::new(&self.network, self.me, rank));
+        let hello = hello(self.me, self.size);
+        self.connecting.push(Connecting::new(&self.network, self.me, rank, token(rank), hello));
     }
 
     fn answer(&mut self) -> Option<Option<Stream>> {
-        let now_ms = network(&self.network).now_ms;
-        if let Some(d) = self.dialing.iter().position(|dialing| dialing.known_ms <= now_ms) {
-            let Dialing { rank, stream, .. } = self.dialing.swap_remove(d);
-            let joining = stream.and_then(|stream| Joining::new(stream, token(rank), &hello(self.me, self.size)).ok());
-            match joining {
-                Some(joining) => self.joining.push((now_ms + GREETING_MS, joining)),
-                None => return Some(None),
-            }
-        }
-        for j in 0..self.joining.len() {
-            let (until_ms, joining) = &mut self.joining[j];
-            match joining.go_on() {
-                Ok(true) => return Some(Some(self.joining.swap_remove(j).1.stream)),
-                Ok(false) if now_ms < *until_ms => {}
-                Ok(false) | Err(_) => {
-                    self.joining.swap_remove(j);
-                    return Some(None);
-                }
-            }
-        }
-        None
+        let known = (0..self.connecting.len()).find_map(|c| Some((c, self.connecting[c].outcome()?)));
+        known.map(|(c, outcome)| {
+            self.connecting.swap_remove(c);
+            outcome
+        })
     }
 
     fn asked_by(&mut self) -> Option<(usize, Stream)> {
         accept(&self.network, self.me, &mut self.greetings).map(|(hello, stream)| (hello.rank, stream))
-    }
-}
-
-/// Goes on with the greetings of a rank's hub.
-fn accept(net: &SharedNetwork, rank: usize, greetings: &mut Greetings<Stream>) -> Option<(Hello, Stream)> {
-    let mut locked = network(net);
-    let (now, now_ms) = (locked.now(), locked.now_ms);
-    let (come, later) = std::mem::take(&mut locked.arriving[rank]).into_iter().partition(|(at, _)| *at <= now_ms);
-    locked.arriving[rank] = later;
-    drop(locked);
-    let come: VecDeque<(u64, Stream)> = come;
-    come.into_iter().for_each(|(_, stream)| greetings.begin(stream, now));
-    let greeted = greetings.next(now);
-    assert!(greeted.as_ref().is_none_or(|(hello, _)| hello.rank != STRANGER), "a stranger is taken for a rank");
-    greeted
-}
-
-/// A process that is no rank, and does not know the token.
-struct Stranger {
-    stream: Stream,
-    /// Sends back what it hears.
-    echoes: bool,
-}
-
-impl Stranger {
-    fn new(net: &SharedNetwork, rank: usize) -> Option<Stranger> {
-        let mut stream = Dialing::new(net, STRANGER, rank).stream?;
-        let kind = network(net).random.within(0, 3);
-        let noise: Vec<u8> = (0..80).map(|_| network(net).random.next() as u8).collect();
-        match kind {
-            // It connects and says nothing, sends noise, or greets with another token.
-            0 => {}
-            1 => drop(stream.write(&noise)),
-            _ => {
-                let joining = Joining::new(stream, [0; TOKEN], &hello(STRANGER, 2)).ok()?;
-                return Some(Stranger { stream: joining.stream, echoes: kind == 2 });
-            }
-        }
-        Some(Stranger { stream, echoes: kind == 0 })
-    }
-
-    fn turn(&mut self) {
-        let mut buffer = [0; 256];
-        if let Ok(n @ 1..) = self.stream.read(&mut buffer)
-            && self.echoes
-        {
-            // A hub's challenge ends with its proof, which must not pass for a rank's.
-            let _ = self.stream.write(&buffer[n.saturating_sub(32)..n]);
-        }
     }
 }
 
@@ -457,21 +149,7 @@ struct Run {
 impl Run {
     /// Lets all ranks join the first one, among strangers, and starts their watches.
     fn new(seed: u64, hosts: &[usize], finishes_at_ms: u64) -> Run {
-        let mut random = Random(seed);
-        let late_one_in = if random.one_in(2) { u64::MAX } else { 40 };
-        let size = hosts.len();
-        let network = Network {
-            random,
-            start: Instant::now(),
-            now_ms: 0,
-            host_of: hosts.to_vec(),
-            cut_off: BTreeSet::new(),
-            pipes: Vec::new(),
-            arriving: (0..size).map(|_| VecDeque::new()).collect(),
-            ended: BTreeSet::new(),
-            late_one_in,
-        };
-        let network = Arc::new(Mutex::new(network));
+        let network = Network::new(Random(seed), hosts.to_vec());
         let (processes, strangers, record) = (Vec::new(), Vec::new(), Arc::default());
         let mut run = Run { network, hosts: hosts.to_vec(), processes, strangers, record };
         for (reach, links) in run.joined() {
@@ -492,8 +170,7 @@ impl Run {
             network: self.network.clone(),
             me,
             size,
-            dialing: Vec::new(),
-            joining: Vec::new(),
+            connecting: Vec::new(),
             greetings: Greetings::new(token(me)),
         };
         let mut all: Vec<(Simulated, Vec<(usize, Stream)>)> = (0..size).map(|me| (reach(me), Vec::new())).collect();
@@ -561,11 +238,7 @@ impl Run {
 
     /// Ends a process: its host closes its connections.
     fn end(&mut self, rank: usize) {
-        let waiting = {
-            let mut network = network(&self.network);
-            network.ended.insert(rank);
-            std::mem::take(&mut network.arriving[rank])
-        };
+        let waiting = network(&self.network).end(rank);
         drop(waiting);
         let process = &mut self.processes[rank];
         process.watcher = None;
