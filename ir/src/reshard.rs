@@ -10,6 +10,7 @@ use crate::sharding::{Axes, DimLayout, Segment, Sharding};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::rc::Rc;
 
 /// A dimension that a collective splits or joins within each of `outer` equal blocks.
@@ -143,6 +144,9 @@ pub struct Step {
 /// two are equal. Both shardings must be valid for the same shape on `mesh`.
 pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     let mut steps: Vec<Step> = Vec::new();
+    if from == to {
+        return steps;
+    }
     let mut now = from.clone();
 
     // Slice replicated axes that the target splits first: everything after it gets smaller.
@@ -151,7 +155,7 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     // Reduce partial axes. Where possible, reduce-scatter straight into the dimension where the target wants the axis.
     // Such axes come first, so that the others reduce only a part of the value.
     let scatter = |now: &Sharding, axis: AxisId| {
-        (0..now.dims.len()).find_map(|dim| match pushable(&now.dims[dim], &to.dims[dim], mesh) {
+        (0..now.dims.len()).find_map(|dim| match now.dims[dim].next_split(&to.dims[dim], mesh) {
             Some((next, a, outer)) if a == axis => Some((dim, next, outer)),
             _ => None,
         })
@@ -176,11 +180,11 @@ pub fn reshard(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     }
 
     // Exchange axes in the wrong dimension into the right one, or gather them.
-    while let Some(dim) = (0..now.dims.len()).find(|&d| now.dims[d] != now.dims[d].common(&to.dims[d], mesh)) {
+    while let Some(dim) = (0..now.dims.len()).find(|&d| !now.dims[d].is_refined_by(&to.dims[d], mesh)) {
         let Some((next, axis, outer)) = now.dims[dim].pop(mesh) else { break };
         let mut gathered = now.clone();
         gathered.dims[dim] = next;
-        let exchange = (0..now.dims.len()).find_map(|d| match pushable(&gathered.dims[d], &to.dims[d], mesh) {
+        let exchange = (0..now.dims.len()).find_map(|d| match gathered.dims[d].next_split(&to.dims[d], mesh) {
             Some((next, a, outer)) if a == axis && d != dim => Some((d, next, outer)),
             _ => None,
         });
@@ -232,27 +236,60 @@ impl Leg {
     }
 }
 
-thread_local! {
-    /// The results of [`legs`], keyed by the patterns of both layouts, and by mesh sizes where these matter.
-    static KNOWN: RefCell<(FxHashMap<Vec<u64>, Rc<[Leg]>>, Vec<u64>)> = RefCell::default();
+/// The number of a pattern of layouts. The collectives between two layouts depend on their patterns alone. Numbers are
+/// those of one thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pattern {
+    number: u32,
+    of_thread: PhantomData<*const ()>,
 }
 
-/// The largest number of remembered reshards.
+/// The patterns and reshards that a thread has met.
+#[derive(Default)]
+struct Known {
+    patterns: FxHashMap<Vec<u64>, Pattern>,
+    next: u32,
+    legs: FxHashMap<[Pattern; 2], Rc<[Leg]>>,
+    key: Vec<u64>,
+}
+
+thread_local! {
+    static KNOWN: RefCell<Known> = RefCell::default();
+}
+
+/// The largest number of remembered patterns, and of remembered reshards.
 const MOST_KNOWN: usize = 1 << 20;
 
-/// The collectives of [`reshard`], from a cache. A search asks for millions of reshards, and the same few axis patterns
-/// recur in values of all sizes on all meshes.
-pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
-    KNOWN.with_borrow_mut(|(known, key)| {
-        key.clear();
-        // Mesh sizes only decide where a segment ends within a dimension.
-        if from.has_several_segments() || to.has_several_segments() {
-            key.extend(mesh.axes.iter().map(|a| u64::from(a.size)));
-        }
-        key.push(u64::MAX);
-        from.pattern(key);
-        to.pattern(key);
-        if let Some(legs) = known.get(key.as_slice()) {
+impl Pattern {
+    /// The pattern of a layout on a mesh.
+    pub fn of(sharding: &Sharding, mesh: &Mesh) -> Pattern {
+        KNOWN.with_borrow_mut(|Known { patterns, next, key, .. }| {
+            key.clear();
+            // Mesh sizes only decide where a segment ends within a dimension.
+            if sharding.has_several_segments() {
+                key.extend(mesh.axes.iter().map(|a| u64::from(a.size)));
+            }
+            key.push(u64::MAX);
+            sharding.pattern(key);
+            if let Some(&known) = patterns.get(key.as_slice()) {
+                return known;
+            }
+            if patterns.len() == MOST_KNOWN {
+                patterns.clear();
+            }
+            let new = Pattern { number: *next, of_thread: PhantomData };
+            *next += 1;
+            patterns.insert(key.clone(), new);
+            new
+        })
+    }
+}
+
+/// The collectives of [`reshard`], from a cache by the patterns of both layouts. A search asks for millions of reshards,
+/// and the same few patterns recur in values of all sizes on all meshes.
+pub fn legs(patterns: [Pattern; 2], from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
+    KNOWN.with_borrow_mut(|Known { legs, .. }| {
+        if let Some(legs) = legs.get(&patterns) {
             return legs.clone();
         }
         let mut operand_axes: Axes = from.split_axes().collect();
@@ -261,12 +298,12 @@ pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
             let operand_axes = std::mem::replace(&mut operand_axes, result_axes.clone());
             Leg { collective: step.collective, operand_axes, result_axes }
         };
-        let legs: Rc<[Leg]> = reshard(from, to, mesh).into_iter().map(leg).collect();
-        if known.len() == MOST_KNOWN {
-            known.clear();
+        let new: Rc<[Leg]> = reshard(from, to, mesh).into_iter().map(leg).collect();
+        if legs.len() == MOST_KNOWN {
+            legs.clear();
         }
-        known.insert(key.clone(), legs.clone());
-        legs
+        legs.insert(patterns, new.clone());
+        new
     })
 }
 
@@ -274,7 +311,7 @@ pub fn legs(from: &Sharding, to: &Sharding, mesh: &Mesh) -> Rc<[Leg]> {
 fn push_free_axes(now: &mut Sharding, to: &Sharding, mesh: &Mesh, steps: &mut Vec<Step>) {
     let mut dim = 0;
     while dim < now.dims.len() {
-        match pushable(&now.dims[dim], &to.dims[dim], mesh) {
+        match now.dims[dim].next_split(&to.dims[dim], mesh) {
             Some((next, axis, outer)) if !uses(now, axis) => {
                 now.dims[dim] = next;
                 record(steps, Collective::LocalSlice { axes: vec![axis], dim: dim as u8, outer }, now);
@@ -287,19 +324,6 @@ fn push_free_axes(now: &mut Sharding, to: &Sharding, mesh: &Mesh, steps: &mut Ve
 
 fn uses(sharding: &Sharding, axis: AxisId) -> bool {
     sharding.split_axes().any(|a| a == axis) || sharding.partial.iter().any(|p| p.0 == axis)
-}
-
-/// The next split on the way from `now` to `to`, if `to` refines `now`. Returns the layout after it, its axis, and the
-/// number of outer blocks within which it cuts.
-fn pushable(now: &DimLayout, to: &DimLayout, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
-    let mut target = to.clone();
-    loop {
-        let (next, axis, outer) = target.pop(mesh)?;
-        if next == *now {
-            return Some((target, axis, outer));
-        }
-        target = next;
-    }
 }
 
 /// Appends a step. Merges it with the previous step if that is the same collective over another axis.

@@ -187,7 +187,7 @@ impl ShardingRule {
                 let (outer, axes) = &splits[f as usize];
                 let size = self.factors[f as usize].size;
                 let outer_segment = (*outer > 1).then_some(Segment { size: *outer, axes: Axes::new() });
-                outer_segment.into_iter().chain([Segment { size: size / outer, axes: axes.clone() }])
+                outer_segment.into_iter().chain([Segment { size: size / outer, axes: Axes::from_slice(axes) }])
             });
             DimLayout::from_segments(segments, mesh)
         };

@@ -9,22 +9,39 @@ use crate::op::Reducer;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
 
 /// Axes of a mesh. They are stored inline because a search makes and compares millions of layouts.
 pub type Axes = SmallVec<[AxisId; 16]>;
 
 /// A factor of a dimension and the axes that split it, major axis first.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Segment {
     pub size: u64,
     pub axes: Axes,
 }
 
+/// Copies the axes as bytes, which the derived `Clone` would do one by one.
+impl Clone for Segment {
+    fn clone(&self) -> Segment {
+        Segment { size: self.size, axes: Axes::from_slice(&self.axes) }
+    }
+}
+
 /// The segments of one dimension in normal form. The product of the sizes is the dimension, and every segment but the
 /// first is split over at least one axis. Two layouts that place the same elements on the same devices are equal.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DimLayout {
     segments: SmallVec<[Segment; 1]>,
+}
+
+impl Clone for DimLayout {
+    fn clone(&self) -> DimLayout {
+        match self.segments.as_slice() {
+            [only] => DimLayout { segments: smallvec![only.clone()] },
+            many => DimLayout { segments: many.iter().cloned().collect() },
+        }
+    }
 }
 
 impl DimLayout {
@@ -83,6 +100,11 @@ impl DimLayout {
     /// Removes the minor-most axis. Returns the new layout, the axis, and the number of outer blocks in a local
     /// dimension. A gather over the axis concatenates within each of these blocks.
     pub fn pop(&self, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
+        if let [only] = self.segments.as_slice() {
+            let mut segment = only.clone();
+            let axis = segment.axes.pop()?;
+            return Some((DimLayout { segments: smallvec![segment] }, axis, 1));
+        }
         let at = self.segments.iter().rposition(|s| !s.axes.is_empty())?;
         let outer = self.segments[..at].iter().map(|s| s.size / mesh.product(&s.axes).max(1)).product();
         let mut segments = self.segments.clone();
@@ -90,19 +112,26 @@ impl DimLayout {
         Some((DimLayout::from_segments(segments, mesh), axis, outer))
     }
 
-    /// The layouts from this one down to the whole dimension, popping one axis at a time.
-    fn stack(&self, mesh: &Mesh) -> Vec<DimLayout> {
-        let mut stack = vec![self.clone()];
-        while let Some((next, _, _)) = stack[stack.len() - 1].pop(mesh) {
-            stack.push(next);
+    /// The next split on the way from this layout to `finer`, if that refines it. Returns the layout after it, its axis,
+    /// and the number of outer blocks within which it cuts.
+    pub(crate) fn next_split(&self, finer: &DimLayout, mesh: &Mesh) -> Option<(DimLayout, AxisId, u64)> {
+        // Most pairs of layouts are both whole, or equal.
+        let mut more = finer.axes().count().checked_sub(self.axes().count())?;
+        let mut target = Cow::Borrowed(finer);
+        while more > 0 {
+            let (next, axis, outer) = target.pop(mesh)?;
+            more -= 1;
+            if more == 0 && next == *self {
+                return Some((target.into_owned(), axis, outer));
+            }
+            target = Cow::Owned(next);
         }
-        stack
+        None
     }
 
-    /// The finest layout that both this and `other` refine.
-    pub fn common(&self, other: &DimLayout, mesh: &Mesh) -> DimLayout {
-        let theirs = other.stack(mesh);
-        self.stack(mesh).into_iter().find(|l| theirs.contains(l)).unwrap_or_else(|| DimLayout::whole(self.size()))
+    /// Returns true if `finer` splits this layout further, or is equal to it.
+    pub(crate) fn is_refined_by(&self, finer: &DimLayout, mesh: &Mesh) -> bool {
+        self == finer || self.next_split(finer, mesh).is_some()
     }
 
     /// The global index of each local index on the device with these coordinates. Every segment must divide evenly.

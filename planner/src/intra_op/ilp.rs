@@ -21,7 +21,7 @@ use altiplano_solver::{self as solve, Problem};
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
+use std::hash::Hash;
 use std::ops::{Add, AddAssign, Range};
 use std::rc::Rc;
 
@@ -836,19 +836,15 @@ fn there_and_back(
 }
 
 /// The distinct items of a list in first-seen order, and the position of each item among them.
-fn distinct<T: Copy + Ord>(items: &[T]) -> (Vec<T>, Vec<usize>) {
-    let mut seen: BTreeMap<T, usize> = BTreeMap::new();
+fn distinct<T: Copy + Eq + Hash>(items: &[T]) -> (Vec<T>, Vec<usize>) {
+    let mut seen: FxHashMap<T, usize> = FxHashMap::default();
     let mut keys = Vec::new();
     let mut positions = Vec::with_capacity(items.len());
     for &item in items {
-        let position = match seen.entry(item) {
-            Entry::Occupied(known) => *known.get(),
-            Entry::Vacant(new) => {
-                keys.push(item);
-                *new.insert(keys.len() - 1)
-            }
-        };
-        positions.push(position);
+        positions.push(*seen.entry(item).or_insert_with(|| {
+            keys.push(item);
+            keys.len() - 1
+        }));
     }
     (keys, positions)
 }

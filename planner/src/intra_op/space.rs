@@ -13,7 +13,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::Stage;
-use altiplano_ir::reshard::{Collective, Leg, legs};
+use altiplano_ir::reshard::{Collective, Leg, Pattern, legs};
 use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
@@ -58,9 +58,6 @@ impl AxisRoles {
 /// The number of an interned layout.
 pub type LayoutId = u32;
 
-/// The number of a pattern of layouts: layouts of one pattern differ only in sizes that reshards do not depend on.
-type PatternId = u32;
-
 /// A strategy of a node, with its layouts and prices.
 #[derive(Clone, Debug)]
 pub struct Choice {
@@ -91,12 +88,12 @@ pub struct Spaces<'a> {
     pub roles: AxisRoles,
     layouts: Vec<Sharding>,
     ids: FxHashMap<Sharding, LayoutId>,
-    /// The [`Sharding::pattern`] of each layout, by number.
-    patterns: Vec<PatternId>,
-    pattern_ids: FxHashMap<Vec<u64>, PatternId>,
-    legs: FxHashMap<(PatternId, PatternId), Rc<[Leg]>>,
+    patterns: Vec<Pattern>,
+    /// See [`Spaces::storage_layout`] and [`Spaces::with_partial_of`].
+    storage: FxHashMap<LayoutId, LayoutId>,
+    partial: FxHashMap<(LayoutId, LayoutId), LayoutId>,
     /// Prices of reshards by the bytes of the tensor. They depend on nothing else.
-    reshards: FxHashMap<(u64, PatternId, PatternId), Price>,
+    reshards: FxHashMap<(u64, Pattern, Pattern), Price>,
     spaces: BTreeMap<String, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
@@ -117,8 +114,8 @@ impl<'a> Spaces<'a> {
             layouts: Vec::new(),
             ids: FxHashMap::default(),
             patterns: Vec::new(),
-            pattern_ids: FxHashMap::default(),
-            legs: FxHashMap::default(),
+            storage: FxHashMap::default(),
+            partial: FxHashMap::default(),
             reshards: FxHashMap::default(),
             spaces: BTreeMap::new(),
             of_values: FxHashMap::default(),
@@ -135,7 +132,7 @@ impl<'a> Spaces<'a> {
         self
     }
 
-    pub fn mesh(&self) -> &Mesh {
+    pub fn mesh(&self) -> &'a Mesh {
         &self.prices.mesh
     }
 
@@ -144,10 +141,7 @@ impl<'a> Spaces<'a> {
             return id;
         }
         let id = self.layouts.len() as LayoutId;
-        let mut pattern = Vec::new();
-        sharding.pattern(&mut pattern);
-        let new = self.pattern_ids.len() as PatternId;
-        self.patterns.push(*self.pattern_ids.entry(pattern).or_insert(new));
+        self.patterns.push(Pattern::of(&sharding, self.mesh()));
         self.layouts.push(sharding.clone());
         self.ids.insert(sharding, id);
         id
@@ -193,10 +187,10 @@ impl<'a> Spaces<'a> {
         self.prices.once_s(ty.bytes(), &legs, bucket_bytes)
     }
 
-    fn legs(&mut self, from: LayoutId, to: LayoutId) -> Rc<[Leg]> {
+    fn legs(&self, from: LayoutId, to: LayoutId) -> Rc<[Leg]> {
         let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let key = (self.patterns[from as usize], self.patterns[to as usize]);
-        self.legs.entry(key).or_insert_with(|| legs(before, after, &self.prices.mesh)).clone()
+        let patterns = [self.patterns[from as usize], self.patterns[to as usize]];
+        legs(patterns, before, after, self.mesh())
     }
 
     /// The strategies of a node. `blocks` are the block counts of the graph's values, see [`block_counts`].
@@ -234,7 +228,7 @@ impl<'a> Spaces<'a> {
     }
 
     fn enumerate(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Space {
-        let mesh = self.mesh().clone();
+        let mesh = self.mesh();
         let node = graph.node(v);
         let rule = graph.rule(v);
         let is_batch = batch_factors(graph, v, &rule);
@@ -243,7 +237,7 @@ impl<'a> Spaces<'a> {
             false => self.input_factors(graph, v, &rule),
         };
         let of_experts = self.expert_factors(graph, v, &rule);
-        let mut strategies = rule.strategies(&mesh, outers, false);
+        let mut strategies = rule.strategies(mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
         // Contractions use every axis where possible, since an idle axis multiplies their work. An axis for
         // features only may have nothing to split, for example with an odd vocabulary size.
@@ -261,9 +255,9 @@ impl<'a> Spaces<'a> {
 
     /// The prices of a node with a strategy.
     fn choice(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule, strategy: Strategy) -> Choice {
-        let mesh = self.mesh().clone();
+        let mesh = self.mesh();
         let (node, types) = (graph.node(v), graph.operand_types(v));
-        let shardings = rule.shardings(&strategy, &mesh);
+        let shardings = rule.shardings(&strategy, mesh);
         let inside = match &node.op {
             Op::Composite(_) => Some(self.prices.inside(&node.op, &types, rule, &strategy, &shardings)),
             _ => None,
@@ -355,7 +349,7 @@ impl<'a> Spaces<'a> {
 
     /// Layouts in which a value may rest between layers: each axis splits one dimension or none.
     pub fn boundary_layouts(&mut self, ty: &TensorType, batch_dims: u32) -> Vec<LayoutId> {
-        let mesh = self.mesh().clone();
+        let mesh = self.mesh();
         let mut all = vec![Sharding::replicated(&ty.shape)];
         for axis in mesh.axis_ids().filter(|&a| mesh.size(a) > 1) {
             let mut next = Vec::new();
@@ -364,7 +358,7 @@ impl<'a> Spaces<'a> {
                 for dim in 0..ty.rank() {
                     let batch = batch_dims >> dim & 1 == 1;
                     if self.roles.may_split(axis, batch, false)
-                        && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, &mesh)
+                        && let Some(finer) = altiplano_ir::reshard::split_further(sharding, dim, axis, mesh)
                     {
                         next.push(finer);
                     }
@@ -379,10 +373,10 @@ impl<'a> Spaces<'a> {
     /// [`Spaces::boundary_layouts`], with splits within blocks for dimensions that have them. `experts` is the
     /// bit mask of dimensions that count experts.
     pub fn parameter_layouts(&mut self, ty: &TensorType, outers: &[Vec<u64>], experts: u32) -> Vec<LayoutId> {
-        let mesh = self.mesh().clone();
+        let mesh = self.mesh();
         let mut rule = ShardingRule::default();
         rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
-        let mut strategies = rule.strategies(&mesh, outers, false);
+        let mut strategies = rule.strategies(mesh, outers, false);
         // Axes of replicas split parameters only as storage, except dimensions that count experts.
         let data_axes = usize::from(self.roles.data_axes);
         strategies.retain(|s| {
@@ -394,7 +388,7 @@ impl<'a> Spaces<'a> {
             })
         });
         let mut ids: Vec<LayoutId> =
-            strategies.iter().map(|s| rule.shardings(s, &mesh).result).map(|s| self.intern(s)).collect();
+            strategies.iter().map(|s| rule.shardings(s, mesh).result).map(|s| self.intern(s)).collect();
         ids.sort_unstable();
         ids.dedup();
         ids
@@ -403,24 +397,34 @@ impl<'a> Spaces<'a> {
     /// Splits a layout further over every axis that it does not use and that state is distributed over, each in the
     /// largest dimension that it divides. Optimizer state, gradients or parameters rest in this layout under ZeRO.
     pub fn storage_layout(&mut self, id: LayoutId) -> LayoutId {
-        let mesh = self.mesh().clone();
+        if let Some(&known) = self.storage.get(&id) {
+            return known;
+        }
+        let mesh = self.mesh();
         let mut sharding = self.layout(id).reduced();
         let mut dims: Vec<usize> = (0..sharding.dims.len()).collect();
         dims.sort_by_key(|&d| std::cmp::Reverse(sharding.dims[d].size()));
         let distributes = |a: &AxisId| mesh.size(*a) > 1 && a.0 >= self.roles.group_axes;
         for axis in mesh.axis_ids().filter(distributes) {
-            let finer = dims.iter().find_map(|&d| altiplano_ir::reshard::split_further(&sharding, d, axis, &mesh));
+            let finer = dims.iter().find_map(|&d| altiplano_ir::reshard::split_further(&sharding, d, axis, mesh));
             sharding = finer.unwrap_or(sharding);
         }
-        self.intern(sharding)
+        let stored = self.intern(sharding);
+        self.storage.insert(id, stored);
+        stored
     }
 
     /// Adds those partial axes of `partial` to `dims` that do not split it.
     pub fn with_partial_of(&mut self, dims: LayoutId, partial: LayoutId) -> LayoutId {
+        if let Some(&known) = self.partial.get(&(dims, partial)) {
+            return known;
+        }
         let mut sharding = self.layout(dims).reduced();
         let split: Vec<AxisId> = sharding.split_axes().collect();
         sharding.partial = self.layout(partial).partial.iter().copied().filter(|(a, _)| !split.contains(a)).collect();
-        self.intern(sharding)
+        let new = self.intern(sharding);
+        self.partial.insert((dims, partial), new);
+        new
     }
 
     pub fn local_bytes(&self, ty: &TensorType, id: LayoutId) -> u64 {

@@ -171,12 +171,9 @@ impl<'a> BodyBuilder<'a> {
             return self.constant(value, to);
         }
         let ty = self.stage.training.graph.ty(value);
-        let best = self
-            .layouts(value)
-            .iter()
-            .map(|(s, local)| (self.stage.reshard_s(ty, s, to), s.clone(), *local))
-            .min_by(|a, b| a.0.total_cmp(&b.0));
-        let Some((_, from, mut local)) = best else {
+        let priced = self.layouts(value).iter().map(|known| (self.stage.reshard_s(ty, &known.0, to), known));
+        let best = priced.min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((_, (from, mut local))) = best.map(|(seconds, known)| (seconds, known.clone())) else {
             unreachable!("{value} is used before it is fetched");
         };
         for step in self.stage.reshard_steps(&from, to).iter() {

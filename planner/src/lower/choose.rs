@@ -15,6 +15,7 @@ use altiplano_ir::rule::{AxisUse, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Sharding};
 
 /// The layouts in which an operand is available.
+#[derive(PartialEq, Eq, Hash)]
 pub enum Available {
     /// A constant, free in any layout.
     Any,

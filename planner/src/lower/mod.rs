@@ -35,7 +35,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Local, Op, Operator};
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
-use altiplano_ir::reshard::{Collective, Leg, Step, legs, reshard};
+use altiplano_ir::reshard::{Collective, Leg, Pattern, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::softmax_max::irrelevant_maxima;
@@ -247,7 +247,7 @@ struct Updates {
 }
 
 /// Key of equal situations of a backward op: its kind, available layouts, and the wanted layout of its result.
-type ChoiceKey = (u32, Vec<Option<Vec<Sharding>>>, Option<Sharding>);
+type ChoiceKey = (u32, Vec<choose::Available>, Option<Sharding>);
 
 /// A strategy and the layouts of operands and result under it.
 type Chosen = (Rc<Strategy>, Rc<OpShardings>);
@@ -259,7 +259,8 @@ pub struct Prices<'a> {
     links: Vec<AxisLink>,
     /// Host seconds to issue one collective.
     collective_issue_s: f64,
-    reshards: RefCell<FxHashMap<(TensorType, Sharding, Sharding), f64>>,
+    /// Seconds of reshards by the bytes of the tensor. They depend on nothing else.
+    reshards: RefCell<FxHashMap<(u64, [Pattern; 2]), f64>>,
     composites: Option<&'a CompositeCosts>,
 }
 
@@ -367,11 +368,12 @@ impl<'a> Prices<'a> {
         if from == to {
             return 0.0;
         }
-        let key = (ty.clone(), from.clone(), to.clone());
+        let patterns = [Pattern::of(from, &self.mesh), Pattern::of(to, &self.mesh)];
+        let key = (ty.bytes(), patterns);
         if let Some(&seconds) = self.reshards.borrow().get(&key) {
             return seconds;
         }
-        let seconds = self.legs_price(ty.bytes(), &legs(from, to, &self.mesh)).seconds;
+        let seconds = self.legs_price(ty.bytes(), &legs(patterns, from, to, &self.mesh)).seconds;
         self.reshards.borrow_mut().insert(key, seconds);
         seconds
     }
@@ -700,16 +702,12 @@ impl StageContext<'_> {
     }
 
     /// Like [`choose::choose`], but only once for equal situations, and with the layouts of the strategy.
-    fn choose(&self, value: ValueId, operands: &[choose::Available], wanted: Option<Sharding>) -> Chosen {
-        let layouts = operands.iter().map(|a| match a {
-            choose::Available::Any => None,
-            choose::Available::Layouts(l) => Some(l.clone()),
-        });
-        let key = (self.alike.kind(value), layouts.collect(), wanted);
+    fn choose(&self, value: ValueId, operands: Vec<choose::Available>, wanted: Option<Sharding>) -> Chosen {
+        let key = (self.alike.kind(value), operands, wanted);
         if let Some(chosen) = self.choices.borrow().get(&key) {
             return chosen.clone();
         }
-        let strategy = choose::choose(self, value, operands, key.2.as_ref());
+        let strategy = choose::choose(self, value, &key.1, key.2.as_ref());
         let shardings = self.shardings_under(value, &strategy);
         let chosen = (Rc::new(strategy), shardings);
         self.choices.borrow_mut().insert(key, chosen.clone());

@@ -320,9 +320,9 @@ impl<'a> StageLowering<'a> {
             .layouts(v)
             .iter()
             .filter(|(s, _)| !s.is_partial() || forward.layouts(v).iter().all(|(s, _)| s.is_partial()))
-            .map(|(s, _)| (price(s), s.clone()))
+            .map(|(s, _)| (price(s), s))
             .min_by(|a, b| a.0.0.total_cmp(&b.0.0).then(a.0.1.cmp(&b.0.1)));
-        let Some((_, sharding)) = best else { return };
+        let Some(sharding) = best.map(|(_, sharding)| sharding.clone()) else { return };
         let buffer = self.saved_as(v, &sharding).unwrap_or_else(|| self.save(v, sharding.clone()));
         let local = b.read(buffer, &sharding, ty);
         b.define(v, sharding, local);
@@ -366,24 +366,24 @@ impl<'a> StageLowering<'a> {
         if cx.is_constant(v) {
             return Available::Any;
         }
-        let mut layouts: Vec<Sharding> = b.layouts(v).iter().map(|(s, _)| s.clone()).collect();
+        let mut layouts: Vec<&Sharding> = b.layouts(v).iter().map(|(s, _)| s).collect();
         if v.index() < cx.training.num_forward {
             match &cx.graph.node(v).op {
                 Op::Input(_) => return Available::Any,
                 Op::Parameter(_) => {
-                    layouts.extend(self.parameters.get(&v).map(|b| self.buffers[b.0 as usize].sharding.clone()));
-                    layouts.extend(forward.layouts(v).iter().map(|(s, _)| s.clone()));
+                    layouts.extend(self.parameters.get(&v).map(|b| &self.buffers[b.0 as usize].sharding));
+                    layouts.extend(forward.layouts(v).iter().map(|(s, _)| s));
                 }
-                _ if self.again.contains(&v) => layouts.push(forward.layouts(v)[0].0.clone()),
-                _ => layouts.extend(forward.layouts(v).iter().map(|(s, _)| s.clone())),
+                _ if self.again.contains(&v) => layouts.push(&forward.layouts(v)[0].0),
+                _ => layouts.extend(forward.layouts(v).iter().map(|(s, _)| s)),
             }
         }
-        let mut distinct: Vec<Sharding> = Vec::new();
-        layouts.into_iter().for_each(|s| {
-            if !distinct.contains(&s) {
-                distinct.push(s);
+        let mut distinct: Vec<Sharding> = Vec::with_capacity(layouts.len());
+        for layout in layouts {
+            if !distinct.contains(layout) {
+                distinct.push(layout.clone());
             }
-        });
+        }
         Available::Layouts(distinct)
     }
 

@@ -3,7 +3,7 @@
 use super::numbers::{Rng, difference, random, shard_randomly};
 use super::*;
 use crate::program::messages;
-use crate::reshard::{legs, reshard, split_further};
+use crate::reshard::{Pattern, legs, reshard, split_further};
 use crate::sharding::{DimLayout, Segment, Sharding};
 use proptest::prelude::*;
 
@@ -114,7 +114,8 @@ proptest! {
             let to = random_sharding(&shape, &mesh, Some(Reducer::Sum), rng);
             let path = format!("{} to {} on {mesh}", from.display(&mesh), to.display(&mesh));
             let ty = TensorType::new(DType::F32, shape);
-            let (steps, known) = (reshard(&from, &to, &mesh), legs(&from, &to, &mesh));
+            let patterns = [&from, &to].map(|layout| Pattern::of(layout, &mesh));
+            let (steps, known) = (reshard(&from, &to, &mesh), legs(patterns, &from, &to, &mesh));
             prop_assert_eq!(steps.len(), known.len(), "{}", &path);
             let mut now = from;
             for (step, leg) in steps.into_iter().zip(known.iter()) {

@@ -182,7 +182,7 @@ impl<'a> StageLowering<'a> {
         let graph = &cx.training.graph;
         let operands = &graph.node(n).operands;
         let available: Vec<Available> = operands.iter().map(|&o| self.available(b, forward, o)).collect();
-        let (strategy, shardings) = cx.choose(n, &available, wanted.cloned());
+        let (strategy, shardings) = cx.choose(n, available, wanted.cloned());
         for (&o, to) in operands.iter().zip(&shardings.operands) {
             self.fetch(b, forward, o, to);
         }

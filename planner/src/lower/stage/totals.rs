@@ -62,7 +62,7 @@ impl<'a> StageLowering<'a> {
                 _ => Available::Layouts(b.layouts(o).iter().map(|(s, _)| s.clone()).collect()),
             };
             let available: Vec<Available> = node.operands.iter().map(available).collect();
-            let (strategy, shardings) = cx.choose(v, &available, None);
+            let (strategy, shardings) = cx.choose(v, available, None);
             for (&o, to) in node.operands.iter().zip(&shardings.operands) {
                 self.fetch_input(&mut b, o, to);
             }
