@@ -84,12 +84,7 @@ impl Messages {
                 let rest = |(&h, m): (&f64, &f64)| if h < f64::INFINITY { gamma * h - m } else { h };
                 self.scratch.extend(hat.iter().zip(own).map(rest));
                 told.fill(f64::INFINITY);
-                for (base, row) in self.scratch.iter().zip(table.chunks_exact(told.len())) {
-                    for (t, c) in told.iter_mut().zip(row) {
-                        let sum = base + c;
-                        *t = if sum < *t { sum } else { *t };
-                    }
-                }
+                lower_to_sums(told, &self.scratch, table);
                 bound += subtract_least(told);
             }
         }
@@ -114,6 +109,25 @@ impl Messages {
             x[u] = first_least(&costs);
         }
         x
+    }
+}
+
+/// Lowers each entry to the least of its column of `table`, to whose rows `bases` are added.
+fn lower_to_sums(least: &mut [f64], bases: &[f64], table: &[f64]) {
+    let width = least.len();
+    let min = |a: f64, b: f64| if a < b { a } else { b };
+    // Several rows at once, since each pass over `least` reads and writes it.
+    let (bases, last_bases) = bases.as_chunks::<4>();
+    let (rows, last_rows) = table.split_at(4 * width * bases.len());
+    for ([b0, b1, b2, b3], rows) in bases.iter().zip(rows.chunks_exact(4 * width)) {
+        let (first, second) = rows.split_at(2 * width);
+        let ((r0, r1), (r2, r3)) = (first.split_at(width), second.split_at(width));
+        for ((((least, c0), c1), c2), c3) in least.iter_mut().zip(r0).zip(r1).zip(r2).zip(r3) {
+            *least = min(min(min(b0 + c0, b1 + c1), min(b2 + c2, b3 + c3)), *least);
+        }
+    }
+    for (base, row) in last_bases.iter().zip(last_rows.chunks_exact(width)) {
+        least.iter_mut().zip(row).for_each(|(least, c)| *least = min(base + c, *least));
     }
 }
 

@@ -152,7 +152,7 @@ impl<'a> Neighbourhoods<'a> {
                     network.nodes[a].edges.push(id);
                     network.nodes[b].edges.push(id);
                     now += edge.given(false, x[u], of.width(edge.b as usize))[x[edge.b as usize]];
-                    network.edges.push(NetEdge { a: a as u32, b: b as u32, cost: edge.ab.clone() });
+                    network.edges.push(NetEdge { a: a as u32, b: b as u32, cost: edge.ab.clone(), joint: false });
                 }
             }
         }

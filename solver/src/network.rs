@@ -38,6 +38,8 @@ pub(super) struct NetEdge {
     pub a: u32,
     pub b: u32,
     pub cost: Vec<f64>,
+    /// True if the costs are known to be no sum of costs of either end.
+    pub joint: bool,
 }
 
 /// How a node that is gone gets its strategy.
@@ -97,10 +99,18 @@ impl Network {
     /// # Errors
     /// [`SolveError::MemoryInfeasible`] if the least that nodes hold is over the limit somewhere.
     pub(crate) fn new(problem: &Problem) -> Result<Network, SolveError> {
+        Network::within(problem, problem.limit_bytes)
+    }
+
+    /// [`Network::new`] with another limit.
+    ///
+    /// # Errors
+    /// As [`Network::new`].
+    pub(crate) fn within(problem: &Problem, limit_bytes: Option<u64>) -> Result<Network, SolveError> {
         let mut points: Vec<u32> = vec![];
         let mut opens: Vec<u32> = vec![];
         let mut closes: Vec<u32> = vec![];
-        if problem.limit_bytes.is_some() {
+        if limit_bytes.is_some() {
             for holding in problem.nodes.iter().flat_map(|node| &node.holds) {
                 if holding.live.start < holding.live.end && holding.bytes.iter().any(|&b| b > 0) {
                     opens.push(holding.live.start);
@@ -122,7 +132,7 @@ impl Network {
                 at += before;
             }
         }
-        let limit = problem.limit_bytes.map_or(i64::MAX, |b| i64::try_from(b).unwrap_or(i64::MAX));
+        let limit = limit_bytes.map_or(i64::MAX, |b| i64::try_from(b).unwrap_or(i64::MAX));
         let mut network = Network { capacity: vec![limit; points.len()], point: points, ..Network::default() };
         for node in &problem.nodes {
             let mut new =
@@ -161,7 +171,7 @@ impl Network {
                     let id = network.edges.len() as u32;
                     network.nodes[a].edges.push(id);
                     network.nodes[b].edges.push(id);
-                    network.edges.push(NetEdge { a: a as u32, b: b as u32, cost });
+                    network.edges.push(NetEdge { a: a as u32, b: b as u32, cost, joint: false });
                 }
             }
         }
@@ -201,12 +211,16 @@ impl Network {
         let (a, b) = (u.min(w), u.max(w));
         let cost = if u == a { cost } else { transposed(&cost, self.width(w)) };
         match self.edge_between(a, b) {
-            Some(e) => self.edges[e as usize].cost.iter_mut().zip(cost).for_each(|(sum, c)| *sum += c),
+            Some(e) => {
+                let edge = &mut self.edges[e as usize];
+                edge.joint = false;
+                edge.cost.iter_mut().zip(cost).for_each(|(sum, c)| *sum += c);
+            }
             None => {
                 let id = self.edges.len() as u32;
                 self.nodes[a].edges.push(id);
                 self.nodes[b].edges.push(id);
-                self.edges.push(NetEdge { a: a as u32, b: b as u32, cost });
+                self.edges.push(NetEdge { a: a as u32, b: b as u32, cost, joint: false });
             }
         }
     }
@@ -227,6 +241,7 @@ impl Network {
             self.nodes[other].settled = false;
             let width = self.width(self.edges[e].b as usize);
             let by_row = self.edges[e].a as usize == v;
+            self.edges[e].joint = false;
             let mut at = 0;
             self.edges[e].cost.retain(|_| {
                 at += 1;
@@ -322,17 +337,20 @@ impl Network {
         let (wu, ww) = (widths.first().copied().unwrap_or(1), widths.get(1).copied().unwrap_or(1));
         let mut least = vec![f64::INFINITY; wu * ww];
         let mut best = vec![0_u32; wu * ww];
-        for (s, &own) in self.nodes[v].cost.iter().enumerate() {
-            for i in 0..wu {
-                let first = own + tables.first().map_or(0.0, |t| t[s * wu + i]);
+        let nothing = [0.0];
+        for (s, (&own, &label)) in self.nodes[v].cost.iter().zip(&self.nodes[v].label).enumerate() {
+            let of_u = tables.first().map_or(&nothing[..], |t| &t[s * wu..][..wu]);
+            let of_w = tables.get(1).map_or(&nothing[..], |t| &t[s * ww..][..ww]);
+            let rows = least.chunks_exact_mut(ww).zip(best.chunks_exact_mut(ww));
+            for ((least, best), add) in rows.zip(of_u) {
+                let first = own + add;
                 if first == f64::INFINITY {
                     continue;
                 }
-                for j in 0..ww {
-                    let total = first + tables.get(1).map_or(0.0, |t| t[s * ww + j]);
-                    if total < least[i * ww + j] {
-                        least[i * ww + j] = total;
-                        best[i * ww + j] = self.nodes[v].label[s];
+                for ((least, best), add) in least.iter_mut().zip(best).zip(of_w) {
+                    let total = first + add;
+                    if total < *least {
+                        (*least, *best) = (total, label);
                     }
                 }
             }
@@ -467,8 +485,11 @@ impl Network {
             edge_place[e] = edges.len() as u32;
             let (a, b) = (place[edge.a as usize], place[edge.b as usize]);
             edges.push(match a < b {
-                true => NetEdge { a, b, cost: edge.cost.clone() },
-                false => NetEdge { a: b, b: a, cost: transposed(&edge.cost, self.width(edge.b as usize)) },
+                true => NetEdge { a, b, cost: edge.cost.clone(), joint: edge.joint },
+                false => {
+                    let cost = transposed(&edge.cost, self.width(edge.b as usize));
+                    NetEdge { a: b, b: a, cost, joint: false }
+                }
             });
         }
         let nodes = live.iter().map(|&v| {
@@ -564,9 +585,7 @@ pub(super) fn transposed(table: &[f64], width: usize) -> Vec<f64> {
     let height = table.len() / width.max(1);
     let mut out = Vec::with_capacity(table.len());
     for j in 0..width {
-        for i in 0..height {
-            out.push(table[i * width + j]);
-        }
+        out.extend((0..height).map(|i| table[i * width + j]));
     }
     out
 }

@@ -142,7 +142,12 @@ impl Reducer<'_> {
                 let edge = &network.edges[e as usize];
                 let (a, b) = (edge.a as usize, edge.b as usize);
                 let width = network.width(b);
-                if is_separable(&edge.cost, width) {
+                if edge.joint {
+                    continue;
+                }
+                let separable = is_separable(&edge.cost, width);
+                network.edges[e as usize].joint = !separable;
+                if separable {
                     let cost = network.detach(e);
                     for (i, c) in network.nodes[a].cost.iter_mut().enumerate() {
                         *c += cost[i * width];
@@ -226,25 +231,19 @@ fn is_separable(table: &[f64], width: usize) -> bool {
 fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
     let node = &network.nodes[v];
     let count = node.cost.len();
-    let tables: Vec<(usize, Cow<'_, [f64]>)> =
-        node.edges.iter().map(|&e| (network.width(network.other(e, v)), network.seen_from(e, v))).collect();
-    let least: Vec<Vec<f64>> = tables
-        .iter()
-        .map(|(width, table)| {
-            table.chunks_exact(*width).map(|r| r.iter().copied().fold(f64::INFINITY, f64::min)).collect()
-        })
-        .collect();
+    let sides: Vec<Side<'_>> = node.edges.iter().map(|&e| Side::new(network, e, v)).collect();
     let mut keep = vec![true; count];
     if what.arcs {
-        for s in 0..count {
-            keep[s] = node.cost[s] < f64::INFINITY && least.iter().all(|l| l[s] < f64::INFINITY);
+        for (s, (keep, &cost)) in keep.iter_mut().zip(&node.cost).enumerate() {
+            *keep = cost < f64::INFINITY && sides.iter().all(|side| side.least[s].cost < f64::INFINITY);
         }
     }
     if !what.dominance {
         return keep;
     }
     // The least a strategy can cost: the largest difference of two rows is at least the difference of their minima.
-    let floor: Vec<f64> = (0..count).map(|s| node.cost[s] + least.iter().map(|l| l[s]).sum::<f64>()).collect();
+    let floor = |s: usize| node.cost[s] + sides.iter().map(|side| side.least[s].cost).sum::<f64>();
+    let floor: Vec<f64> = (0..count).map(floor).collect();
     let lighter = |other: usize, dropped: usize| node.profile.iter().all(|run| run.bytes[other] <= run.bytes[dropped]);
     for dropped in (0..count).rev() {
         if !keep[dropped] || floor[dropped] == f64::INFINITY {
@@ -256,25 +255,70 @@ fn worth_keeping(network: &Network, v: usize, what: Reductions) -> Vec<bool> {
                 && keep[other]
                 && floor[other] <= floor[dropped] + slack
                 && lighter(other, dropped)
-                && beats(&node.cost, &tables, &least, other, dropped)
+                && beats(&node.cost, &sides, other, dropped)
         });
     }
     keep
 }
 
+/// An edge as one of its ends sees it.
+struct Side<'a> {
+    /// The strategies of the other end.
+    width: usize,
+    /// Costs by strategy of this end, then of the other.
+    table: Cow<'a, [f64]>,
+    /// The least of each row.
+    least: Vec<Least>,
+}
+
+/// The first of the least entries of a row.
+#[derive(Clone, Copy)]
+struct Least {
+    cost: f64,
+    at: usize,
+}
+
+impl<'a> Side<'a> {
+    fn new(network: &'a Network, e: u32, v: usize) -> Side<'a> {
+        let (width, table) = (network.width(network.other(e, v)), network.seen_from(e, v));
+        let least = |row: &[f64]| {
+            let none = Least { cost: f64::INFINITY, at: 0 };
+            row.iter().enumerate().fold(none, |l, (at, &cost)| if cost < l.cost { Least { cost, at } } else { l })
+        };
+        let least = table.chunks_exact(width).map(least).collect();
+        Side { width, table, least }
+    }
+
+    fn row(&self, strategy: usize) -> &[f64] {
+        &self.table[strategy * self.width..][..self.width]
+    }
+
+    /// A lower bound on the largest difference of two rows: that where the row of `dropped` is least.
+    fn lead(&self, other: usize, dropped: usize) -> f64 {
+        let least = self.least[dropped];
+        self.table[other * self.width + least.at] - least.cost
+    }
+}
+
 /// True if `other` costs no more than `dropped` for any choice of the neighbours: the sum over edges of the
 /// largest difference of their rows does not exceed zero. Every row has a finite entry.
-fn beats(cost: &[f64], tables: &[(usize, Cow<'_, [f64]>)], least: &[Vec<f64>], other: usize, dropped: usize) -> bool {
+fn beats(cost: &[f64], sides: &[Side<'_>], other: usize, dropped: usize) -> bool {
     let mut worst = cost[other] - cost[dropped];
-    // A lower bound on the sum over the remaining edges.
-    let mut rest: f64 = least.iter().map(|l| l[other] - l[dropped]).sum();
-    let slack = 1e-12 * least.iter().map(|l| l[other].abs() + l[dropped].abs()).sum::<f64>();
-    for ((width, table), l) in tables.iter().zip(least) {
-        rest -= l[other] - l[dropped];
-        let mine = &table[other * width..][..*width];
-        let theirs = &table[dropped * width..][..*width];
+    // A lower bound on the sum over the remaining edges. Most strategies lose by it.
+    let (mut rest, mut magnitude) = (0.0, 0.0);
+    for side in sides {
+        let lead = side.lead(other, dropped);
+        rest += lead;
+        magnitude += lead.abs() + side.least[dropped].cost.abs();
+    }
+    let slack = 1e-12 * magnitude;
+    if rest == f64::INFINITY || worst + rest > slack {
+        return false;
+    }
+    for side in sides {
+        rest -= side.lead(other, dropped);
         let mut largest = f64::NEG_INFINITY;
-        for (m, t) in mine.iter().zip(theirs) {
+        for (m, t) in side.row(other).iter().zip(side.row(dropped)) {
             // Where both are forbidden the difference is not a number and compares false, as it should.
             let difference = m - t;
             if difference > largest {

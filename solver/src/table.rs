@@ -138,7 +138,7 @@ pub(super) fn table_by(
     check(problem)?;
     let clock = Clock::start(options)?;
     let (dims, size) = dims_of_table(problem, keep)?;
-    let mut network = Network::new(&Problem { limit_bytes: None, ..problem.clone() })?;
+    let mut network = Network::within(problem, None)?;
     let mut kept = keep.to_vec();
     reduce_around(&mut network, &mut kept)?;
     let mut of = Compact::new(&network);
