@@ -104,9 +104,10 @@ impl CandidatesAtMicrobatch {
     fn configs_of_layers(&self, block: usize) -> Vec<&StageConfig> {
         let layers = self.layered.layers.len();
         let mut configs: Vec<&StageConfig> = Vec::new();
+        let mut seen = vec![false; self.configs.len()];
         for candidate in (0..layers).flat_map(|l| self.table.candidates(l, l + 1, block)) {
             let config = &self.configs[candidate.id as usize];
-            if !configs.contains(&config) {
+            if !std::mem::replace(&mut seen[candidate.id as usize], true) && !configs.contains(&config) {
                 configs.push(config);
             }
         }
@@ -125,11 +126,23 @@ impl CandidatesAtMicrobatch {
     /// The candidate of a run of layers under a configuration. If the table dropped it for a dominating one, takes the
     /// fastest on the same mesh, or else on any.
     pub(super) fn run(&self, layers: Range<usize>, block: usize, config: &StageConfig) -> Option<Candidate> {
+        let is_same = |c: &Candidate| self.configs[c.id as usize] == *config;
+        self.nearest(layers, block, is_same, |c| self.configs[c.id as usize].mesh == config.mesh)
+    }
+
+    /// The candidate of a run of layers that is the same; otherwise the fastest on a mesh, or else on any.
+    fn nearest(
+        &self,
+        layers: Range<usize>,
+        block: usize,
+        is_same: impl Fn(&Candidate) -> bool,
+        on_mesh: impl Fn(&Candidate) -> bool,
+    ) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
-        let same = all.iter().find(|c| self.configs[c.id as usize] == *config);
-        let on_mesh = |c: &&Candidate| self.configs[c.id as usize].mesh == config.mesh;
+        let same = all.iter().find(|c| is_same(c));
         let fastest = |a: &&Candidate, b: &&Candidate| a.microbatch_s.total_cmp(&b.microbatch_s);
-        same.or_else(|| all.iter().filter(on_mesh).min_by(fastest)).or_else(|| all.iter().min_by(fastest)).copied()
+        let on_mesh = || all.iter().filter(|c| on_mesh(c)).min_by(fastest);
+        same.or_else(on_mesh).or_else(|| all.iter().min_by(fastest)).copied()
     }
 }
 
@@ -145,7 +158,11 @@ struct Runs<'a> {
 impl<'a> Runs<'a> {
     fn new(candidates: &'a CandidatesAtMicrobatch, block: usize, config: &StageConfig) -> Runs<'a> {
         let layers = candidates.layered.layers.len();
-        let row = |first: usize| (first + 1..=layers).map(|end| candidates.run(first..end, block, config)).collect();
+        // Each configuration is compared once, for all runs.
+        let same: Vec<bool> = candidates.configs.iter().map(|other| other == config).collect();
+        let on_mesh: Vec<bool> = candidates.configs.iter().map(|other| other.mesh == config.mesh).collect();
+        let run = |layers| candidates.nearest(layers, block, |c| same[c.id as usize], |c| on_mesh[c.id as usize]);
+        let row = |first: usize| (first + 1..=layers).map(|end| run(first..end)).collect();
         Runs { candidates, block, config: config.clone(), rows: (0..layers).map(row).collect() }
     }
 
@@ -177,7 +194,7 @@ impl<'a> Runs<'a> {
         for v in numbers {
             let Some(bounds) = &cuts[v * lanes - 1] else { continue };
             let order = self.order(v * lanes, v);
-            if self.peak_bytes(bounds, &order) <= limit_bytes {
+            if self.fits(bounds, &order, limit_bytes) {
                 let stage = |w: &[usize]| ChosenStage {
                     layers: w[0]..w[1],
                     block: self.candidates.blocks[self.block],
@@ -215,13 +232,13 @@ impl<'a> Runs<'a> {
         times.map_or(f64::INFINITY, |times| simulate_order(&times, order, &mut |_, _, _, _| {}).step_s)
     }
 
-    /// Bytes of the fullest lane: static memory and activations in flight of all its stages, and the largest working
-    /// memory of one.
-    fn peak_bytes(&self, bounds: &[usize], order: &Order) -> u64 {
+    /// True if no lane takes more than `limit_bytes`: static memory and activations in flight of all its stages, and the
+    /// largest working memory of one.
+    fn fits(&self, bounds: &[usize], order: &Order, limit_bytes: u64) -> bool {
         let lanes = order.num_lanes();
-        let held = |lane: usize| {
+        let bytes = |lane: usize, in_flight: &[u32]| {
             let (mut sum, mut transient) = (0u64, 0u64);
-            for (s, in_flight) in (lane..order.num_stages).step_by(lanes).zip(order.in_flight_of(lane)) {
+            for (s, &in_flight) in (lane..order.num_stages).step_by(lanes).zip(in_flight) {
                 let Some(c) = self.get(bounds[s], bounds[s + 1]) else { return u64::MAX };
                 let kept = c.bytes_per_inflight_microbatch.saturating_mul(u64::from(in_flight));
                 sum = sum.saturating_add(c.static_bytes).saturating_add(kept);
@@ -229,7 +246,10 @@ impl<'a> Runs<'a> {
             }
             sum.saturating_add(transient)
         };
-        (0..lanes).map(held).max().unwrap_or(0)
+        // Every stage holds a microbatch at some time, and counting how many takes a walk over all calls.
+        let one = vec![1; order.virtual_stages];
+        (0..lanes).all(|lane| bytes(lane, &one) <= limit_bytes)
+            && (0..lanes).all(|lane| bytes(lane, &order.in_flight_of(lane)) <= limit_bytes)
     }
 
     /// Moves one cut at a time as long as the step gets shorter.
