@@ -1,46 +1,14 @@
-//! Shared code of the fuzz targets: the command line's path from a file's bytes to a model, and text mutations
+//! Shared code of the fuzz targets: the command line's path from a file's bytes onwards, and text mutations
 //! by token. These get past a parser more often than mutations of bytes.
 
 pub mod onnx;
+pub mod ways;
 
-use altiplano::{Error, Format, ImportOptions, model_of};
 use libfuzzer_sys::Corpus;
-use std::path::Path;
 
-/// Reads a model of this format. What is refused must be the file's fault; what is accepted must print. Where the command
-/// line advises options, they are given: which argument is trained, and what a model without a loss gets for one.
-pub fn read_model(bytes: &[u8], format: Format) -> Corpus {
-    if Format::of(bytes) != format {
-        return Corpus::Reject;
-    }
-    let mut options = ImportOptions::default();
-    loop {
-        match model_of(Path::new("model"), bytes, &options) {
-            Ok(model) => {
-                assert_eq!(model.graph.verify(), [], "what was imported is no valid graph");
-                let _ = model.graph.to_string();
-                let has_loss = model.graph.outputs.iter().all(|v| model.graph.ty(*v).rank() == 0);
-                if has_loss || options.loss.is_some() {
-                    return Corpus::Keep;
-                }
-                options.loss = Some("cross-entropy".to_string());
-            }
-            Err(error) => {
-                refused(&error);
-                match error {
-                    Error::Arguments { .. } if options.params.is_empty() => options.params.push("0".to_string()),
-                    Error::Attach { .. } => options.loss = Some("none".to_string()),
-                    _ => return Corpus::Keep,
-                }
-            }
-        }
-    }
-}
-
-/// An error must be one that the command line explains as a mistake in the file.
-pub fn refused(error: &Error) {
-    assert!(error.is_usage(), "{error}");
-    let _ = error.to_string();
+/// libFuzzer's word for an input that is worth keeping, or is not.
+pub fn corpus(is_kept: bool) -> Corpus {
+    if is_kept { Corpus::Keep } else { Corpus::Reject }
 }
 
 /// A small deterministic generator (xorshift, Marsaglia 2003), since a mutation must follow from its seed.

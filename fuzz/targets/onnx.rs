@@ -1,14 +1,9 @@
 #![no_main]
 
-use altiplano::Format;
-use altiplano::import::onnx::held;
-use altiplano_fuzz::{onnx, read_model};
+use altiplano_fuzz::{corpus, onnx, ways};
 use libfuzzer_sys::{fuzz_crossover, fuzz_mutator, fuzz_target};
 
-fuzz_target!(|data: &[u8]| -> libfuzzer_sys::Corpus {
-    let _ = held(data, &|_, _| None);
-    read_model(data, Format::Onnx)
-});
+fuzz_target!(|data: &[u8]| -> libfuzzer_sys::Corpus { corpus(ways::onnx(data)) });
 
 fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| { onnx::mutate(data, size, max_size, seed) });
 

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod fuzzed;
 mod huggingface;
 mod large_models;
 mod layers;

@@ -15,6 +15,8 @@ use altiplano_ir::tensor::Tensor;
 
 /// Larger tensors are not evaluated: conditions and positions are small.
 const MOST_ELEMENTS: u64 = 4096;
+/// Limit on the operations of an op that is evaluated. A window of a small tensor may have any size.
+const MOST_WORK: u64 = 1 << 22;
 
 #[derive(Default)]
 pub(super) struct Knowledge {
@@ -63,6 +65,10 @@ impl Converter<'_, '_> {
             stack.extend(missing.copied());
             if stack.len() > before {
                 continue;
+            }
+            if self.graph.flop(last) > MOST_WORK {
+                self.knowledge.follows[value.index()] = false;
+                return None;
             }
             let operands: Vec<Rc<Tensor>> = node.operands.iter().map(|o| self.knowledge.values[o].clone()).collect();
             let operands: Vec<&Tensor> = operands.iter().map(|o| &**o).collect();

@@ -13,6 +13,9 @@ const MAX_ELEMENTS: u64 = 1 << 16;
 /// The maximum number of ops behind an evaluated value.
 const MAX_OPS: usize = 256;
 
+/// Limit on the operations of an op: a window of a small tensor may have any size.
+const MAX_WORK: u64 = 1 << 22;
+
 /// All elements of a value that depends on no leaf; `None` if it does, or if evaluating it is expensive.
 pub(crate) fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
     let mut needed = BTreeSet::new();
@@ -40,7 +43,8 @@ pub(crate) fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
 fn is_cheap(graph: &Graph, value: ValueId) -> bool {
     let node = graph.node(value);
     let small = |v: ValueId| graph.ty(v).elements() <= MAX_ELEMENTS;
-    small(value) && node.operands.iter().all(|&o| small(o)) && !node.op.is_leaf() && !node.op.is_contraction()
+    let is_small = small(value) && node.operands.iter().all(|&o| small(o));
+    is_small && !node.op.is_leaf() && !node.op.is_contraction() && graph.flop(value) <= MAX_WORK
 }
 
 fn rounded(graph: &Graph, value: ValueId, mut tensor: Tensor) -> Tensor {

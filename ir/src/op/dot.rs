@@ -145,6 +145,10 @@ impl Operator for DotGeneral {
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let (lhs, rhs) = (operands[0], operands[1]);
+        // Without a sum there are no terms; an operand without elements may have any number of them.
+        if result.elements() == 0 {
+            return Tensor::from_fn(result.clone(), |_| 0.0);
+        }
         let (left, right) = (crate::types::strides(lhs.shape()), crate::types::strides(rhs.shape()));
         let lhs_free = self.lhs_free(lhs.ty.rank());
         let rhs_free = self.rhs_free(rhs.ty.rank());
@@ -190,4 +194,19 @@ fn inverse(permutation: &[usize]) -> Vec<usize> {
         inverse[p] = i;
     }
     inverse
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+
+    #[test]
+    fn operands_without_elements_have_no_terms() {
+        let ty = |shape: &[u64]| TensorType { dtype: DType::F32, shape: shape.to_vec() };
+        let [lhs_batch, rhs_batch] = [Vec::new(), Vec::new()];
+        let dot = DotGeneral { lhs_batch, rhs_batch, lhs_contract: vec![1], rhs_contract: vec![0] };
+        let operands = [&[0, 1 << 40][..], &[1 << 40, 0]].map(|shape| Tensor { ty: ty(shape), data: Vec::new() });
+        assert!(dot.eval(&[&operands[0], &operands[1]], &ty(&[0, 0])).data.is_empty());
+    }
 }

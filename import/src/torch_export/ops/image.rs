@@ -352,7 +352,7 @@ impl Moving {
         let position = |d: usize| {
             let reach = taps[d].checked_sub(1)?.checked_mul(dilation[d])?.checked_add(1)?;
             let whole = pad[d].checked_mul(2)?.checked_add(image[d])?;
-            (stride[d] > 0).then_some(whole.checked_sub(reach)? / stride[d] + 1)
+            Some(whole.checked_sub(reach)?.checked_div(stride[d])? + 1)
         };
         match (position(0), position(1)) {
             (Some(h), Some(w)) => Ok(Moving { taps, dilation, pad, stride, positions: [h, w] }),
