@@ -20,7 +20,7 @@ use altiplano_ir::batch::SettleError;
 use altiplano_ir::graph::{GraphError, ValueId};
 use altiplano_ir::json::{self, JsonError};
 use altiplano_ir::op::ShapeError;
-use altiplano_ir::plan::PlanError;
+use altiplano_ir::plan::{PlanError, Target};
 use altiplano_ir::types::TensorType;
 use altiplano_planner::PlanFailure;
 use altiplano_runtime::RuntimeError;
@@ -187,6 +187,14 @@ pub enum Error {
     NaN { step: u64, error: Box<RuntimeError> },
     #[error("the numbers differ: {what} of '{tensor}' is off by {difference:.2e}, more than {tolerance:.0e}")]
     NumbersDiffer { what: &'static str, tensor: String, difference: f64, tolerance: f64 },
+    #[error(
+        "{}: is written, but {stack} would take {} on a device with this configuration, of which tensors can use {}; plan with --target {} for one that fits",
+        file.display(),
+        bytes(*needed_bytes),
+        bytes(*usable_bytes),
+        target.name()
+    )]
+    Misfit { file: PathBuf, stack: &'static str, target: Target, needed_bytes: u64, usable_bytes: u64 },
     #[error("{}", crate::prove::gap_text(gap))]
     Unproved { gap: Box<altiplano_prover::Gap> },
     #[error("{}", crate::pairs::pair_gap_text(file, gap))]
@@ -300,6 +308,7 @@ impl Error {
             | Error::Diverged { .. }
             | Error::NaN { .. }
             | Error::NumbersDiffer { .. }
+            | Error::Misfit { .. }
             | Error::Unproved { .. }
             | Error::UnprovedPair { .. }
             | Error::NoNumbers { .. }
@@ -320,7 +329,7 @@ impl Error {
                 _ if failure.is_usage() => "option",
                 _ => "no_plan",
             },
-            Error::TooLargeForMachine { .. } | Error::CertifiedMemory { .. } => "memory",
+            Error::TooLargeForMachine { .. } | Error::CertifiedMemory { .. } | Error::Misfit { .. } => "memory",
             Error::Empty { .. }
             | Error::Binary { .. }
             | Error::UnknownFormat { .. }

@@ -3,6 +3,7 @@
 use crate::commands::say;
 use altiplano::export::{Stack, export};
 use altiplano::ir::plan::Plan;
+use altiplano::stacks::Written;
 use altiplano::{Error, expect_writable, load_plan, stacks, write_file};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -44,6 +45,14 @@ enum To {
     Maxtext,
 }
 
+/// What there is to say of a file that is written.
+pub(crate) struct Exported {
+    /// The choices that the export leaves out or rounds.
+    pub notes: Vec<String>,
+    /// The error for a configuration that does not fit on the devices.
+    misfit: Option<Error>,
+}
+
 impl To {
     fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_string())
@@ -53,14 +62,18 @@ impl To {
 impl Export {
     pub(crate) fn run(self) -> Result<(), Error> {
         expect_writable(&self.output)?;
-        for note in self.write(&load_plan(&self.plan)?)? {
+        let Exported { notes, misfit } = self.write(&load_plan(&self.plan)?)?;
+        for note in notes {
             complain!("note: {note}");
         }
-        say(format!("{}: the plan for {}", self.output.display(), self.to.name()))
+        match misfit {
+            Some(error) => Err(error),
+            None => say(format!("{}: the plan for {}", self.output.display(), self.to.name())),
+        }
     }
 
-    /// Writes a loaded plan. Returns notes on the choices that the export leaves out or rounds.
-    pub(crate) fn write(&self, plan: &Plan) -> Result<Vec<String>, Error> {
+    /// Writes a loaded plan.
+    pub(crate) fn write(&self, plan: &Plan) -> Result<Exported, Error> {
         let program = match self.to {
             To::Jax => Some(Stack::Jax),
             To::Torch => Some(Stack::Torch),
@@ -68,12 +81,22 @@ impl Export {
             _ => None,
         };
         let configured = stacks::Stack::named(&self.to.name());
-        let (text, notes) = match (program, configured) {
-            (Some(stack), _) => export(plan, stack).map(|exported| (exported.text, exported.notes))?,
-            (None, Some(stack)) => stacks::export(plan, stack).map(|written| (written.text, written.notes))?,
+        let (text, notes, misfit) = match (program, configured) {
+            (Some(stack), _) => export(plan, stack).map(|exported| (exported.text, exported.notes, None))?,
+            (None, Some(stack)) => {
+                let Written { text, notes, prediction, .. } = stacks::export(plan, stack)?;
+                let misfit = (!prediction.fits()).then(|| Error::Misfit {
+                    file: self.output.clone(),
+                    stack: stack.name,
+                    target: stack.target,
+                    needed_bytes: prediction.peak_bytes(),
+                    usable_bytes: prediction.usable_bytes(),
+                });
+                (text, notes, misfit)
+            }
             (None, None) => unreachable!("each variant is a stack's name"),
         };
         write_file(&self.output, &text)?;
-        Ok(notes)
+        Ok(Exported { notes, misfit })
     }
 }

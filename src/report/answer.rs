@@ -1,6 +1,7 @@
 //! The short answer of a plan, in the words of people who set degrees by hand: degrees, batch sizes and predictions. It
 //! is the first part of every report and fits on a screen of 80 columns and 24 lines.
 
+use crate::report::words::level_of_most;
 use crate::units::{bytes, digits, gibibytes, plural, seconds};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -81,7 +82,9 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
         pipeline += &format!(" ({} virtual stages)", plan.virtual_stages);
     }
     // Stages of one lane have one mesh, but may use it differently.
-    let texts: Vec<String> = plan.stages.iter().zip(all).map(|(stage, of)| of_stage(plan, stage, of)).collect();
+    let users = plan.graph.users();
+    let text = |(stage, of): (&Stage, &Parallelism)| of_stage(plan, stage, level_of_most(plan, stage, &users), of);
+    let texts: Vec<String> = plan.stages.iter().zip(all).map(text).collect();
     let mut used = match (plan.num_devices(), plan.cluster.num_devices()) {
         (used, has) if used < has => format!(", {used} of {has} {}s", device(plan)),
         _ => String::new(),
@@ -122,13 +125,13 @@ fn degrees(plan: &Plan, all: &[Parallelism]) -> String {
 }
 
 /// `DP 16 (FSDP) x TP 1 x CP 1 x EP 1`, or `DP 16 (FSDP, in 2 groups) x ...`.
-fn of_stage(plan: &Plan, stage: &Stage, of: &Parallelism) -> String {
+fn of_stage(plan: &Plan, stage: &Stage, level: u8, of: &Parallelism) -> String {
     let Parallelism { data, tensor, context, expert, repeated, .. } = *of;
     let data = data * plan.servers.as_ref().map_or(1, |over| over.workers.len() as u32);
-    let sharded = match (stage.zero, plan.target) {
+    let sharded = match (level, plan.target) {
         _ if stage.mesh.num_devices() == 1 => String::new(),
         (0, target) if !target.is_fsdp() => String::new(),
-        (2.., target) if target.is_fsdp() => format!(" (FSDP, {})", sharded(target, stage.zero)),
+        (2.., target) if target.is_fsdp() => format!(" (FSDP, {})", sharded(target, level)),
         (3, Target::Deepspeed) => " (ZeRO-3)".to_string(),
         (3, _) => " (FSDP)".to_string(),
         (level, target) => format!(" ({})", sharded(target, level)),

@@ -98,6 +98,21 @@ pub(crate) fn level(
     }
 }
 
+/// The ZeRO level of most bytes of a stage's parameters. The search may give one parameter to all replicas and share
+/// another among them, whatever [`Stage::zero`] says of what was asked for.
+pub(crate) fn level_of_most(plan: &Plan, stage: &Stage, users: &[Vec<ValueId>]) -> u8 {
+    let graph = &plan.graph;
+    let mut bytes = [0_u64; 4];
+    for (v, name) in graph.parameters() {
+        let storage = stage.parameters.get(name);
+        if let Some(level) = storage.and_then(|storage| level(plan, stage, v, storage, users)) {
+            bytes[usize::from(level)] += graph.ty(v).bytes();
+        }
+    }
+    let most = (0..).zip(bytes).filter(|&(_, bytes)| bytes > 0).max_by_key(|&(level, bytes)| (bytes, level));
+    most.map_or(stage.zero, |(level, _)| level)
+}
+
 /// The most telling role among the uses of a parameter on this stage.
 fn role(plan: &Plan, stage: &Stage, value: ValueId, axis: AxisId, users: &[Vec<ValueId>]) -> Role {
     let graph = &plan.graph;

@@ -2,6 +2,7 @@
 
 use super::Configuration;
 use super::StackProblem;
+use crate::report::words::level_of_most;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::recompute::Recompute;
@@ -113,9 +114,11 @@ fn degrees(plan: &Plan) -> Result<[u32; 5], StackProblem> {
     Ok([dp, tensor, context, experts, if within > 1 { tensor } else { 1 }])
 }
 
-/// The level of sharded storage that most stages have.
+/// The level of sharded storage that most stages have, by most of their bytes.
 fn zero(plan: &Plan) -> u8 {
-    let count = |level: u8| plan.stages.iter().filter(|stage| stage.zero == level).count();
+    let users = plan.graph.users();
+    let levels: Vec<u8> = plan.stages.iter().map(|stage| level_of_most(plan, stage, &users)).collect();
+    let count = |level: u8| levels.iter().filter(|&&of_stage| of_stage == level).count();
     (0..=3).max_by_key(|&level| (count(level), level)).unwrap_or(0)
 }
 

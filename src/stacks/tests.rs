@@ -568,3 +568,15 @@ fn public_configurations_are_read_or_refused() {
         assert!(said.contains(knob), "{said}");
     }
 }
+
+/// The search may share most parameters among replicas in a stage for which no level of ZeRO was asked.
+#[test]
+fn the_level_of_zero_is_that_of_the_layouts() {
+    let mut request = base("wide");
+    (request.degrees.dp, request.degrees.zero) = (Some(8), Some(3));
+    let mut plan = plan(&request, &Silent).expect("a plan");
+    plan.stages.iter_mut().for_each(|stage| stage.zero = 0);
+    assert_eq!(of_plan::configuration(&plan).expect("a configuration").zero, Some(3));
+    let answer = crate::report::answer(&plan);
+    assert!(answer.starts_with("DP 8 (FSDP) x TP 1"), "{answer}");
+}

@@ -408,7 +408,7 @@ fn export(q: &Question<'_>) -> Result<Value, Failure> {
     let question: export::Export = q.options()?;
     expect_writable(&question.output)?;
     let plan = q.session.plan(&question.plan)?;
-    Ok(json!({"output": question.output, "notes": question.write(&plan)?}))
+    Ok(json!({"output": question.output, "notes": question.write(&plan)?.notes}))
 }
 
 fn verify(q: &Question<'_>) -> Result<Value, Failure> {
