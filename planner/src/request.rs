@@ -301,7 +301,9 @@ pub enum PlanFailure {
         Bytes(*limit_bytes)
     )]
     HostMemory { required_bytes: u64, limit_bytes: u64 },
-    #[error("no combination of stages and submeshes uses the cluster with these options")]
+    #[error(
+        "no combination of stages, meshes and microbatches uses the cluster with these options; leave some of the degrees, --zero, --global-batch or the number of microbatches to the search"
+    )]
     NoCombination,
     /// By the search's estimates, no candidate is worth predicting.
     #[error("by the search's estimates more than {times} times slower than the best plan")]
@@ -406,12 +408,24 @@ fn degrees(dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32) -> St
     let all = [("--dp", dp), ("--tp", tp), ("--pp", pp), ("--cp", cp)];
     let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();
     match split.as_slice() {
-        [one] if product <= u64::from(devices) => {
+        [one] if u64::from(devices) % product != 0 => {
             format!("{one}: the cluster's {devices} devices are no multiple of it")
         }
         _ => {
             let context = if cp > 1 { format!(" x --cp {cp}") } else { String::new() };
             format!("--dp {dp} x --tp {tp} x --pp {pp}{context} is {product} devices, but the cluster has {devices}")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_degree_that_divides_the_devices_is_not_said_not_to() {
+        assert_eq!(degrees(3, 1, 1, 1, 3, 4), "--dp 3: the cluster's 4 devices are no multiple of it");
+        let too_few = "--dp 2 x --tp 1 x --pp 1 is 2 devices, but the cluster has 4";
+        assert_eq!(degrees(2, 1, 1, 1, 2, 4), too_few);
     }
 }

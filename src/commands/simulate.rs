@@ -59,11 +59,8 @@ impl Simulate {
         }
         if self.memory {
             let stages = simulation.num_stages();
-            if self.stage.is_some_and(|s| s >= stages) {
-                return Err(Error::Option {
-                    option: "--stage",
-                    problem: "is not a stage of the plan; they count from 0",
-                });
+            if let Some(asked) = self.stage.filter(|&stage| stage >= stages) {
+                return Err(Error::NoSuchStage { option: "--stage", asked, stages });
             }
             return Ok(simulation.memory_text(self.stage));
         }

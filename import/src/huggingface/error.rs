@@ -61,6 +61,8 @@ pub enum Note {
     Head { found: String, planned: &'static str },
     /// Sizes that the config does not state, with the defaults of Transformers.
     Assumed { sizes: Vec<(String, u64)> },
+    /// The config states no type of its weights.
+    Precision,
     /// The model has several parts, and only its text decoder is planned.
     Part { taken: String, family: &'static str, left_out: Vec<String> },
     /// Unknown fields, which may affect the model.
@@ -85,6 +87,9 @@ impl fmt::Display for Note {
                 let sizes: Vec<String> = sizes.iter().map(|(field, size)| format!("{field} {size}")).collect();
                 write!(f, "not in the config, and taken as Transformers does: {}", sizes.join(", "))
             }
+            Note::Precision => f.write_str(
+                "dtype: is not in the config, so that everything is in float32; --precision bf16 says another type",
+            ),
             Note::Part { taken, family, left_out } => {
                 write!(f, "the model has several parts; what is planned is the text model of {taken} ({family})")?;
                 if left_out.is_empty() { Ok(()) } else { write!(f, ", without {}", left_out.join(", ")) }

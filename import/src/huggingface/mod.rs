@@ -253,9 +253,13 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
     }
     let fields = fields.with_aliases(family.aliases);
     // Newer versions of Transformers use the name `dtype`.
-    let stated = if fields.has("dtype") || fields.has("torch_dtype") { dtype(&fields)? } else { dtype(&whole)? };
+    let states = |fields: &Fields<'_>| fields.has("dtype") || fields.has("torch_dtype");
+    let stated = dtype(if states(&fields) { &fields } else { &whole })?;
     let mut builder = Builder::new(family.name, options.dtype.unwrap_or(stated), options);
     builder.notes.extend(part_note);
+    if options.dtype.is_none() && !states(&fields) && !states(&whole) {
+        builder.notes.push(Note::Precision);
+    }
     (family.build)(&fields, &mut builder)?;
     // A model without a head gets this one. The class name of a model with several parts says nothing about the part
     // that is planned.

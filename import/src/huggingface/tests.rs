@@ -375,6 +375,9 @@ fn what_is_left_out_is_said() {
         let notes = built(&config.to_string(), None).notes.into_iter();
         notes.filter(|n| matches!(n, Note::Head { .. } | Note::Unread { .. })).map(|n| n.to_string()).collect()
     };
+    // A type that nobody names is float32, as in Transformers; on GPUs hardly anybody wants that.
+    let is_of_type = |config: &str| built(config, None).notes.contains(&Note::Precision);
+    assert!(is_of_type(SMALL[0]) && !is_of_type(SMALL[2]));
     let (gpt2, llama) = (SMALL[0], LLAMA_3_2_1B);
     let other_head = "has another head and loss; what is planned is a model of next tokens";
     for head in ["LlamaForSequenceClassification", "GPT2DoubleHeadsModel"] {

@@ -5,7 +5,7 @@ use crate::commands::serve::failure::Failure;
 use crate::commands::vocabulary::{instead, with_names};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, ArgMatches, Args, Command};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Number, Value, json};
 
 /// The definition of a method's parameters, with the names of other software.
 pub fn definition<T: Args>(name: &'static str) -> Command {
@@ -19,7 +19,7 @@ pub fn has(command: &Command, name: &str) -> bool {
 }
 
 /// The command line of parameters. `null` and `false` leave an option out, `true` is a flag, a list gives an option
-/// several times, and an object gives `NAME=VALUE` of each entry.
+/// several times, or once with commas where it may be given once, and an object gives `NAME=VALUE` of each entry.
 ///
 /// # Errors
 /// If a parameter has no name or value that an option can have.
@@ -42,31 +42,35 @@ pub fn command_line(command: &Command, params: &Map<String, Value>) -> Result<Ve
             continue;
         }
         let refused = |problem: &str| Failure::params(format!("{key}: {problem}")).with("place", key.as_str());
-        let one = |value: &Value| match value {
-            Value::String(text) => Ok(format!("--{name}={text}")),
-            Value::Number(number) => Ok(format!("--{name}={number}")),
+        let text_of = |value: &Value| match value {
+            Value::String(text) => Ok(text.clone()),
+            Value::Number(number) => Ok(text_of_number(number)),
             _ => Err(refused("expected strings or numbers in it")),
         };
+        let repeats = command
+            .get_arguments()
+            .find(|arg| arg.get_long() == Some(&*name))
+            .is_none_or(|arg| matches!(arg.get_action(), ArgAction::Append));
         match value {
             Value::Null | Value::Bool(false) => {}
             Value::Bool(true) => options.push(format!("--{name}")),
             Value::Array(values) => {
-                for value in values {
-                    options.push(one(value)?);
+                let values = values.iter().map(text_of).collect::<Result<Vec<_>, _>>()?;
+                match repeats {
+                    true => options.extend(values.iter().map(|value| format!("--{name}={value}"))),
+                    false => options.push(format!("--{name}={}", values.join(","))),
                 }
             }
             Value::Object(entries) => {
                 for (entry, value) in entries {
                     let value = match value {
-                        Value::String(text) => text.clone(),
-                        Value::Number(number) => number.to_string(),
                         Value::Null => "none".to_string(),
-                        _ => return Err(refused("expected strings or numbers in it")),
+                        value => text_of(value)?,
                     };
                     options.push(format!("--{name}={entry}={value}"));
                 }
             }
-            value => options.push(one(value)?),
+            value => options.push(format!("--{name}={}", text_of(value)?)),
         }
     }
     places.sort();
@@ -74,6 +78,14 @@ pub fn command_line(command: &Command, params: &Map<String, Value>) -> Result<Ve
     options.push("--".into());
     options.extend(places.into_iter().map(|(_, text)| text));
     Ok(options)
+}
+
+/// A number as an option takes it. Some writers of JSON print whole numbers as `2.0`.
+fn text_of_number(number: &Number) -> String {
+    match number.as_f64() {
+        Some(value) if number.is_f64() && value.fract() == 0.0 && value.abs() < 1e15 => format!("{value:.0}"),
+        _ => number.to_string(),
+    }
 }
 
 /// Parses a command line.
@@ -89,16 +101,18 @@ pub fn matches(command: &Command, line: &[String]) -> Result<ArgMatches, Failure
             Some(ContextValue::Strings(options)) => options.first().cloned().unwrap_or_default(),
             _ => return Failure::params(message),
         };
-        let name = option.trim_start_matches('-').split([' ', '=', '[']).next().unwrap_or("");
+        let name = option.trim_start_matches(['-', '<']).split([' ', '=', '[']).next().unwrap_or("");
         Failure::params(message).with("place", name.trim_matches(['<', '>']).replace('-', "_").to_lowercase())
     })
 }
 
-/// The first paragraph of clap's message, on one line, and its tips.
+/// The first paragraph of clap's message, on one line, and its tips, without those on quoting for a shell.
 fn words(error: &clap::Error) -> String {
     let text = error.to_string();
     let lines = text.trim_start_matches("error: ").lines().take_while(|line| !line.starts_with("Usage:"));
-    let said = lines.filter(|line| !line.trim().is_empty() && !line.starts_with("For more information"));
+    let is_of_shell = |line: &str| line.trim_start().starts_with("tip: to pass '");
+    let said =
+        lines.filter(|line| !line.trim().is_empty() && !line.starts_with("For more information") && !is_of_shell(line));
     said.map(str::trim).collect::<Vec<_>>().join("; ").replace(":; ", ": ")
 }
 
@@ -139,6 +153,7 @@ fn schema_of(arg: &Arg) -> Value {
 mod tests {
     use super::*;
     use crate::commands::plan::Plan;
+    use crate::commands::why::Why;
     use clap::FromArgMatches;
 
     fn line(params: Value) -> Result<Vec<String>, String> {
@@ -151,6 +166,7 @@ mod tests {
         let params = json!({
             "model": "m.json", "tp": 8, "global_batch": 64, "as_written": true, "ignore_shardings": false, "loss": null,
             "size": {"batch": 8}, "batch_dim": {"x": 1, "y": null}, "freeze": ["a", "b*"], "clip_norm": 1.5,
+            "pp": 2.0, "cluster": ["dgx-a100", 2],
         });
         let mut got = line(params).expect("known parameters");
         assert_eq!(got.split_off(got.len() - 2), ["--", "m.json"]);
@@ -160,9 +176,11 @@ mod tests {
             "--batch-dim=x=1",
             "--batch-dim=y=none",
             "--clip-norm=1.5",
+            "--cluster=dgx-a100,2",
             "--freeze=a",
             "--freeze=b*",
             "--global-batch=64",
+            "--pp=2",
             "--size=batch=8",
             "--tp=8",
         ];
@@ -197,7 +215,11 @@ mod tests {
             let line = command_line(&command, &params).expect("names and values");
             let failure = matches(&command, &line).expect_err("no such parameter");
             assert_eq!(failure.data()["place"], place, "{}", failure.data()["error"]);
+            assert!(!failure.data()["error"].to_string().contains("use '--"), "{}", failure.data()["error"]);
         }
+        let command = definition::<Why>("why");
+        let line = command_line(&command, &Map::from_iter([("plan".into(), json!("p"))])).expect("a plan");
+        assert_eq!(matches(&command, &line).expect_err("a subject is missing").data()["place"], "param");
     }
 
     #[test]
