@@ -408,7 +408,7 @@ fn degrees(dp: u32, tp: u32, pp: u32, cp: u32, product: u64, devices: u32) -> St
     let all = [("--dp", dp), ("--tp", tp), ("--pp", pp), ("--cp", cp)];
     let split: Vec<String> = all.iter().filter(|d| d.1 > 1).map(|(name, degree)| format!("{name} {degree}")).collect();
     match split.as_slice() {
-        [one] if u64::from(devices) % product != 0 => {
+        [one] if !u64::from(devices).is_multiple_of(product) => {
             format!("{one}: the cluster's {devices} devices are no multiple of it")
         }
         _ => {

@@ -45,7 +45,7 @@ enum To {
     Maxtext,
 }
 
-/// What there is to say of a file that is written.
+/// The remarks on a file that is written.
 pub(crate) struct Exported {
     /// The choices that the export leaves out or rounds.
     pub notes: Vec<String>,

@@ -99,7 +99,7 @@ pub(super) struct Met<S> {
 pub(super) struct First<A: Surroundings> {
     me: Member,
     around: A,
-    /// What this process publishes.
+    /// The file that this process publishes.
     call: Call,
     state: FirstState,
     /// Connections that their processes have yet to confirm, and those that have been.
@@ -267,7 +267,7 @@ enum OtherState<S> {
 struct Waiting<S> {
     call: Call,
     words: S,
-    /// What has arrived of the first process's message.
+    /// The part of the first process's message that has arrived.
     heard: Vec<u8>,
     /// The connection for the watch, once its outcome is known.
     watch: Option<Result<S, WatchError>>,

@@ -36,6 +36,18 @@ impl Random {
     }
 }
 
+/// Draws the host of each of two or more processes: up to three on each of up to four hosts.
+pub(super) fn hosts(random: &mut Random) -> Vec<usize> {
+    let mut hosts = Vec::new();
+    for host in 0..random.within(1, 4) as usize {
+        hosts.extend(std::iter::repeat_n(host, random.within(1, 3) as usize));
+    }
+    if hosts.len() < 2 {
+        hosts.push(0);
+    }
+    hosts
+}
+
 /// A part of the data in one direction of a connection.
 enum Segment {
     Bytes(Vec<u8>),

@@ -8,7 +8,9 @@ use crate::error::{RendezvousError, WatchError};
 use crate::ranks::call::Call;
 use crate::ranks::connect::{Address, Greetings, Hello, TOKEN};
 use crate::ranks::gather::{First, Member, Met, Other, Surroundings};
-use crate::ranks::simulated::network::{Connecting, Network, Random, SharedNetwork, Stranger, Stream, accept, network};
+use crate::ranks::simulated::network::{
+    Connecting, Network, Random, SharedNetwork, Stranger, Stream, accept, hosts, network,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Write};
 use std::net::IpAddr;
@@ -155,13 +157,7 @@ struct Scenario {
 }
 
 fn scenario(random: &mut Random) -> Scenario {
-    let mut hosts = Vec::new();
-    for host in 0..random.within(1, 4) as usize {
-        hosts.extend(std::iter::repeat_n(host, random.within(1, 3) as usize));
-    }
-    if hosts.len() < 2 {
-        hosts.push(0);
-    }
+    let mut hosts = hosts(random);
     let size = hosts.len();
     let (any, last_host) = (random.within(0, size as u64 - 1) as usize, hosts[size - 1]);
     let lasts = |random: &mut Random| [random.within(1, 4_000), random.within(5_500, 12_000), FOREVER];

@@ -7,7 +7,7 @@
 use crate::ranks::connect::{Greetings, TOKEN};
 use crate::ranks::failover::{Failover, Reach};
 use crate::ranks::simulated::network::{
-    Connecting, Network, Random, SharedNetwork, Stranger, Stream, accept, hello, network,
+    Connecting, Network, Random, SharedNetwork, Stranger, Stream, accept, hello, hosts, network,
 };
 use crate::ranks::watch::{Ends, Link, Peer, Shared, Watcher};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -91,13 +91,7 @@ struct Scenario {
 
 /// Draws hosts, faults and their times.
 fn scenario(random: &mut Random) -> Scenario {
-    let mut hosts = Vec::new();
-    for host in 0..random.within(1, 4) as usize {
-        hosts.extend(std::iter::repeat_n(host, random.within(1, 3) as usize));
-    }
-    if hosts.len() < 2 {
-        hosts.push(0);
-    }
+    let hosts = hosts(random);
     let (size, several) = (hosts.len() as u64, hosts.last() > Some(&0));
     let anyone = |random: &mut Random| random.within(0, size - 1) as usize;
     let kinds = if several { 7 } else { 6 };
