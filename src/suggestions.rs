@@ -12,6 +12,7 @@ use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Offload, Plan};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::predict::memory::Category;
+use altiplano_planner::search::memory_bound;
 use altiplano_planner::{PlanFailure, Progress, Request, Silent};
 use rayon::prelude::*;
 use serde_json::json;
@@ -266,7 +267,7 @@ fn remedies(request: &Request, needed_bytes: u64, progress: &dyn Progress) -> Ve
     changes.push(larger_devices(request, needed_bytes));
     let total = changes.len();
     let first_that_fits = |(i, row): (usize, Vec<(String, Request)>)| {
-        row.into_iter().find_map(|(change, request)| {
+        row.into_iter().filter(|(_, request)| !memory_bound::excludes(request)).find_map(|(change, request)| {
             progress.step(&change, i, total);
             Some(Remedy::of(change, &request, &plan(&request, &Silent).ok()?))
         })

@@ -7,7 +7,8 @@ use altiplano::ir::plan::{Offload, Plan};
 use altiplano::planner::explain::account::{Work, accounts};
 use altiplano::planner::features::offload::{of_nodes, only_where_needed};
 use altiplano::planner::predict::memory::{cpu_host_peaks, cpu_peaks};
-use altiplano::planner::{PlanFailure, Request, Silent, fits, plan, programs};
+use altiplano::planner::search::memory_bound;
+use altiplano::planner::{PlanFailure, Progress, Request, Silent, fits, plan, plan_with, programs};
 use altiplano::runtime::tape::host::Host;
 use altiplano::runtime::tape::{self, build};
 use altiplano::runtime::{Options, Session};
@@ -161,6 +162,46 @@ fn what_does_not_fit_otherwise_is_offloaded() {
         panic!("the node has too little");
     };
     assert_eq!((required_bytes, limit_bytes + 1), (of_nodes(&found)[&0], found.stages[0].predicted.host_bytes));
+}
+
+/// The bound of memory is never above what a plan needs, and a request beyond it fails without a search.
+#[test]
+fn every_plan_holds_the_bound_of_memory() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    for words in ["dgx-a100/1 bf16", "dgx-a100/4 dp4 tp1 pp1 zero3", "dgx-a100/4 dp1 tp2 pp2 micro4 bf16", "dgx-a100/2"]
+    {
+        let here = planned(Path::new(&file), &import(), words).unwrap_or_else(|error| panic!("{words}: {error}"));
+        for plan in [offloaded(&here, Offload::OPTIMIZER), here] {
+            let what = plan.stages[0].offload;
+            let mut request = Request::of_plan(&plan);
+            let devices = u64::from(request.cluster.num_devices());
+            let (on_devices, on_hosts) = memory_bound::lasting_bytes(&request, what);
+            let group = &mut request.cluster.groups[0];
+            group.device.reserved = None;
+            group.device.memory_bytes = *plan.predicted.peak_bytes.iter().max().expect("a device");
+            group.host_memory_bytes = of_nodes(&plan).get(&0).copied();
+            assert!(memory_bound::failure(&request, what).is_none(), "{words}");
+            let held: u64 = plan.stages.iter().map(|s| s.predicted.peak_bytes * s.devices.len() as u64).sum();
+            assert!(on_devices > 0 && on_devices <= held, "{words}: {on_devices} of {held} bytes");
+            assert!(on_hosts <= of_nodes(&plan).values().sum(), "{words}: {on_hosts} bytes in host memory");
+
+            request.cluster.groups[0].device.memory_bytes = on_devices / devices - 1;
+            request.cluster.groups[0].host_memory_bytes = Some(on_hosts.saturating_sub(1));
+            (request.offload, request.baselines) = (None, false);
+            let failed = plan_with(&request, &Rooflines::of(&request.cluster), &NoSearch);
+            assert!(matches!(failed, Err(PlanFailure::Memory { closest: None, .. })), "{words}: {failed:?}");
+        }
+    }
+}
+
+/// Fails when a search begins.
+struct NoSearch;
+
+impl Progress for NoSearch {
+    fn step(&self, what: &str, _: usize, _: usize) {
+        panic!("{what} is searched");
+    }
 }
 
 /// Only the stage that lacks memory offloads.

@@ -7,6 +7,7 @@
 use crate::predict::predict_plan;
 use crate::request::{PlanFailure, Request};
 use crate::search::choice::fits;
+use crate::search::memory_bound;
 use altiplano_cost_models::Costs;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
@@ -17,6 +18,7 @@ use std::collections::BTreeMap;
 
 /// Returns the data that is worth a search with it in host memory: any if nothing fits without, and activations if the
 /// plan recomputes them. This applies if the request leaves the choice open and its devices have a memory of their own.
+/// Data that does not make enough room in any plan is left out.
 pub fn worth_trying(request: &Request, without: &Result<Plan, PlanFailure>) -> Vec<Offload> {
     let apart = request.cluster.groups.iter().all(|group| group.device.kind == DeviceKind::Gpu);
     if request.offload.is_some() || !request.trains() || !apart {
@@ -24,7 +26,10 @@ pub fn worth_trying(request: &Request, without: &Result<Plan, PlanFailure>) -> V
     }
     let recomputes = |plan: &Plan| plan.stages.iter().any(|stage| stage.recompute.most() > Recompute::None);
     match without {
-        Err(PlanFailure::Memory { .. }) => Offload::EACH.into_iter().filter(|what| !what.is_none()).collect(),
+        Err(PlanFailure::Memory { .. }) => {
+            let each = Offload::EACH.into_iter().filter(|what| !what.is_none());
+            each.filter(|what| memory_bound::failure(request, *what).is_none()).collect()
+        }
         Ok(plan) if request.recompute.is_none() && recomputes(plan) => vec![Offload::ACTIVATIONS],
         _ => Vec::new(),
     }

@@ -5,6 +5,7 @@
 
 use super::choice::{UNDECIDED, fits};
 use super::context::SearchContext;
+use super::memory_bound;
 use super::predictor::{Calibration, Predictor};
 use super::space::SearchSpace;
 use crate::explain::alternatives;
@@ -13,7 +14,7 @@ use crate::inter_op::search::{PipelineCandidate, SearchResult, search};
 use crate::inter_op::variants;
 use crate::request::PlanFailure;
 use altiplano_ir::cluster::DeviceKind;
-use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::plan::{Offload, Plan, Stage};
 use std::collections::BTreeMap;
 
 /// Repetitions of a search with lower limits.
@@ -26,6 +27,9 @@ type Limits = BTreeMap<u32, Vec<u64>>;
 /// Returns the predicted plans that fit, fastest first. Lean layouts are searched only if nothing else fits or memory
 /// is cramped.
 pub fn plans_that_fit(cx: &SearchContext<'_>, mut calibration: Calibration) -> Result<Vec<Plan>, PlanFailure> {
+    if let Some(failure) = memory_bound::failure(cx.request, cx.request.offload.unwrap_or(Offload::NONE)) {
+        return Err(failure);
+    }
     let found = search(cx);
     let lean = |calibration: &mut Calibration| {
         let lean = SearchSpace { lean: true, ..cx.space.clone() };

@@ -12,6 +12,7 @@ pub(crate) mod fitting;
 pub mod fixed_degrees;
 pub mod judge;
 pub mod layout;
+pub mod memory_bound;
 pub mod ordered;
 pub(crate) mod outcome;
 pub mod pareto;
