@@ -31,10 +31,8 @@ def assembler():
     return found[0] if found else None
 
 
-def registers(ptxas, ptx, architecture):
-    """Of each kernel over tiles its registers, and the bytes that it spills."""
-    command = [ptxas, "-v", f"-arch={architecture}", "-o", os.devnull, "/dev/stdin"]
-    said = subprocess.run(command, input=ptx, capture_output=True, check=True).stderr.decode()
+def registers(said):
+    """Of each kernel over tiles its registers and the bytes that it spills, by what the assembler says."""
     taken, name = {}, None
     for line in said.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)'", line):
@@ -47,17 +45,17 @@ def registers(ptxas, ptx, architecture):
 
 
 def compiled(nvrtc, source, architecture):
-    """What the compiler says, and what it made: machine code is only made, PTX is given back."""
+    """The compiler's log, and the PTX for a virtual architecture; for a real one True. Nothing if the source does not compile."""
     program = ctypes.c_void_p()
-    if nvrtcCreate := nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None):
-        return f"no program: {nvrtcCreate}", False
+    if failed := nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None):
+        return f"no program: {failed}", None
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17", b"-w", b"--fmad=false"]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
-    made = not failed
+    made = None if failed else True
     if made and architecture.startswith("compute"):
         nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
         ptx = ctypes.create_string_buffer(size.value)
@@ -67,27 +65,55 @@ def compiled(nvrtc, source, architecture):
     return log.value.decode(), made
 
 
-def check(path):
-    """Whether all of a file compiles, and what to say of it."""
+def machine_code(nvrtc, ptxas, source, architecture):
+    """What keeps a source from becoming machine code, if anything, and the registers of its kernels over tiles where an assembler is
+    given: it takes the compiler's second half, and says more."""
+    if not ptxas:
+        log, made = compiled(nvrtc, source, architecture)
+        return None if made else log, {}
+    log, ptx = compiled(nvrtc, source, architecture.replace("sm", "compute"))
+    if not ptx:
+        return log, {}
+    command = [ptxas, "-v", f"-arch={architecture}", "-o", os.devnull, "/dev/stdin"]
+    done = subprocess.run(command, input=ptx, capture_output=True)
+    said = done.stderr.decode()
+    return None if done.returncode == 0 else said, registers(said)
+
+
+def check(file):
+    """Whether all new kernels of a file compile, and what to say of it."""
+    path, source, missing = file
     nvrtc, ptxas = library(), assembler()
-    with open(path, encoding="utf-8") as file:
-        source = file.read()
     name, kernels = os.path.basename(path), source.count("__global__")
-    missing = [line for line in source.splitlines() if line.startswith("// no text")]
-    bad = [(a, log) for a in ARCHITECTURES for log, made in [compiled(nvrtc, source, a)] if not made]
-    if bad or missing or kernels == 0:
+    of = {a: machine_code(nvrtc, ptxas, source, a) for a in ARCHITECTURES}
+    bad = [(a, log) for a, (log, _) in of.items() if log is not None]
+    if bad or missing:
         return False, [f"FAILED       {name}: {kernels} kernels", *missing, *(f"{a}:\n{log[:2000]}" for a, log in bad)]
-    is_good, said = True, [f"ok           {name}: {kernels} kernels compile for {', '.join(ARCHITECTURES)}"]
-    if ptxas and "tiles_" in source:
-        of = {a: registers(ptxas, compiled(nvrtc, source, a.replace("sm", "compute"))[1], a) for a in ARCHITECTURES}
-        for kernel in of[ARCHITECTURES[0]]:
-            taken = [of[a][kernel] for a in ARCHITECTURES]
-            # In single precision, operands come from shared memory element by element, and some bytes more are lost in that.
-            signature = next(line for line in source.splitlines() if f" {kernel}(" in line)
-            is_good &= "f16*" not in signature or not any(spilled for _, spilled in taken)
-            words = ", ".join(f"{r} registers" + (f" and spills {s} bytes" if s else "") for r, s in taken)
-            said.append(f"             {kernel}: {words}")
+    is_good, said = True, [f"ok           {name}: {kernels} new kernels compile for {', '.join(ARCHITECTURES)}"]
+    for kernel in of[ARCHITECTURES[0]][1]:
+        taken = [of[a][1][kernel] for a in ARCHITECTURES]
+        # In single precision, operands come from shared memory element by element, and some bytes more are lost in that.
+        signature = next(line for line in source.splitlines() if f" {kernel}(" in line)
+        is_good &= "f16*" not in signature or not any(spilled for _, spilled in taken)
+        words = ", ".join(f"{r} registers" + (f" and spills {s} bytes" if s else "") for r, s in taken)
+        said.append(f"             {kernel}: {words}")
     return is_good, said
+
+
+def with_new_kernels(paths):
+    """The path of each file, its text without the kernels of files before it, and its lines about kernels without a text. A kernel's
+    name is a hash of its text."""
+    seen = set()
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        head, *kernels = re.split(r'^(?=extern "C" __global__)', text, flags=re.MULTILINE)
+        if not kernels:
+            sys.exit(f"FAILED       {path}: it has no kernels")
+        names = [re.search(r"(\w+)\(", re.sub(r"__launch_bounds__\(\d+\)", "", kernel))[1] for kernel in kernels]
+        missing = [line for line in text.splitlines() if line.startswith("// no text")]
+        yield path, head + "".join(kernel for kernel, name in zip(kernels, names) if name not in seen), missing
+        seen.update(names)
 
 
 def main():
@@ -95,7 +121,7 @@ def main():
         print("SKIPPED registers: there is no ptxas (PyPI's nvidia-cuda-nvcc)")
     failed = 0
     with multiprocessing.Pool() as pool:
-        for is_good, said in pool.imap(check, sys.argv[1:]):
+        for is_good, said in pool.imap(check, with_new_kernels(sys.argv[1:])):
             failed |= not is_good
             print(*said, sep="\n", flush=True)
     sys.exit(failed)

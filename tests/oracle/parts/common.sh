@@ -32,7 +32,7 @@ environment() {
     {
         flock 9
         [ -x "$folder/bin/python" ] || python3 -m venv "$folder" || skip "python3 cannot make a virtual environment"
-        "$folder/bin/python" -c "import $modules" 2> /dev/null || "$folder/bin/python" -m pip install --quiet "${@:3}" || true
+        "$folder/bin/python" -c "import $modules" 2> /dev/null || "$folder/bin/python" -m pip install --quiet --no-compile "${@:3}" || true
         "$folder/bin/python" -c "import $modules" 2> /dev/null
     } 9> "$folder.lock"
 }
