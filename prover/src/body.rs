@@ -35,6 +35,8 @@ pub struct Examined<'a> {
     /// True in bodies that add up values of all parameters or update them, in which multiples and sums occur that the
     /// reference does not have.
     sums: bool,
+    /// True in bodies of norms, all of whose sums are shares of one that the reference has.
+    adds_up: bool,
     /// True if others wrote the program: it may have multiples, shares and ops that the reference does not have.
     pair: bool,
     fused_loss: bool,
@@ -63,6 +65,7 @@ impl<'a> Examined<'a> {
     ) -> Examined<'a> {
         let mut examined = Examined::empty(terms, mesh, &body.graph);
         examined.sums = matches!(body.phase, Phase::Norm | Phase::Update | Phase::Totals);
+        examined.adds_up = body.phase == Phase::Norm;
         examined.fused_loss = fused_loss;
         let buffers: FxHashMap<ValueId, BufferId> = body.reads.iter().copied().collect();
         examined.all(&|v| buffers.get(&v).map(|&buffer| read(buffer)));
@@ -88,6 +91,7 @@ impl<'a> Examined<'a> {
             mesh,
             graph,
             sums: false,
+            adds_up: false,
             pair: false,
             fused_loss: false,
             numbers: FxHashMap::default(),
@@ -151,7 +155,9 @@ impl<'a> Examined<'a> {
                 pending.extend(operands);
             }
         }
-        let at = if self.pair { at } else { self.first_new(at, known) };
+        let communicates = matches!(self.graph.node(at).op, Op::Collective(_));
+        let at = if self.pair || self.adds_up || communicates { at } else { self.first_new(at, known) };
+        let at = self.pending_sum(at).or_else(|| self.position(at, &positions)).unwrap_or(at);
         (at, self.described(at))
     }
 
@@ -165,6 +171,83 @@ impl<'a> Examined<'a> {
             at = before;
         }
         at
+    }
+
+    /// For an op that adds a whole value and a partial sum, the value where the sum began that nothing reduced.
+    fn pending_sum(&self, at: ValueId) -> Option<ValueId> {
+        let is_partial =
+            |v: ValueId| !self.of(v).is_empty() && self.of(v).iter().all(|fact| !fact.layout.partial.is_empty());
+        let operands = &self.graph.node(at).operands;
+        let whole = operands.iter().any(|o| self.of(*o).iter().any(|fact| fact.layout.partial.is_empty()));
+        let mut from = operands.iter().copied().find(|o| whole && is_partial(*o))?;
+        while let Some(&before) = self.graph.node(from).operands.iter().find(|o| is_partial(**o)) {
+            from = before;
+        }
+        Some(from)
+    }
+
+    /// The value that computes a device's position for an op, if that is all that is unknown of the op's operands.
+    fn position(&self, at: ValueId, positions: &[bool]) -> Option<ValueId> {
+        let of_operands = |v: ValueId| {
+            let operands = self.graph.node(v).operands.iter();
+            operands.copied().find(|o| positions[o.index()] && self.of(*o).is_empty())
+        };
+        // Counts are unknown until a position is added to them.
+        let counts = matches!(self.graph.node(at).op, Op::Iota(_));
+        let uses = |user: &ValueId| self.graph.node(*user).operands.contains(&at);
+        match counts {
+            true => self.graph.values().skip(at.index()).filter(uses).find_map(of_operands),
+            false => of_operands(at),
+        }
+    }
+
+    /// The leaf that a value is computed from by ops of one operand that is no constant.
+    pub fn leaf(&self, mut v: ValueId) -> Option<ValueId> {
+        let is_constant =
+            |o: &ValueId| self.of(*o).iter().any(|f| self.terms.as_splat(f.term).is_some_and(|x| x.is_finite()));
+        loop {
+            let node = self.graph.node(v);
+            if matches!(node.op, Op::Input(_)) {
+                return Some(v);
+            }
+            let mut varying = node.operands.iter().filter(|o| !is_constant(o));
+            v = *varying.next()?;
+            if varying.any(|o| *o != v) {
+                return None;
+            }
+        }
+    }
+
+    /// The leaf from which an operand of an unknown value is computed. Of several operands, the one whose place in the
+    /// reference another value has beside the other operands.
+    pub fn leaf_of_operand(&self, v: ValueId) -> Option<ValueId> {
+        let node = self.graph.node(v);
+        let leaves: Vec<(usize, ValueId)> =
+            node.operands.iter().enumerate().filter_map(|(i, o)| Some((i, self.leaf(*o)?))).collect();
+        let others_match = |place: usize, operands: &Operands| {
+            let same = |(i, (o, term)): (usize, (&ValueId, &Term))| {
+                i == place || self.of(*o).iter().any(|fact| fact.term == *term)
+            };
+            operands.len() == node.operands.len() && node.operands.iter().zip(operands).enumerate().all(same)
+        };
+        let replaceable = |(place, _): &&(usize, ValueId)| self.terms.any(&node.op, |of| others_match(*place, of));
+        leaves.iter().find(replaceable).or(leaves.first()).map(|leaf| leaf.1)
+    }
+
+    /// The last product with a constant on the way to a value.
+    pub fn scaled_at(&self, v: ValueId) -> Option<ValueId> {
+        const MOST_OPS: usize = 8;
+        let is_constant = |o: &ValueId| self.of(*o).iter().any(|f| self.terms.as_splat(f.term).is_some());
+        let mut at = v;
+        for _ in 0..MOST_OPS {
+            let node = self.graph.node(at);
+            let scales = matches!(node.op, Op::Binary(Binary::Multiply | Binary::Divide));
+            if scales && node.operands.iter().any(is_constant) {
+                return Some(at);
+            }
+            at = *node.operands.iter().find(|o| !is_constant(o))?;
+        }
+        None
     }
 
     /// The last value on the way to a value that sums copies, or adds a summand to a value that every device holds.

@@ -12,7 +12,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
 use altiplano_ir::plan::Plan;
-use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, OVERFLOWS, Program, Programs, TransferId};
+use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, OVERFLOWS, Phase, Program, Programs, TransferId};
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
@@ -32,11 +32,25 @@ struct Step<'a> {
     proof: Proof,
     /// For buffers without a fact, the gap of the body that writes them.
     gaps: FxHashMap<Place, Gap>,
+    /// The summands of the norm of all gradients.
+    summands: FxHashMap<Term, Summand<'a>>,
+    /// For each buffer that the body at hand adds to, the one from which the summand comes.
+    summed: FxHashMap<BufferId, BufferId>,
     /// The local types of values between bodies.
     types: FxHashMap<Place, TensorType>,
     /// The values that the body at hand compares with others.
     compared: Vec<Term>,
     observe: Observer<'a>,
+}
+
+/// A summand of a sum over all gradients.
+struct Summand<'a> {
+    program: u32,
+    body: &'a Body,
+    /// The last value that holds no more than the summand.
+    held: ValueId,
+    /// The last product with a constant on the way to it.
+    scaled: ValueId,
 }
 
 /// Sees every body when it has been examined.
@@ -63,6 +77,8 @@ pub fn prove<'a>(plan: &'a Plan, programs: &'a Programs, observe: Observer<'a>) 
         states: BTreeSet::new(),
         proof: Proof::default(),
         gaps: FxHashMap::default(),
+        summands: FxHashMap::default(),
+        summed: FxHashMap::default(),
         types: FxHashMap::default(),
         compared: Vec::new(),
         observe,
@@ -250,20 +266,45 @@ impl<'a> Step<'a> {
         let written: Vec<(BufferId, ValueId, Vec<Fact>)> =
             body.writes.iter().map(|&(buffer, v)| (buffer, v, examined.of(v).to_vec())).collect();
         let known = body.graph.values().filter(|v| !examined.of(*v).is_empty()).count();
-        let lost: FxHashMap<ValueId, (ValueId, String)> = written
-            .iter()
-            .filter(|w| w.2.is_empty())
-            .map(|(_, v, _)| (*v, examined.first_unknown(*v, known_terms)))
-            .collect();
+        let of_buffer: FxHashMap<ValueId, BufferId> = body.reads.iter().copied().collect();
+        let lost = |v: ValueId| {
+            let (at, text) = examined.first_unknown(v, known_terms);
+            (at, examined.leaf_of_operand(at).and_then(|leaf| of_buffer.get(&leaf)).copied(), text)
+        };
+        let lost: FxHashMap<ValueId, (ValueId, Option<BufferId>, String)> =
+            written.iter().filter(|w| w.2.is_empty()).map(|(_, v, _)| (*v, lost(*v))).collect();
         let compares = body.graph.nodes.iter().filter(|n| matches!(n.op, Op::Compare(_)));
         let compared = compares.flat_map(|n| examined.of(n.operands[0]).iter().map(|f| f.term)).collect();
+        let held: Vec<(ValueId, Term)> = match body.phase {
+            Phase::Norm => body.graph.values().flat_map(|v| examined.of(v).iter().map(move |f| (v, f.term))).collect(),
+            _ => Vec::new(),
+        };
+        let scaled: FxHashMap<ValueId, ValueId> =
+            held.iter().filter_map(|(v, _)| Some((*v, examined.scaled_at(*v)?))).collect();
+        // The buffers from which the summands of accumulators come.
+        let summed = |v: ValueId| {
+            let leaves = body.graph.node(v).operands.iter().filter_map(|o| examined.leaf(*o));
+            leaves.filter_map(|leaf| of_buffer.get(&leaf).copied()).find(|id| !body.writes.iter().any(|w| w.0 == *id))
+        };
+        self.summed = match body.phase.is_of_microbatch() {
+            true => body.writes.iter().filter_map(|w| Some((w.0, summed(w.1)?))).collect(),
+            false => FxHashMap::default(),
+        };
         self.compared = compared;
+        for (v, term) in held {
+            if let [summand] = self.reference.terms.summands(term)[..] {
+                let at = Summand { program: number, body, held: v, scaled: scaled.get(&v).copied().unwrap_or(v) };
+                self.summands.insert(summand, at);
+            }
+        }
         self.proof.values += known;
         self.proof.bodies += 1;
         for (buffer, v, facts) in written {
             let kind = &program.buffer(buffer).kind;
-            if let Some((at, text)) = lost.get(&v) {
-                let gap = self.here(number, body, Some(*at), None, Kind::Unrelated, text.clone());
+            if let Some((at, source, text)) = lost.get(&v) {
+                let from = source.map(|id| format!("; an operand comes from {}", program.buffer(id).name));
+                let text = format!("{text}{}", from.unwrap_or_default());
+                let gap = self.here(number, body, Some(*at), *source, Kind::Unrelated, text);
                 if !matches!(kind, BufferKind::Value) || !is_local(program.buffer(buffer)) {
                     return Err(gap);
                 }
@@ -328,7 +369,7 @@ impl<'a> Step<'a> {
     }
 
     /// Checks that one of the facts is the expected term in the declared layout.
-    fn expect(&self, place: Place, body: &Body, v: ValueId, facts: &[Fact], expected: Term) -> Result<(), Gap> {
+    fn expect(&mut self, place: Place, body: &Body, v: ValueId, facts: &[Fact], expected: Term) -> Result<(), Gap> {
         let (wanted, mesh) = (self.declared(place), self.mesh(place.0));
         let local = body.graph.shape(v);
         // Devices may count an element once for each copy of it: only the sign of a count matters. The count that is
@@ -354,7 +395,33 @@ impl<'a> Step<'a> {
             self.reference.terms.name(expected),
             wanted.text(mesh),
         );
-        Err(self.here(place.0, body, Some(v), Some(place.1), Kind::Differs, text))
+        match facts.first().and_then(|fact| self.wrong_summand(fact.term, expected)) {
+            Some((number, of_norm, at)) => {
+                Err(self.here(number, of_norm, Some(at), Some(place.1), Kind::Differs, text))
+            }
+            None => Err(self.here(place.0, body, Some(v), Some(place.1), Kind::Differs, text)),
+        }
+    }
+
+    /// The value of the body of a norm that makes a sum over all gradients wrong: that of the first summand with a wrong
+    /// factor, or the written one if all summands of the body have the same wrong factor. `None` if those of all bodies
+    /// have it, or the sum has none of a body's summands.
+    fn wrong_summand(&mut self, found: Term, expected: Term) -> Option<(u32, &'a Body, ValueId)> {
+        let odd = self.reference.terms.odd_summands(found, expected);
+        let (first, has, should) = *odd.first()?;
+        let at = self.summands.get(&first)?;
+        let alike = |term: &Term| {
+            let of = odd.iter().find(|of| of.0 == *term);
+            of.is_some_and(|(_, h, s)| (h / s - has / should).abs() < 1e-9)
+        };
+        let all = self.reference.terms.summands(expected);
+        let here = |term: &&Term| self.summands.get(*term).is_some_and(|of| of.program == at.program);
+        let of_body = all.iter().filter(here).count();
+        match of_body > 1 && all.iter().filter(here).all(alike) {
+            true if has == 0.0 || all.len() > of_body && all.iter().all(alike) => None,
+            true => Some((at.program, at.body, at.body.writes.last()?.1)),
+            false => Some((at.program, at.body, if has == 0.0 { at.held } else { at.scaled })),
+        }
     }
 
     /// A body that adds to an accumulator for every microbatch: the sum over all of them is known afterwards.
@@ -370,8 +437,12 @@ impl<'a> Step<'a> {
                     && !self.reference.terms.is_part(added, gradient)
                 {
                     let name = self.reference.terms.name(added);
-                    let text = format!("{name} is no part of the {}", self.buffer(place).name);
-                    return Err(self.here(place.0, body, Some(v), Some(place.1), Kind::Differs, text));
+                    let from = self.summed.get(&place.1).copied();
+                    let name_of = |id: BufferId| format!(", but comes from {}", self.buffer((place.0, id)).name);
+                    let comes = from.map(name_of).unwrap_or_default();
+                    let text = format!("{name} is no part of the {}{comes}", self.buffer(place).name);
+                    let buffer = from.unwrap_or(place.1);
+                    return Err(self.here(place.0, body, Some(v), Some(buffer), Kind::Differs, text));
                 }
                 let term = self.reference.terms.over_microbatches(added);
                 sums.push(Fact { term, layout: wanted.clone() });
@@ -410,8 +481,16 @@ impl<'a> Step<'a> {
                         return Err(gap.clone());
                     }
                     let text = format!("{at} sends {}, which is not laid out as declared", source.name);
-                    let gap = Gap { buffer: Some(transfer.source.1), ..Gap::new(Kind::Differs, text) };
-                    return Err(gap.of_program(transfer.source.0));
+                    let (number, buffer) = transfer.source;
+                    let writes = |body: &&Body| body.writes.iter().any(|w| w.0 == buffer);
+                    let writer = self.programs.programs[number as usize].bodies.iter().find(writes);
+                    let gap = Gap {
+                        body: writer.map(|body| body.name.clone()),
+                        value: writer.and_then(|body| body.writes.iter().find(|w| w.0 == buffer)).map(|w| w.1),
+                        buffer: Some(buffer),
+                        ..Gap::new(Kind::Differs, text)
+                    };
+                    return Err(gap.of_program(number));
                 }
                 self.proof.transfers += 1;
                 self.facts.insert(transfer.target, moved);

@@ -579,17 +579,26 @@ impl Terms {
         }
     }
 
-    /// The summands whose factors differ in two terms, with both factors, in words.
+    /// The first summand whose factors differ in two terms, with both factors, in words.
     pub fn difference(&mut self, found: Term, wanted: Term) -> Option<String> {
-        let (found, wanted) = (self.parts(found), self.parts(wanted));
-        let of = |parts: &[(Term, f64)], term: Term| parts.iter().find(|p| p.0 == term).map_or(0.0, |p| p.1);
-        let all = found.iter().chain(&wanted).map(|p| p.0);
-        let same = |term: &Term| is_close(of(&found, *term), of(&wanted, *term));
-        let term = all.into_iter().find(|term| !same(term))?;
-        let (has, should) = (of(&found, term), of(&wanted, term));
+        let (term, has, should) = self.odd_summands(found, wanted).into_iter().next()?;
         let name = self.name(term);
         (has != 0.0 && should != 0.0)
             .then(|| format!("it has {} times as much as it should of {name}", (has / should) as f32))
+    }
+
+    /// The summands whose factors differ in two terms, with both factors.
+    pub fn odd_summands(&mut self, found: Term, wanted: Term) -> Vec<(Term, f64, f64)> {
+        let (found, wanted) = (self.parts(found), self.parts(wanted));
+        let of = |parts: &[(Term, f64)], term: Term| parts.iter().find(|p| p.0 == term).map_or(0.0, |p| p.1);
+        let extra = found.iter().filter(|(term, _)| wanted.iter().all(|p| p.0 != *term));
+        let all = wanted.iter().chain(extra).map(|p| (p.0, of(&found, p.0), of(&wanted, p.0)));
+        all.filter(|(_, has, should)| !is_close(*has, *should)).collect()
+    }
+
+    /// The terms of which a term is a sum of multiples.
+    pub fn summands(&mut self, term: Term) -> Vec<Term> {
+        self.parts(term).into_iter().map(|part| part.0).collect()
     }
 
     /// The applications of ops of this name to these operands.
@@ -598,6 +607,11 @@ impl Terms {
         let greater = matches!(op, Op::Compare(compare) if compare.direction == Direction::Gt);
         let of_sign = || self.compared(operands).filter(|_| greater).and_then(|operands| of(&operands));
         of(operands).or_else(of_sign).unwrap_or_default()
+    }
+
+    /// Returns true if the reference applies ops of this name to some operands for which `wanted` holds.
+    pub fn any(&self, op: &Op, wanted: impl Fn(&Operands) -> bool) -> bool {
+        self.applications.iter().any(|(operands, of)| of.op.name() == op.name() && wanted(operands))
     }
 
     /// The applications with this result.

@@ -2,6 +2,7 @@
 //! result; none of those is proved.
 
 use crate::common::{Scratch, altiplano};
+use crate::is_located;
 use crate::mutations::{Mutant, Place, equal, mutants, results};
 use altiplano::ir::plan::Plan;
 use altiplano::ir::program::Programs;
@@ -90,37 +91,57 @@ fn differs(mutant: &Mutant, programs: &Programs) -> bool {
     !equal(&results(old, &old.bodies[body]), &results(new, &new.bodies[body]))
 }
 
-/// Plants random bugs until so many of them differ. Returns the number of plans, and the plans that are not proved
-/// without a bug.
-fn campaign(seed: u64, wanted: usize) -> (usize, Vec<String>) {
+/// The outcome of a campaign.
+#[derive(Default)]
+struct Campaign {
+    plans: usize,
+    /// Bugs that change a result, and those of them that the gap locates.
+    bugs: usize,
+    located: usize,
+    /// Plans that are not proved without a bug.
+    unproved: Vec<String>,
+}
+
+/// Plants random bugs until so many of them differ.
+fn campaign(seed: u64, wanted: usize) -> Campaign {
     const OF_A_PLAN: usize = 40;
     let (mut draw, scratch) = (Draw(seed), Scratch::new());
-    let (mut plans, mut differing, mut unproved) = (0, 0, Vec::new());
-    while differing < wanted {
+    let mut done = Campaign::default();
+    while done.bugs < wanted {
         let Some((name, plan, programs)) = drawn(&mut draw, &scratch) else { continue };
         if let Err(gap) = prove(&plan, &programs) {
-            unproved.push(format!("{name}: {gap}"));
+            done.unproved.push(format!("{name}: {gap}"));
             continue;
         }
-        plans += 1;
+        done.plans += 1;
         let mut all = 0;
         mutants(&programs, 6, |_| all += 1);
         let kept = |draw: &mut Draw| draw.below(all) < OF_A_PLAN;
         mutants(&programs, 6, |mutant| {
-            if differing < wanted && kept(&mut draw) && differs(&mutant, &programs) {
-                let proved = prove(&plan, &mutant.programs).is_ok();
-                assert!(!proved, "{name}: proved with {} in {:?}", mutant.what, mutant.place);
-                differing += 1;
+            if done.bugs < wanted && kept(&mut draw) && differs(&mutant, &programs) {
+                let Err(gap) = prove(&plan, &mutant.programs) else {
+                    panic!("{name}: proved with {} in {:?}", mutant.what, mutant.place);
+                };
+                done.bugs += 1;
+                match is_located(&mutant, &programs, &gap) {
+                    true => done.located += 1,
+                    false => println!("elsewhere: {} in {:?}: {gap}", mutant.what, mutant.place),
+                }
             }
         });
     }
-    (plans, unproved)
+    done
 }
 
 #[test]
 fn random_bugs_are_not_proved() {
-    let (plans, unproved) = campaign(1, 60);
-    assert!(plans >= 2 && unproved.is_empty(), "{plans} plans are proved, and not {unproved:#?}");
+    let done = campaign(1, 60);
+    assert!(
+        done.plans >= 2 && done.unproved.is_empty(),
+        "{} plans are proved, and not {:#?}",
+        done.plans,
+        done.unproved
+    );
 }
 
 /// The long run: `ALTIPLANO_BUGS=2000 ALTIPLANO_SEED=1 cargo test --release --test proofs campaign -- --ignored --nocapture`.
@@ -129,7 +150,7 @@ fn random_bugs_are_not_proved() {
 fn campaign_of_random_bugs() {
     let number = |name: &str, default: u64| std::env::var(name).ok().map_or(default, |n| n.parse().expect("a number"));
     let (seed, wanted) = (number("ALTIPLANO_SEED", 1), number("ALTIPLANO_BUGS", 2000) as usize);
-    let (plans, unproved) = campaign(seed, wanted);
-    println!("seed {seed}: {wanted} bugs that differ in {plans} plans, none proved");
+    let Campaign { plans, bugs, located, unproved } = campaign(seed, wanted);
+    println!("seed {seed}: {bugs} bugs that differ in {plans} plans, none proved, {located} located");
     assert!(unproved.is_empty(), "not proved without a bug: {unproved:#?}");
 }

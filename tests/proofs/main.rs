@@ -153,27 +153,35 @@ fn within(graph: &Graph, v: ValueId, of: ValueId, steps: usize) -> bool {
     v == of || steps > 0 && graph.node(v).operands.iter().any(|o| within(graph, *o, of, steps - 1))
 }
 
-/// Returns true if a gap names a planted bug: the changed op, or one at most two ops from it; the changed buffer, or an
-/// op at most two ops from where it is read; the program of the changed call.
+/// Returns true if a gap names a planted bug: the changed op, or one at most two ops from it; the changed buffer or the one
+/// that it is confused with, or an op at most two ops from where it is read; the program of the changed call.
 fn is_located(mutant: &Mutant, before: &Programs, gap: &Gap) -> bool {
     let (program, body) = match mutant.place {
         Place::Schedule { program } => return gap.program.is_none_or(|p| p as usize == program),
         Place::Value { program, body, .. } | Place::Buffer { program, body, .. } => (program, body),
     };
     let (old, new) = (&before.programs[program].bodies[body], &mutant.programs.programs[program].bodies[body]);
+    if let Place::Buffer { buffer, other, .. } = mutant.place
+        && gap.program == Some(program as u32)
+        && gap.buffer.is_some_and(|named| named == buffer || Some(named) == other)
+    {
+        return true;
+    }
     if gap.program != Some(program as u32) || gap.body.as_ref() != Some(&new.name) {
         return false;
     }
     let near = |value: ValueId| {
         let operands = &new.graph.node(value).operands;
-        gap.value
-            .is_some_and(|v| within(&new.graph, v, value, 2) || operands.iter().any(|o| within(&new.graph, v, *o, 1)))
+        // Where an op was dropped, its place is that which it had.
+        let dropped = |v| old.graph.len() == new.graph.len() && within(&old.graph, v, value, 2);
+        let is_near = |v| within(&new.graph, v, value, 2) || operands.iter().any(|o| within(&new.graph, v, *o, 1));
+        gap.value.is_some_and(|v| is_near(v) || dropped(v))
     };
     match mutant.place {
         Place::Value { value, .. } => near(value),
         Place::Buffer { buffer, .. } => {
             let mut read = new.reads.iter().chain(&old.reads).filter(|r| r.1 == buffer);
-            gap.buffer == Some(buffer) || read.any(|r| gap.value.is_some_and(|v| within(&new.graph, v, r.0, 2)))
+            read.any(|r| gap.value.is_some_and(|v| within(&new.graph, v, r.0, 2)))
         }
         Place::Schedule { .. } => false,
     }
@@ -204,12 +212,16 @@ fn planted_bugs_are_not_proved() {
             }
             Err(gap) => {
                 planted += 1;
-                located += usize::from(is_located(&mutant, &programs, &gap));
+                let found = is_located(&mutant, &programs, &gap);
+                located += usize::from(found);
+                if !found {
+                    println!("elsewhere: {} in {:?}: {gap}", mutant.what, mutant.place);
+                }
             }
         });
     }
     assert!(planted >= 500, "only {planted} bugs were planted");
-    assert!(located * 100 >= planted * 85, "only {located} of {planted} bugs were located");
+    assert!(located * 100 >= planted * 95, "only {located} of {planted} bugs were located");
 }
 
 #[test]

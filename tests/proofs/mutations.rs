@@ -15,8 +15,8 @@ use altiplano_ir::types::TensorType;
 pub enum Place {
     /// A value of a body of a program.
     Value { program: usize, body: usize, value: ValueId },
-    /// A buffer that a body reads or writes.
-    Buffer { program: usize, body: usize, buffer: BufferId },
+    /// A buffer that a body reads or writes, and the one that it is confused with.
+    Buffer { program: usize, body: usize, buffer: BufferId, other: Option<BufferId> },
     /// A call of a program, or a transfer that it takes part in.
     Schedule { program: usize },
 }
@@ -45,7 +45,7 @@ pub fn mutants(programs: &Programs, most: usize, mut each: impl FnMut(Mutant)) {
                     changed.programs[p].bodies[b] = change.body.clone();
                     let place = match change.at {
                         Ok(value) => Place::Value { program: p, body: b, value },
-                        Err(buffer) => Place::Buffer { program: p, body: b, buffer },
+                        Err((buffer, other)) => Place::Buffer { program: p, body: b, buffer, other },
                     };
                     each(Mutant { what: kind, place, programs: changed });
                 }
@@ -58,7 +58,7 @@ pub fn mutants(programs: &Programs, most: usize, mut each: impl FnMut(Mutant)) {
 /// A changed body.
 struct Change {
     what: &'static str,
-    at: Result<ValueId, BufferId>,
+    at: Result<ValueId, (BufferId, Option<BufferId>)>,
     body: Body,
 }
 
@@ -228,7 +228,7 @@ fn insert_after(body: &mut Body, value: ValueId, op: Op) {
 /// Changes of what a body reads and writes.
 fn of_buffers(program: &Program, body: &Body) -> Vec<Change> {
     let mut changes = Vec::new();
-    let mut change = |what: &'static str, at: BufferId, edit: &dyn Fn(&mut Body)| {
+    let mut change = |what: &'static str, at: (BufferId, Option<BufferId>), edit: &dyn Fn(&mut Body)| {
         let mut body = body.clone();
         edit(&mut body);
         body.graph.outputs = body.writes.iter().map(|w| w.1).collect();
@@ -240,15 +240,15 @@ fn of_buffers(program: &Program, body: &Body) -> Vec<Change> {
         match (&program.buffer(buffer).kind, old) {
             (BufferKind::Accumulator { .. }, Some(old)) if node.operands.contains(&old) => {
                 if let Some(&added) = node.operands.iter().find(|o| **o != old) {
-                    change("a missing accumulation", buffer, &|body| body.writes[i].1 = added);
-                    change("a gradient summed twice", buffer, &|body| {
+                    change("a missing accumulation", (buffer, None), &|body| body.writes[i].1 = added);
+                    change("a gradient summed twice", (buffer, None), &|body| {
                         body.writes[i].1 = body.graph.add(v, added);
                     });
                 }
-                change("a gradient that is not added", buffer, &|body| body.writes[i].1 = old);
+                change("a gradient that is not added", (buffer, None), &|body| body.writes[i].1 = old);
             }
             (BufferKind::Parameter { .. } | BufferKind::State { .. }, Some(old)) if body.graph.ty(old) == &node.ty => {
-                change("a stale weight", buffer, &|body| body.writes[i].1 = old);
+                change("a stale weight", (buffer, None), &|body| body.writes[i].1 = old);
             }
             _ => {}
         }
@@ -257,22 +257,23 @@ fn of_buffers(program: &Program, body: &Body) -> Vec<Change> {
             (j > i && *w != v && types.0.ty == types.1.ty && types.0.sharding == types.1.sharding).then_some(j)
         };
         if let Some(j) = body.writes.iter().enumerate().find_map(same) {
-            change("a swapped result", buffer, &|body| {
+            let other = Some(body.writes[j].0);
+            change("a swapped result", (buffer, other), &|body| {
                 let other = body.writes[j].1;
                 body.writes[j].1 = v;
                 body.writes[i].1 = other;
             });
         }
     }
-    for (i, &(v, buffer)) in body.reads.iter().enumerate() {
+    for (i, &(_, buffer)) in body.reads.iter().enumerate() {
         let same = |(j, (_, other)): (usize, &(ValueId, BufferId))| {
             let types = (program.buffer(*other), program.buffer(buffer));
             let accumulates = matches!(types.0.kind, BufferKind::Accumulator { .. });
             (j > i && !accumulates && types.0.ty == types.1.ty && types.0.sharding == types.1.sharding).then_some(j)
         };
         if let Some(j) = body.reads.iter().enumerate().find_map(same) {
-            let _ = v;
-            change("a swapped operand", buffer, &|body| {
+            let other = Some(body.reads[j].1);
+            change("a swapped operand", (buffer, other), &|body| {
                 let other = body.reads[j].1;
                 body.reads[j].1 = buffer;
                 body.reads[i].1 = other;
