@@ -154,6 +154,11 @@ impl Call<'_> {
         }
     }
 
+    /// The first argument.
+    pub fn first_item(&self) -> Result<&Item, Reject> {
+        self.arguments.first().map(|(_, item)| item).ok_or_else(|| self.missing("self", "a tensor"))
+    }
+
     fn missing(&self, name: &str, expected: &'static str) -> Reject {
         if matches!(self.get(name), Some(Item::Data(_))) {
             return data_dependent();

@@ -153,11 +153,12 @@ impl Call<'_> {
         let in_place = self.in_place();
         let name = if in_place { self.name.trim_end_matches('_') } else { self.name };
         let unsupported = || Err(Reject::Unsupported("of complex numbers"));
+        let of_complex = self.arguments.first().is_some_and(|(_, item)| item.is_complex());
         let pair = match name {
             "view_as_complex" => return Ok(vec![Item::Complex(self.handle(0)?)]),
             "view_as_real" | "view_as_real_copy" => return Ok(vec![Item::Tensor(self.handle(0)?)]),
-            "real" | "imag" if self.arguments[0].1.is_complex() => return self.part_as_view(name == "imag"),
-            "resolve_conj" | "resolve_neg" => return Ok(vec![self.arguments[0].1.clone()]),
+            "real" | "imag" if of_complex => return self.part_as_view(name == "imag"),
+            "resolve_conj" | "resolve_neg" => return Ok(vec![self.first_item()?.clone()]),
             _ => self.complex_function(name)?,
         };
         if let Some(found) = pair {
@@ -215,7 +216,7 @@ impl Call<'_> {
         let value = a::convert(self.g(), value, ty.dtype)?;
         let value = a::broadcast_to(self.g(), value, &ty.shape)?;
         self.to.memory.write(&mut self.to.graph, target, value)?;
-        Ok(vec![self.arguments[0].1.clone()])
+        Ok(vec![self.first_item()?.clone()])
     }
 
     /// A view of one part of the first argument.
