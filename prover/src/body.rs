@@ -211,10 +211,12 @@ impl<'a> Examined<'a> {
                 return Some(v);
             }
             let mut varying = node.operands.iter().filter(|o| !is_constant(o));
-            v = *varying.next()?;
-            if varying.any(|o| *o != v) {
+            // Operands of an ill-formed graph may come later.
+            let before = *varying.next().filter(|o| **o < v)?;
+            if varying.any(|o| *o != before) {
                 return None;
             }
+            v = before;
         }
     }
 
