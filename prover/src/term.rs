@@ -79,13 +79,6 @@ pub struct Terms {
 /// Constants of sums are compared up to this relative difference, which rounding of their products needs.
 const CONSTANT_BITS: u32 = 14;
 
-/// A constant without its last bits.
-fn rounded(x: f64) -> u64 {
-    let half = 1u64 << (CONSTANT_BITS - 1);
-    let bits = (x + 0.0).to_bits();
-    if x.is_finite() { bits.wrapping_add(half) >> CONSTANT_BITS << CONSTANT_BITS } else { bits }
-}
-
 /// Returns true if constants differ by less than rounding of their products may make them differ.
 fn is_close(a: f64, b: f64) -> bool {
     a == b || (a - b).abs() <= a.abs() / (1u64 << (52 - CONSTANT_BITS)) as f64
@@ -239,7 +232,7 @@ impl Terms {
             &[(term, factor)] if self.as_splat(term) == Some(1.0) => self.splat(factor),
             &[(term, factor)] if is_close(factor, 1.0) => term,
             _ => {
-                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, rounded(c))).collect();
+                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, (c + 0.0).to_bits())).collect();
                 self.interned_sum(parts, shape)
             }
         }
@@ -294,7 +287,7 @@ impl Terms {
     /// A float term as a multiple of one that stands for all its multiples: of a sum, that with the first factor 1.
     fn base_of(&mut self, term: Term) -> (Term, f64) {
         match &self.forms[term.0 as usize] {
-            Form::Sum(parts) if parts.len() > 1 => {
+            Form::Sum(parts) if parts.len() > 1 && f64::from_bits(parts[0].1).is_normal() => {
                 let factor = f64::from_bits(parts[0].1);
                 (self.scaled(term, 1.0 / factor), factor)
             }
@@ -445,7 +438,7 @@ impl Terms {
         match (op, operands) {
             (Op::Binary(Binary::Multiply), &[a, b]) if float => return self.product(op, a, b, operand_types, ty),
             (Op::Reduce(Reduce { reducer: Reducer::Sum, .. }), &[x]) if float && self.as_splat(x).is_none() => {
-                let (x, factor) = self.multiple_of(x);
+                let (x, factor) = self.base_of(x);
                 let sum = self.plain(op, &[x], operand_types, ty);
                 return self.scaled(sum, factor);
             }
@@ -492,7 +485,7 @@ impl Terms {
             (Some(factor), _) if factor.is_finite() => return self.scaled(b, factor),
             _ => {}
         }
-        let ((a, left), (b, right)) = (self.multiple_of(a), self.multiple_of(b));
+        let ((a, left), (b, right)) = (self.base_of(a), self.base_of(b));
         let product = self.plain(op, &[a, b], operand_types, ty);
         self.scaled(product, left * right)
     }

@@ -3,7 +3,7 @@
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::run_mesh;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Input, Op, Operator, Reducer};
+use altiplano_ir::op::{Binary, Input, Op, Operator, Reduce, Reducer};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::{DimLayout, Sharding};
 use altiplano_ir::tensor::{Tensor, for_each_index};
@@ -411,4 +411,27 @@ fn counts_begin_at_a_device_s_offset() {
         }
     }
     assert_eq!(counted(25, 12, &[AxisId(0)], &mesh), None);
+}
+
+#[test]
+fn squares_that_several_devices_weight_add_up_to_one() {
+    let (number, scalar) = (ty("f32[8]"), ty("f32[]"));
+    let (multiply, sum) = (Op::Binary(Binary::Multiply), Op::Reduce(Reduce { reducer: Reducer::Sum, dims: vec![0] }));
+    for holders in 1..=256 {
+        let mut terms = Terms::new(1);
+        // The gradient of a tied parameter is a sum.
+        let [a, b] = ["a", "b"].map(|name| terms.leaf(name.into(), &number.shape));
+        let half = terms.scaled(b, 0.5);
+        let tied = terms.add(a, half);
+        let squares = |terms: &mut Terms, x: Term| {
+            let square = terms.apply(&multiply, &[x, x], &[&number, &number], &number);
+            terms.apply(&sum, &[square], &[&number], &scalar)
+        };
+        for x in [a, half, tied] {
+            let whole = squares(&mut terms, x);
+            let weighted = terms.scaled(x, 1.0 / f64::from(holders).sqrt());
+            let share = squares(&mut terms, weighted);
+            assert_eq!(terms.scaled(share, f64::from(holders)), whole, "{holders} holders");
+        }
+    }
 }
