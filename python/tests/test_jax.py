@@ -4,6 +4,8 @@ import os
 import unittest
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# Threads of a loaded machine may meet late in a collective, which XLA by default takes for a deadlock after 40 s.
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import altiplano

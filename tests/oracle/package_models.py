@@ -19,6 +19,8 @@ warnings.filterwarnings("ignore")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+# Threads of a loaded machine may meet late in a collective, which XLA by default takes for a deadlock after 40 s.
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 import altiplano
 
@@ -126,7 +128,7 @@ def worker(name, file):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     plan = altiplano.load(file)
     module, inputs = made(name)
     exported = plan.exported("torch")
