@@ -380,8 +380,8 @@ fn a_signal_writes_a_checkpoint_first() {
     let plan = plan(&scratch, DEMO, 2, &["--dp", "2"]);
     for to_all in [false, true] {
         let folder = scratch.path(if to_all { "all" } else { "one" }).display().to_string();
-        // mpirun gives its ranks a second, which may be too short for a step on a busy machine.
-        let patient = ["--mca", "odls_base_sigkill_timeout", "4"];
+        // mpirun gives its ranks a second, which is too short for a step on a busy machine.
+        let patient = ["--mca", "odls_base_sigkill_timeout", "8"];
         let mut ranks = Ranks::start_with(&patient, 2, &["run", &plan, "--steps", "100000", "--checkpoint", &folder]);
         ranks.wait_for("step    2");
         signal("TERM", if to_all { ranks.child.id() } else { ranks.pids()[1] });
