@@ -232,7 +232,8 @@ impl Terms {
             &[(term, factor)] if self.as_splat(term) == Some(1.0) => self.splat(factor),
             &[(term, factor)] if is_close(factor, 1.0) => term,
             _ => {
-                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, (c + 0.0).to_bits())).collect();
+                let exact = |c: f64| if is_close(c, 1.0) { 1.0 } else { c + 0.0 };
+                let parts: Vec<(Term, u64)> = merged.iter().map(|&(t, c)| (t, exact(c).to_bits())).collect();
                 self.interned_sum(parts, shape)
             }
         }
@@ -287,9 +288,14 @@ impl Terms {
     /// A float term as a multiple of one that stands for all its multiples: of a sum, that with the first factor 1.
     fn base_of(&mut self, term: Term) -> (Term, f64) {
         match &self.forms[term.0 as usize] {
-            Form::Sum(parts) if parts.len() > 1 && f64::from_bits(parts[0].1).is_normal() => {
+            Form::Sum(parts) if parts.len() > 1 => {
                 let factor = f64::from_bits(parts[0].1);
-                (self.scaled(term, 1.0 / factor), factor)
+                // A quotient by itself is 1 to the bit, which a product with the reciprocal may not be.
+                let base: Vec<(Term, f64)> = parts.iter().map(|&(t, c)| (t, f64::from_bits(c) / factor)).collect();
+                match base.iter().all(|part| part.1.is_finite()) {
+                    true => (self.sum_of(base), factor),
+                    false => (term, 1.0),
+                }
             }
             _ => self.multiple_of(term),
         }

@@ -435,3 +435,20 @@ fn squares_that_several_devices_weight_add_up_to_one() {
         }
     }
 }
+
+#[test]
+fn factors_of_sums_are_taken_out_once() {
+    let (number, scalar) = (ty("f32[8]"), ty("f32[]"));
+    let sum = Op::Reduce(Reduce { reducer: Reducer::Sum, dims: vec![0] });
+    for divisor in 1..=1000 {
+        let mut terms = Terms::of_pair();
+        let [a, b] = ["a", "b"].map(|name| terms.leaf(name.into(), &number.shape));
+        // The multiple comes first, so that its base is computed from it.
+        let [share_a, share_b] = [a, b].map(|x| terms.scaled(x, 1.0 / f64::from(divisor)));
+        let share = terms.add(share_a, share_b);
+        let share = terms.apply(&sum, &[share], &[&number], &scalar);
+        let both = terms.add(a, b);
+        let whole = terms.apply(&sum, &[both], &[&number], &scalar);
+        assert_eq!(terms.scaled(share, f64::from(divisor)), whole, "{divisor} parts");
+    }
+}
