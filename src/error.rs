@@ -17,7 +17,7 @@ use altiplano_import::onnx::OnnxError;
 use altiplano_import::stablehlo::ImportError;
 use altiplano_import::torch_export;
 use altiplano_ir::batch::SettleError;
-use altiplano_ir::graph::{GraphError, ValueId};
+use altiplano_ir::graph::{Graph, GraphError, ValueId};
 use altiplano_ir::json::{self, JsonError};
 use altiplano_ir::op::ShapeError;
 use altiplano_ir::plan::{PlanError, Target};
@@ -73,9 +73,9 @@ pub enum Error {
     #[error("{}", config(file, error))]
     Config { file: PathBuf, error: Box<ConfigError> },
     #[error(
-        "--global-batch: the model cannot have a batch of {batch} samples: {value} would be too large or not whole"
+        "--global-batch: the model cannot have a batch of {batch} samples: the size of {value}, would be too large or no whole number"
     )]
-    Rebatch { batch: u64, value: ValueId },
+    Rebatch { batch: u64, value: String },
     #[error("{}: {error}", file.display())]
     Graph { file: PathBuf, error: Box<GraphError> },
     #[error("{}: {error}", file.display())]
@@ -276,6 +276,15 @@ fn perhaps(near: &Names) -> String {
 }
 
 impl Error {
+    /// A value of the traced graph that has no size at this batch.
+    pub fn rebatch(graph: &Graph, batch: u64, value: ValueId) -> Error {
+        let node = graph.node(value);
+        let name = Some(&node.name).filter(|name| !name.is_empty()).map_or(String::new(), |name| format!(" '{name}'"));
+        let traced = plural(graph.batch, "sample");
+        let value = format!("the {}{name}, {} for {traced}", node.op.name(), node.ty);
+        Error::Rebatch { batch, value }
+    }
+
     pub fn profile_option(error: ProfileError) -> Error {
         Error::ProfileOption { error: Box::new(error) }
     }
@@ -528,7 +537,8 @@ fn config(file: &Path, error: &ConfigError) -> String {
 }
 
 fn not_json(file: &Path, syntax: &serde_json::Error) -> String {
-    format!("{}:{}:{}: not JSON: {}", file.display(), syntax.line(), syntax.column(), json::message(syntax))
+    let (line, column) = json::place(syntax);
+    format!("{}:{line}:{column}: not JSON: {}", file.display(), json::message(syntax))
 }
 
 /// The place of a cluster error is `line 3, column 5`, to which the file's name is added. A preset has no file.

@@ -365,7 +365,7 @@ fn load(
         loss = if by_sample { LossKind::Mean } else { LossKind::Other };
     }
     if let Some(batch) = aside.batch {
-        graph = rebatch(&graph, batch).map_err(|value| Error::Rebatch { batch, value })?;
+        graph = rebatch(&graph, batch).map_err(|value| Error::rebatch(&graph, batch, value))?;
     }
     if !all_results && !inference {
         graph.outputs.truncate(1);

@@ -8,6 +8,7 @@ use altiplano_ir::plan::{Plan, PlanError, Stage};
 use altiplano_planner::cache::Cache;
 use altiplano_planner::predict_plan;
 use altiplano_runtime::files;
+use serde::de::IgnoredAny;
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +20,12 @@ pub fn load_plan(file: &Path) -> Result<Plan, Error> {
 
 /// As [`load_plan`], for a file that is already in memory; a pipe can be read only once.
 pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
+    let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     if Format::of(bytes) != Format::PlanJson {
+        let begins = bytes.trim_ascii_start().first() == Some(&b'{');
+        if let Some(error) = serde_json::from_slice::<IgnoredAny>(bytes).err().filter(|_| begins) {
+            return Err(refused(PlanError::not_json(&error)));
+        }
         return Err(Error::OtherArtefact {
             file: file.to_path_buf(),
             found: "no plan",
@@ -27,7 +33,6 @@ pub fn plan_of(file: &Path, bytes: &[u8]) -> Result<Plan, Error> {
         });
     }
     let text = String::from_utf8_lossy(bytes);
-    let refused = |error| Error::PlanFile { file: file.to_path_buf(), error: Box::new(error) };
     let mut plan = Plan::from_json(&text).map_err(refused)?;
     plan.drop_stale_certificate();
     drop_stale_proof(&mut plan);

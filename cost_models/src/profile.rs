@@ -125,8 +125,10 @@ pub struct Priced {
 impl Profile {
     /// Reads and verifies a profile.
     pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
-        let json =
-            |e: serde_json::Error| ProfileError::Json { line: e.line(), column: e.column(), error: json::message(&e) };
+        let json = |e: serde_json::Error| {
+            let (line, column) = json::place(&e);
+            ProfileError::Json { line, column, error: json::message(&e) }
+        };
         #[derive(Deserialize)]
         struct Header {
             format: String,

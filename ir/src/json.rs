@@ -27,6 +27,12 @@ pub fn message(error: &serde_json::Error) -> String {
     error.to_string().split(" at line ").next().unwrap_or_default().to_string()
 }
 
+/// The line and column of a JSON error, from 1.
+pub fn place(error: &serde_json::Error) -> (usize, usize) {
+    // The end of a file after a line break is in column 0 of the next line.
+    (error.line(), error.column().max(1))
+}
+
 #[cfg(test)]
 mod schema;
 #[cfg(test)]

@@ -535,6 +535,14 @@ pub enum PlanError {
     Invalid { path: String, problem: &'static str },
 }
 
+impl PlanError {
+    /// A text that is not JSON, or whose fields are not those of a plan.
+    pub fn not_json(error: &serde_json::Error) -> PlanError {
+        let (line, column) = json::place(error);
+        PlanError::Json { line, column, error: json::message(error) }
+    }
+}
+
 /// A fingerprint of a graph's JSON form, as 32 hex digits.
 pub fn graph_hash(graph: &Graph) -> String {
     fingerprint(&serde_json::to_string(graph).unwrap_or_default())
@@ -655,8 +663,7 @@ impl Plan {
 
     /// Parses and verifies a plan file.
     pub fn from_json(text: &str) -> Result<Plan, PlanError> {
-        let not_json =
-            |e: serde_json::Error| PlanError::Json { line: e.line(), column: e.column(), error: json::message(&e) };
+        let not_json = |e: serde_json::Error| PlanError::not_json(&e);
         #[derive(Deserialize)]
         struct Header {
             format: String,

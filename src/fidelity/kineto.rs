@@ -214,10 +214,9 @@ const LONGEST_S: f64 = 3600.0;
 
 /// Reads a trace.
 pub(crate) fn read_trace(text: &[u8]) -> Result<Trace, TraceError> {
-    let file: File = serde_json::from_slice(text).map_err(|e| TraceError::Json {
-        line: e.line(),
-        column: e.column(),
-        error: json::message(&e),
+    let file: File = serde_json::from_slice(text).map_err(|e| {
+        let (line, column) = json::place(&e);
+        TraceError::Json { line, column, error: json::message(&e) }
     })?;
     let Properties { name, total_global_mem } =
         file.device_properties.into_iter().next().ok_or(TraceError::NoDevice)?;

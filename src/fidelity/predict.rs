@@ -180,8 +180,8 @@ fn prepare(row: &Row, micro_batch: u64, predictor: &RowPredictor, recompute: Rec
     };
     let mut plan = match row.model {
         RowModel::Sizes { .. } => {
-            let mut graph =
-                rebatch(&model.graph, together).map_err(|value| boxed(Error::Rebatch { batch: together, value }))?;
+            let mut graph = rebatch(&model.graph, together)
+                .map_err(|value| boxed(Error::rebatch(&model.graph, together, value)))?;
             pin_positions(&mut graph, row.cp);
             let wanted = Request { graph: graph.with_free_pins().into(), ..wanted };
             fixed(&wanted, &degrees, &cost).map_err(failed)?

@@ -367,3 +367,25 @@ fn chains_of_thousands_of_ops_are_planned() {
     let file = scratch.file("chain.mlir", text);
     assert!(succeeds(&["plan", &file, "--params", "0", "--cluster", "local:1"]).contains("1 stage"));
 }
+
+#[test]
+fn files_that_are_cut_off_say_where_they_end() {
+    let scratch = Scratch::new();
+    for (text, place) in [("{", "1:1: "), ("{\n", "2:1: "), ("{\"format\": \"altiplano.plan\",\n \"ver", "2:5: ")] {
+        let file = scratch.file("cut.json", text);
+        for command in ["inspect", "prove", "verify", "show"] {
+            refused(&[command, &file], &[&format!("cut.json:{place}"), "it ends here"]);
+        }
+    }
+}
+
+#[test]
+fn a_batch_that_is_too_large_names_a_value() {
+    let scratch = Scratch::new();
+    let config =
+        json!({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 1000});
+    let file = scratch.file("config.json", config.to_string());
+    let expect =
+        ["--global-batch: ", " 99999999999999 samples: the size of the input 'input_ids', i32[2,64] for 2 samples"];
+    refused(&["plan", &file, "--seq", "64", "--cluster", "local:4", "--global-batch", "99999999999999"], &expect);
+}

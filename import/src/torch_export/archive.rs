@@ -114,11 +114,9 @@ impl<'b> Archive<'b> {
 
     fn json<T: DeserializeOwned>(&mut self, entry: &str) -> Result<T, ArchiveError> {
         let bytes = self.read(entry, OF_JSON)?;
-        serde_json::from_slice(&bytes).map_err(|error| ArchiveError::Json {
-            entry: entry.into(),
-            line: error.line(),
-            column: error.column(),
-            problem: json::message(&error).into(),
+        serde_json::from_slice(&bytes).map_err(|error| {
+            let (line, column) = json::place(&error);
+            ArchiveError::Json { entry: entry.into(), line, column, problem: json::message(&error).into() }
         })
     }
 
