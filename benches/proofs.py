@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Plans and proves pairs of models and clusters, and says which plans are not proved and why.
 
+    benches/proofs.py large [MODELS]         large plans of every kind of parallelism, with the peak memory of proving
     benches/proofs.py matrix MODELS          six models in a folder, each on ten clusters
+    benches/proofs.py zoo MODELS             every model in a folder, under five plans
     benches/proofs.py random COUNT [SEED]    random configs, clusters and options; the seed alone decides which
 
 ALTIPLANO=a binary, else `cargo build --release` makes one; PATIENCE=60 seconds for a pair; SECONDS ends a random run early.
@@ -11,6 +13,8 @@ Pairs without a plan, by the options or by memory, are counted and replaced. The
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,6 +36,47 @@ CLUSTERS = [
 ]
 
 
+GPT3 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 8192, "n_head": 64, "n_positions": 1024, "vocab_size": 50257}
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}
+LLAMA_405B = LLAMA | {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
+MIXTRAL = {
+    "model_type": "mixtral", "num_hidden_layers": 56, "hidden_size": 6144, "intermediate_size": 16384, "num_attention_heads": 48,
+    "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 65536, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "torch_dtype": "bfloat16",
+}
+QWEN3 = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 94, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "torch_dtype": "bfloat16",
+}
+T5 = {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128, "vocab_size": 32128}
+BF16 = "--precision bf16"
+# Files are those of the folder; configs need none.
+LARGE = [
+    ("Llama-3 405B", LLAMA_405B, "--cluster dgx-h100:2048 --seq 8192 --global-batch 2048"),
+    ("GPT-3 39B, loss scaling", "gpt3-39b.mlir", "--cluster p3.16xlarge:8 --global-batch 1024 --loss-scale dynamic"),
+    ("Mixtral 8x22B, experts over nodes", MIXTRAL, "--cluster dgx-h100:8 --seq 4096 --global-batch 256 --pp 1 --ep 8"),
+    ("Qwen3 235B, experts over nodes", QWEN3, "--cluster dgx-h100:16 --seq 4096 --global-batch 1024 --ep 64"),
+    ("Wide-ResNet", "wresnet50-1b.mlir", "--cluster p3.16xlarge:2"),
+    ("Wide-ResNet, rows of images split", "wresnet50-1b.mlir", "--cluster p3.16xlarge:1 --dp 4 --tp 2 --pp 1 --pin 'images=[{}, {tensor}, {}, {}]'"),
+    ("T5 11B, uneven stages", T5, f"--cluster p4d.24xlarge:3 --seq 512 --global-batch 192 --pp 2 --stage-devices 8,16 {BF16}"),
+    ("dropout", "flax-dropout.mlir", "--cluster p3.16xlarge:1 --dp 2 --tp 4"),
+    ("GPT-3 39B, tied embeddings, ZeRO 1", GPT3, f"--cluster dgx-h100:8 --global-batch 512 --pp 2 --zero 1 {BF16}"),
+    ("GPT-3 39B, ZeRO 2", GPT3, f"--cluster dgx-h100:8 --global-batch 512 --pp 1 --zero 2 --recompute full {BF16}"),
+    ("GPT-3 39B, ZeRO 3, clipped", GPT3, f"--cluster dgx-h100:8 --global-batch 512 --pp 1 --zero 3 --clip-norm 1 {BF16}"),
+    ("Llama-3 70B, rings", LLAMA, "--cluster dgx-h100:4 --seq 131072 --global-batch 8 --cp 8 --ring 8"),
+    ("Llama-3 70B, interleaved", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 256 --virtual-stages 2 --clip-norm 1"),
+    ("Llama-3 70B, 32 accumulated microbatches", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 512 --pp 1 --zero 3 --num-microbatches 32"),
+    ("Llama-3 70B, zb-h1", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 256 --tp 8 --pp 8 --schedule zb-h1"),
+    ("GPT-3 39B, padded vocabulary, tensors split", GPT3, f"--cluster dgx-h100:1 --global-batch 64 --tp 8 --pp 1 {BF16}"),
+    ("Llama-3 70B, f16, loss scaling, clipped", LLAMA, "--cluster dgx-a100:8 --seq 4096 --global-batch 256 --precision f16 --loss-scale dynamic --clip-norm 1"),
+]
+PLANS = ["--cluster local:1", "--dp 2", "--tp 2", "--pp 2", "--cluster local:4"]
+
+
 def tried(altiplano, words, plan):
     """The outcome of planning and proving, in a word; the reason; and the certificate."""
     plan.unlink(missing_ok=True)
@@ -51,6 +96,44 @@ def tried(altiplano, words, plan):
         return "failed", f"exit code {done.returncode}: {done.stderr[-300:]}", None
     certificate = json.loads(plan.read_text())["proof"]
     return "proved", "; ".join(line for line in said if "are summed over" in line), certificate
+
+
+def large(altiplano, models, scratch):
+    """Plans each of the large requests, proves the plan in another process, and prints a row with its peak memory."""
+    print("| plan | devices of stages | proved in | process | peak memory |\n|---|---|--:|--:|--:|")
+    for name, model, words in LARGE:
+        if isinstance(model, str):
+            if not models:
+                continue
+            file = models / model
+        else:
+            file = scratch / "config.json"
+            file.write_text(json.dumps(model))
+        plan = scratch / "plan.json"
+        plan.unlink(missing_ok=True)
+        planned = subprocess.run([altiplano, "plan", file, *shlex.split(words), "-o", plan], capture_output=True, text=True)
+        if not plan.exists():
+            outcome = "no plan", (planned.stderr.strip().splitlines() or ["?"])[-1], None
+            print(f"| {name} `{words}` | | no plan: {outcome[1]} | | |", flush=True)
+            yield name, outcome
+            continue
+        begun = time.monotonic()
+        process = subprocess.Popen([altiplano, "prove", plan], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.monotonic() - begun
+        proof = re.match(r"(?s).*?^proved in ([\d.]+ m?s):", said, re.MULTILINE) if os.waitstatus_to_exitcode(status) == 0 else None
+        outcome = ("proved" if proof else "not proved", "" if proof else said.strip(), None)
+        devices = Counter(len(stage["devices"]) for stage in json.loads(plan.read_text())["stages"])
+        stages = ", ".join(f"{count} x {size}" for size, count in devices.items())
+        print(f"| {name}: `{words}` | {stages} | {proof[1] if proof else outcome[1]} | {seconds:.1f} s | {used.ru_maxrss // 1024} MB |", flush=True)
+        yield name, outcome
+
+
+def zoo(altiplano, models, plan):
+    for model in sorted(models.glob("*.mlir")):
+        for words in PLANS:
+            yield f"{model.name} {words}", tried(altiplano, [str(model), *words.split()], plan)
 
 
 def transformer(draw):
@@ -130,18 +213,23 @@ def summary(outcomes, seconds):
 
 
 def main():
-    if len(sys.argv) < 3 or sys.argv[1] not in ("matrix", "random"):
+    if len(sys.argv) < 2 or sys.argv[1] not in ("large", "matrix", "zoo", "random") or sys.argv[1] != "large" and len(sys.argv) < 3:
         sys.exit(__doc__)
     altiplano, start, outcomes = binary(), time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
-        if sys.argv[1] == "matrix":
+        if sys.argv[1] == "large":
+            tries = large(altiplano, Path(sys.argv[2]) if len(sys.argv) > 2 else None, scratch)
+        elif sys.argv[1] == "zoo":
+            tries = zoo(altiplano, Path(sys.argv[2]), scratch / "plan.json")
+        elif sys.argv[1] == "matrix":
             tries = matrix(altiplano, Path(sys.argv[2]), scratch / "plan.json")
         else:
             tries = drawn(altiplano, int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "1", scratch)
         for name, outcome in tries:
             outcomes.append((name, outcome))
-            print(f"{outcome[0]}: {name} {outcome[1]}", flush=True)
+            if sys.argv[1] != "large":
+                print(f"{outcome[0]}: {name} {outcome[1]}", flush=True)
     summary(outcomes, time.monotonic() - start)
 
 
