@@ -11,7 +11,12 @@ use super::syntax::{Operation, Region};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{Compare, Direction, Op, Select};
+use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
+use std::rc::Rc;
+
+/// The turn of a loop that is first looked at for whether it changes anything. Later ones are powers of two.
+const FIRST_LOOK: u64 = 256;
 
 impl<'t, 'a> Converter<'t, 'a> {
     /// Runs the body on the carried values while the condition holds.
@@ -23,19 +28,29 @@ impl<'t, 'a> Converter<'t, 'a> {
     ) -> Lowered {
         let [condition, body] = regions(operation)?;
         let mut carried = operands.to_vec();
-        loop {
+        for turn in 0u64.. {
             let holds = self.region(operation, condition, carried.clone(), 1, scope)?;
             match self.known_scalar(holds[0]) {
                 Some(0.0) => return Ok(carried),
                 Some(_) => {}
                 None => return Err(Reject::Unsupported("whose number of turns is not known before it runs")),
             }
+            let before = (turn >= FIRST_LOOK && turn.is_power_of_two()).then(|| self.known_of(&carried));
             carried = self.region(operation, body, carried, operands.len(), scope)?;
+            if before.is_some_and(|before| before == self.known_of(&carried)) {
+                return Err(Reject::Unsupported("that never ends: a turn leaves all that its condition follows from"));
+            }
             // A faulty loop may never end, and one iteration has already reported the fault.
             if self.is_refused() {
                 return Ok(carried);
             }
         }
+        Ok(carried)
+    }
+
+    /// The elements of each value that follows from constants.
+    fn known_of(&mut self, values: &[ValueId]) -> Vec<Option<Rc<Tensor>>> {
+        values.iter().map(|&value| self.known(value)).collect()
     }
 
     /// Lowers branches. `case` takes the branch of its index, or the last one if the index is out of range;

@@ -732,11 +732,13 @@ these operations contradict their operands:
         }
         return %0 : tensor<f32>
       }";
-    let error = import_limited(endless, &[], 1000).unwrap_err().to_string();
+    let error = import_limited(endless, &[], 100).unwrap_err().to_string();
     assert!(
-        error.ends_with("the module has more than 1000 operations once its calls and loops are unrolled"),
+        error.ends_with("the module has more than 100 operations once its calls and loops are unrolled"),
         "{error}"
     );
+    let error = import(endless).unwrap_err().to_string();
+    assert!(error.contains("stablehlo.while (that never ends: "), "{error}");
     // A faulty iteration is not repeated.
     let wrong =
         endless.replace("} do {", "} do {\n%1 = stablehlo.add %y, %t : (tensor<f32>, tensor<i1>) -> tensor<f32>");
