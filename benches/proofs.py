@@ -58,8 +58,8 @@ BF16 = "--precision bf16"
 LARGE = [
     ("Llama-3 405B", LLAMA_405B, "--cluster dgx-h100:2048 --seq 8192 --global-batch 2048"),
     ("GPT-3 39B, loss scaling", "gpt3-39b.mlir", "--cluster p3.16xlarge:8 --global-batch 1024 --loss-scale dynamic"),
-    ("Mixtral 8x22B, experts over nodes", MIXTRAL, "--cluster dgx-h100:8 --seq 4096 --global-batch 256 --pp 1 --ep 8"),
-    ("Qwen3 235B, experts over nodes", QWEN3, "--cluster dgx-h100:16 --seq 4096 --global-batch 1024 --ep 64"),
+    ("Mixtral 8x22B, experts over two nodes", MIXTRAL, "--cluster 16x4xH100 --seq 4096 --global-batch 256 --pp 1 --ep 8"),
+    ("Qwen3 235B, experts over eight nodes", QWEN3, "--cluster dgx-h100:16 --seq 4096 --global-batch 1024 --ep 64"),
     ("Wide-ResNet", "wresnet50-1b.mlir", "--cluster p3.16xlarge:2"),
     ("Wide-ResNet, rows of images split", "wresnet50-1b.mlir", "--cluster p3.16xlarge:1 --dp 4 --tp 2 --pp 1 --pin 'images=[{}, {tensor}, {}, {}]'"),
     ("T5 11B, uneven stages", T5, f"--cluster p4d.24xlarge:3 --seq 512 --global-batch 192 --pp 2 --stage-devices 8,16 {BF16}"),
