@@ -71,7 +71,7 @@ LARGE = [
     ("Llama-3 70B, interleaved", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 256 --virtual-stages 2 --clip-norm 1"),
     ("Llama-3 70B, 32 accumulated microbatches", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 512 --pp 1 --zero 3 --num-microbatches 32"),
     ("Llama-3 70B, zb-h1", LLAMA, "--cluster dgx-h100:8 --seq 8192 --global-batch 256 --tp 8 --pp 8 --schedule zb-h1"),
-    ("GPT-3 39B, padded vocabulary, tensors split", GPT3, f"--cluster dgx-h100:1 --global-batch 64 --tp 8 --pp 1 {BF16}"),
+    ("GPT-3 39B, padded vocabulary, tensors split", GPT3, f"--cluster dgx-h100:2 --global-batch 64 --tp 8 --pp 1 {BF16}"),
     ("Llama-3 70B, f16, loss scaling, clipped", LLAMA, "--cluster dgx-a100:8 --seq 4096 --global-batch 256 --precision f16 --loss-scale dynamic --clip-norm 1"),
 ]
 PLANS = ["--cluster local:1", "--dp 2", "--tp 2", "--pp 2", "--cluster local:4"]
@@ -205,8 +205,8 @@ def summary(outcomes, seconds):
     proofs = [certificate["seconds"] for _, (_, _, certificate) in outcomes if certificate]
     values = [certificate["values"] for _, (_, _, certificate) in outcomes if certificate]
     pairs = sum(counts.values()) - counts["no plan"]
-    print(f"\n{counts['proved']} of {pairs} plans are proved, in {max(proofs, default=0):.2f} s at most and {sum(proofs):.1f} s together, "
-          f"of {sum(values):,} local values. {counts['no plan']} pairs have no plan. {seconds:.0f} s in all.\n")
+    times = f", in {max(proofs):.2f} s at most and {sum(proofs):.1f} s together, of {sum(values):,} local values" if proofs else ""
+    print(f"\n{counts['proved']} of {pairs} plans are proved{times}. {counts['no plan']} pairs have no plan. {seconds:.0f} s in all.\n")
     for name, (kind, why, _) in outcomes:
         if kind in ("not proved", "failed"):
             print(f"* `{name}`: {why}")
