@@ -13,7 +13,6 @@ Pairs without a plan, by the options or by memory, are counted and replaced. The
 import json
 import os
 import random
-import re
 import shlex
 import subprocess
 import sys
@@ -118,15 +117,15 @@ def large(altiplano, models, scratch):
             yield name, outcome
             continue
         begun = time.monotonic()
-        process = subprocess.Popen([altiplano, "prove", plan], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen([altiplano, "prove", plan, "--json"], stdout=subprocess.PIPE, text=True)
         said = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
         seconds = time.monotonic() - begun
-        proof = re.match(r"(?s).*?^proved in ([\d.]+ m?s):", said, re.MULTILINE) if os.waitstatus_to_exitcode(status) == 0 else None
-        outcome = ("proved" if proof else "not proved", "" if proof else said.strip(), None)
+        certificate = json.loads(said) if os.waitstatus_to_exitcode(status) == 0 else None
+        outcome = ("proved" if certificate else "not proved", "", certificate)
         devices = Counter(len(stage["devices"]) for stage in json.loads(plan.read_text())["stages"])
         stages = ", ".join(f"{count} x {size}" for size, count in devices.items())
-        print(f"| {name}: `{words}` | {stages} | {proof[1] if proof else outcome[1]} | {seconds:.1f} s | {used.ru_maxrss // 1024} MB |", flush=True)
+        print(f"| {name}: `{words}` | {stages} | {f"{certificate['seconds']:.2f} s" if certificate else outcome[0]} | {seconds:.1f} s | {used.ru_maxrss // 1024} MB |", flush=True)
         yield name, outcome
 
 
@@ -205,8 +204,8 @@ def summary(outcomes, seconds):
     proofs = [certificate["seconds"] for _, (_, _, certificate) in outcomes if certificate]
     values = [certificate["values"] for _, (_, _, certificate) in outcomes if certificate]
     pairs = sum(counts.values()) - counts["no plan"]
-    times = f", in {max(proofs):.2f} s at most and {sum(proofs):.1f} s together, of {sum(values):,} local values" if proofs else ""
-    print(f"\n{counts['proved']} of {pairs} plans are proved{times}. {counts['no plan']} pairs have no plan. {seconds:.0f} s in all.\n")
+    print(f"\n{counts['proved']} of {pairs} plans are proved, in {max(proofs, default=0):.2f} s at most and {sum(proofs):.1f} s together, "
+          f"of {sum(values):,} local values. {counts['no plan']} pairs have no plan. {seconds:.0f} s in all.\n")
     for name, (kind, why, _) in outcomes:
         if kind in ("not proved", "failed"):
             print(f"* `{name}`: {why}")

@@ -292,7 +292,8 @@ impl Terms {
                 let factor = f64::from_bits(parts[0].1);
                 // A quotient by itself is 1 to the bit, which a product with the reciprocal may not be.
                 let base: Vec<(Term, f64)> = parts.iter().map(|&(t, c)| (t, f64::from_bits(c) / factor)).collect();
-                match base.iter().all(|part| part.1.is_finite()) {
+                // Neither may a quotient overflow, nor vanish and with it a summand.
+                match base.iter().all(|part| part.1.is_normal()) {
                     true => (self.sum_of(base), factor),
                     false => (term, 1.0),
                 }

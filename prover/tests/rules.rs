@@ -436,6 +436,19 @@ fn squares_that_several_devices_weight_add_up_to_one() {
     }
 }
 
+/// A summand that is 1e600 times smaller than another is a summand all the same.
+#[test]
+fn no_summand_is_lost_in_a_common_factor() {
+    let (number, scalar) = (ty("f32[8]"), ty("f32[]"));
+    let sum = Op::Reduce(Reduce { reducer: Reducer::Sum, dims: vec![0] });
+    let mut terms = Terms::new(1);
+    let [a, b] = ["a", "b"].map(|name| terms.leaf(name.into(), &number.shape));
+    let (large, small) = (terms.scaled(a, 1e300), terms.scaled(b, 1e-300));
+    let both = terms.add(large, small);
+    let [both, large] = [both, large].map(|x| terms.apply(&sum, &[x], &[&number], &scalar));
+    assert_ne!(both, large);
+}
+
 #[test]
 fn factors_of_sums_are_taken_out_once() {
     let (number, scalar) = (ty("f32[8]"), ty("f32[]"));

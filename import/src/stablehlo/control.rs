@@ -15,7 +15,7 @@ use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
 use std::rc::Rc;
 
-/// The turn of a loop that is first looked at for whether it changes anything. Later ones are powers of two.
+/// The first turn of a loop whose effect is compared with the turn before. Later ones are powers of two.
 const FIRST_LOOK: u64 = 256;
 
 impl<'t, 'a> Converter<'t, 'a> {
@@ -28,7 +28,8 @@ impl<'t, 'a> Converter<'t, 'a> {
     ) -> Lowered {
         let [condition, body] = regions(operation)?;
         let mut carried = operands.to_vec();
-        for turn in 0u64.. {
+        let mut turn = 0u64;
+        loop {
             let holds = self.region(operation, condition, carried.clone(), 1, scope)?;
             match self.known_scalar(holds[0]) {
                 Some(0.0) => return Ok(carried),
@@ -38,14 +39,14 @@ impl<'t, 'a> Converter<'t, 'a> {
             let before = (turn >= FIRST_LOOK && turn.is_power_of_two()).then(|| self.known_of(&carried));
             carried = self.region(operation, body, carried, operands.len(), scope)?;
             if before.is_some_and(|before| before == self.known_of(&carried)) {
-                return Err(Reject::Unsupported("that never ends: a turn leaves all that its condition follows from"));
+                return Err(Reject::Unsupported("that never ends: no turn changes what its condition depends on"));
             }
             // A faulty loop may never end, and one iteration has already reported the fault.
             if self.is_refused() {
                 return Ok(carried);
             }
+            turn += 1;
         }
-        Ok(carried)
     }
 
     /// The elements of each value that follows from constants.
