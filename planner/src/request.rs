@@ -113,6 +113,23 @@ impl GivenDegrees {
     pub fn are_all_given(&self) -> bool {
         self.dp.is_some() && self.tp.is_some() && self.pp.is_some()
     }
+
+    /// Fails if a degree is 0. Whatever divides by degrees calls this first.
+    pub(crate) fn expect_positive(&self) -> Result<(), PlanFailure> {
+        let given = [
+            ("dp", self.dp),
+            ("tp", self.tp),
+            ("pp", self.pp),
+            ("cp", self.cp),
+            ("ep", self.ep),
+            ("dp-replicate", self.groups),
+            ("virtual-stages", self.virtual_stages),
+        ];
+        match given.into_iter().find(|(_, degree)| *degree == Some(0)) {
+            Some((option, _)) => Err(PlanFailure::Option { option, value: 0, problem: "must be at least 1" }),
+            None => Ok(()),
+        }
+    }
 }
 
 /// How a step changes the weights.

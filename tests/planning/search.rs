@@ -108,15 +108,54 @@ fn the_frontier_is_beaten_by_nothing_on_it() {
 }
 
 #[test]
+fn plans_of_a_frontier_have_the_options_that_were_given() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let frontier = |more: &[&str]| {
+        let options = ["plan", DEMO, "--cluster", "p3.16xlarge:1", "--global-batch", "64", "--frontier"];
+        altiplano(&[&options[..], more].concat())
+    };
+    let of_target: fn(&Value) -> bool = |plan| stages(plan).iter().all(|s| s["mesh"] == stages(plan)[0]["mesh"]);
+    let cases: [(&[&str], &str, fn(&Value) -> bool); 3] = [
+        (&["--cp", "2"], "x CP 2 x", |_| true),
+        (&["--micro-batch-size", "2"], "micro-batch 2 a ", |_| true),
+        (&["--target", "megatron"], "", of_target),
+    ];
+    for (given, said, holds) in cases {
+        let found = frontier(&[given, &["--json", "-o", &file]].concat());
+        assert_eq!(found.code, Some(0), "{given:?}: {}", found.stderr);
+        let points: Vec<Value> = serde_json::from_str(&found.stdout).expect("JSON");
+        assert!(!points.is_empty());
+        for i in 1..=points.len() {
+            let written = scratch.path(&format!("plan.{i}.json")).display().to_string();
+            let text = succeeds(&["inspect", &written]);
+            assert!(text.contains(said), "{given:?}: {text}");
+            let plan = serde_json::from_str(&succeeds(&["inspect", &written, "--json"])).expect("JSON");
+            assert!(holds(&plan), "{given:?}: {text}");
+        }
+    }
+    for degree in ["--cp", "--dp-replicate", "--virtual-stages"] {
+        let refused = frontier(&[degree, "0"]);
+        assert_eq!(refused.code, Some(2), "{degree}: {}", refused.stderr);
+        assert!(refused.stderr.contains("0 must be at least 1"), "{degree}: {}", refused.stderr);
+    }
+}
+
+#[test]
 fn a_plan_is_set_beside_what_runs_today() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
     succeeds(&["plan", DEMO, "--cluster", "p3.16xlarge:1", "--global-batch", "64", "-o", &file]);
     let baseline = "tp=2 pp=2 mbs=4 recompute";
     let text = succeeds(&["compare", &file, "--baseline", baseline, "--measured", "30ms"]);
-    for part in
-        ["  plan  ", "  baseline", "for megatron", "2 stages, 8 microbatches", "times as fast", "30.0 ms measured"]
-    {
+    for part in [
+        "  plan  ",
+        "  baseline",
+        "for megatron",
+        "2 stages, 8 microbatches",
+        "times as fast",
+        "takes 30.0 ms a step measured",
+    ] {
         assert!(text.contains(part), "'{part}':\n{text}");
     }
     let bad = [

@@ -10,10 +10,8 @@ use crate::features::target;
 use crate::layers::cluster_finely;
 use crate::layers::graph::LayeredGraph;
 use crate::request::{BatchSizes, GivenDegrees, PlanFailure, Progress, Request};
-use crate::search::choice::choose;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::op::{Function, Op};
-use altiplano_ir::plan::Plan;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
@@ -25,16 +23,15 @@ const POSITIONS: usize = 1;
 /// # Errors
 /// If the model has no experts, or their number is not divisible as asked.
 pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
-    if request.degrees.ep.is_none() && request.degrees.cp.is_none() {
+    let GivenDegrees { ep, cp, .. } = request.degrees;
+    if ep.is_none() && cp.is_none() {
         return Ok(Cow::Borrowed(request));
     }
+    request.degrees.expect_positive()?;
     let mut graph = Graph::clone(&request.graph);
-    if let Some(ep) = request.degrees.ep {
+    if let Some(ep) = ep {
         let refused = |problem| Err(PlanFailure::Option { option: "ep", value: ep.into(), problem });
         let experts = expert_products(&graph);
-        if ep == 0 {
-            return refused("must be at least 1");
-        }
         if ep > 1 && experts.is_empty() {
             return refused("is for models with experts; no parameter of this one has a dimension that counts them");
         }
@@ -45,17 +42,13 @@ pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
             pin(&mut graph, value, dim, "expert", ep);
         }
     }
-    match request.degrees.cp {
-        Some(0) => return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" }),
-        Some(parts) => {
-            let attention = |v: &ValueId| match &graph.node(*v).op {
-                Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
-                _ => false,
-            };
-            let all: Vec<ValueId> = graph.values().filter(attention).collect();
-            all.into_iter().for_each(|v| pin(&mut graph, v, POSITIONS, "context", parts));
-        }
-        None => {}
+    if let Some(parts) = cp {
+        let attention = |v: &ValueId| match &graph.node(*v).op {
+            Op::Composite(op) => matches!(op.function, Function::Attention { .. }),
+            _ => false,
+        };
+        let all: Vec<ValueId> = graph.values().filter(attention).collect();
+        all.into_iter().for_each(|v| pin(&mut graph, v, POSITIONS, "context", parts));
     }
     Ok(Cow::Owned(Request { graph: graph.into(), ..request.clone() }))
 }
@@ -95,13 +88,14 @@ pub fn pin_positions(graph: &mut Graph, parts: u32) {
     }
 }
 
-/// Plans each possible number of replicas with `size` samples per replica and microbatch, and returns the best plan.
-pub fn by_micro_batch(
+/// Plans each possible number of replicas with `size` samples per replica and microbatch. Returns what was found for those
+/// that have a plan, which is at least one.
+pub fn by_micro_batch<T>(
     request: &Request,
     size: u64,
     progress: &dyn Progress,
-    planned: impl Fn(&Request) -> Result<Plan, PlanFailure>,
-) -> Result<Plan, PlanFailure> {
+    planned: impl Fn(&Request) -> Result<T, PlanFailure>,
+) -> Result<Vec<T>, PlanFailure> {
     let invalid = |problem| Err(PlanFailure::Option { option: "micro-batch-size", value: size, problem });
     if size == 0 {
         return invalid("must be at least 1");
@@ -136,6 +130,6 @@ pub fn by_micro_batch(
     }
     match plans.is_empty() {
         true => Err(failures.into_iter().reduce(PlanFailure::nearer).unwrap_or(PlanFailure::NoCombination)),
-        false => Ok(choose(plans)),
+        false => Ok(plans),
     }
 }

@@ -110,10 +110,6 @@ fn completed(request: &Request) -> Request {
 
 /// The degrees of a completed request.
 fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
-    // Degrees of 0 are refused before anything is divided by them.
-    if request.degrees.cp == Some(0) {
-        return Err(PlanFailure::Option { option: "cp", value: 0, problem: "must be at least 1" });
-    }
     let space = SearchSpace::from_request(request)?;
     let of = |degree: Option<u32>| degree.unwrap_or(1);
     let (lanes, virtual_stages) = (of(space.degrees.pp), of(request.degrees.virtual_stages));

@@ -45,14 +45,12 @@ pub fn plan(
     progress: &dyn Progress,
 ) -> Result<Plan, PlanFailure> {
     if let Some(size) = request.batch.per_replica {
-        return pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress));
+        let plans = pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress))?;
+        return Ok(choice::choose(plans));
     }
-    let request = &stages::with_degrees(request)?;
     // Given stages are cuts of their own.
     let cache = if request.stages.is_empty() { cache } else { &Arc::default() };
-    let request = &pins::with_pins(request)?;
-    let request = &rings::with_blocks(request)?;
-    let request = &chunked_loss::with_chunks(request)?;
+    let request = &with_options(request)?;
     if let Some(over) = request.servers {
         return servers::plan(request, over, costs, progress);
     }
@@ -70,6 +68,18 @@ pub fn plan(
         }
     }
     plan_padded(request, &padded, cache, costs, progress)
+}
+
+/// The request with what its options say in its degrees and its graph: stages, context and expert parallelism, blocks of
+/// rings, and chunks of the loss.
+///
+/// # Errors
+/// If an option does not fit the model or the cluster.
+fn with_options(request: &Request) -> Result<Request, PlanFailure> {
+    let request = &stages::with_degrees(request)?;
+    let request = &pins::with_pins(request)?;
+    let request = &rings::with_blocks(request)?;
+    Ok(chunked_loss::with_chunks(request)?.into_owned())
 }
 
 /// Plans a request in the form that its target runs, and `padded` forms of the same model.

@@ -9,7 +9,9 @@ use super::context::SearchContext;
 use super::outcome::{Outcome, search_graph};
 use super::predictor::predict_candidate;
 use super::space::SearchSpace;
-use crate::features::{stages, target};
+use super::sweep::is_uniform;
+use super::{uniform, with_options};
+use crate::features::{pins, target};
 use crate::inter_op::search::search;
 use crate::inter_op::variants;
 use crate::layers::cache::LayeredAtBatch;
@@ -47,8 +49,11 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         let problem = "has no frontier: what devices there are is said by how many of them are servers";
         return Err(PlanFailure::Servers { option: "frontier", problem });
     }
-    let request = &stages::with_degrees(request)?;
-    let request = &target::restrict(request)?;
+    if let Some(size) = request.batch.per_replica {
+        let found = pins::by_micro_batch(request, size, progress, |fixed| frontier(fixed, costs, progress))?;
+        return Ok(not_beaten(found.into_iter().flatten().collect()));
+    }
+    let request = &target::restrict(&with_options(request)?)?;
     let layered = LayeredAtBatch::new(request);
     let parts = parts(request);
     let total = parts.len();
@@ -66,6 +71,13 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             Err(_) => continue,
         };
         let quietly = Muted(progress);
+        if is_uniform(part) {
+            match uniform::all(part, costs, &quietly) {
+                Ok(plans) => all.extend(plans.into_iter().map(point)),
+                Err(error) => failure = Some(error),
+            }
+            continue;
+        }
         let cx = SearchContext { request: part, space: &space, costs, layered: &layered, progress: &quietly };
         match points(&cx) {
             Ok(points) => all.extend(points),

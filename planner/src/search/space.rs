@@ -83,17 +83,8 @@ fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str
 
 fn check_options(request: &Request) -> Result<(), PlanFailure> {
     let devices = request.cluster.num_devices();
-    let degrees = &request.degrees;
-    let given = [("dp", degrees.dp), ("tp", degrees.tp), ("pp", degrees.pp), ("dp-replicate", degrees.groups)];
-    for (option, value) in given {
-        if value == Some(0) {
-            return invalid(option, 0u64, "must be at least 1");
-        }
-    }
+    request.degrees.expect_positive()?;
     let shared = request.degrees.virtual_stages.unwrap_or(1);
-    if shared == 0 {
-        return invalid("virtual-stages", 0u64, "must be at least 1");
-    }
     if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
         return invalid("virtual-stages", shared, "goes with the schedule 1f1b only");
     }

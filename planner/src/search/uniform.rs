@@ -29,6 +29,14 @@ const FEWEST_CLIMBED: usize = 12;
 
 /// The best configuration that the target runs, with the next ones as alternatives.
 pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
+    let mut plans = all(request, costs, progress)?;
+    let mut best = plans.remove(0);
+    best.alternatives = alternatives::alternatives(&best, plans);
+    Ok(best)
+}
+
+/// The configurations that the target runs and that fit, fastest first; at least one.
+pub(super) fn all(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Plan>, PlanFailure> {
     let stack = stack(request.target);
     let mut space = Space { zero: stack.zero.to_vec(), ..Space::default() };
     if request.target == Target::Altiplano {
@@ -43,10 +51,7 @@ pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Re
         found.extend(with_layouts(request, &space, &found, costs, progress));
         found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
     }
-    let mut plans: Vec<Plan> = found.into_iter().map(|swept| swept.plan).collect();
-    let mut best = plans.remove(0);
-    best.alternatives = alternatives::alternatives(&best, plans);
-    Ok(best)
+    Ok(found.into_iter().map(|swept| swept.plan).collect())
 }
 
 /// The degrees of a pipeline whose stages are alike, with other layouts of its layers. Layers are cut more finely than in
