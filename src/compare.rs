@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::plan_diff::{Moves, layouts, layouts_table, posed_differently, stages};
 use crate::report::{side_by_side, side_by_side_json};
 use crate::simulate::Simulation;
-use crate::units::{digits, percent, seconds};
+use crate::units::{digits, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::plan::{Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
@@ -229,14 +229,12 @@ impl<'a> Comparison<'a> {
         let _ = writeln!(out, "\n\nthe baseline is for {}", baseline.target.name());
         let _ = writeln!(out, "the plan is predicted {} times as fast", digits(theirs / ours));
         if let Some(measured_s) = measured_s {
-            let off = measured_s / theirs;
-            let how = if off >= 1.0 { "slower" } else { "faster" };
             let _ = writeln!(
                 out,
-                "the baseline's {} measured is {} {how} than its prediction; off by as much, the plan takes {} a step",
+                "the baseline takes {} a step measured and {} predicted; off by as much, the plan takes {}",
                 seconds(measured_s),
-                percent((off - 1.0).abs()),
-                seconds(ours * off)
+                seconds(theirs),
+                seconds(ours * measured_s / theirs)
             );
         }
         out.trim_end().to_string()

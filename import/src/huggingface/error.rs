@@ -1,5 +1,6 @@
 //! Errors in a config, and notes for its reader.
 
+use altiplano_ir::dtype::DType;
 use altiplano_ir::op::ShapeError;
 use std::fmt;
 
@@ -63,6 +64,8 @@ pub enum Note {
     Assumed { sizes: Vec<(String, u64)> },
     /// The config states no type of its weights.
     Precision,
+    /// The checkpoint stores quantised weights, by this method; the model is built in the type of its computations.
+    Quantised { method: Option<String>, planned: DType },
     /// The model has several parts, and only its text decoder is planned.
     Part { taken: String, family: &'static str, left_out: Vec<String> },
     /// Unknown fields, which may affect the model.
@@ -90,6 +93,13 @@ impl fmt::Display for Note {
             Note::Precision => f.write_str(
                 "dtype: is not in the config, so that everything is in float32; --precision bf16 says another type",
             ),
+            Note::Quantised { method, planned } => {
+                let method = method.as_ref().map(|method| format!(" ({method})")).unwrap_or_default();
+                write!(
+                    f,
+                    "quantization_config: the checkpoint's weights are quantised{method}; what is planned trains them in {planned}"
+                )
+            }
             Note::Part { taken, family, left_out } => {
                 write!(f, "the model has several parts; what is planned is the text model of {taken} ({family})")?;
                 if left_out.is_empty() { Ok(()) } else { write!(f, ", without {}", left_out.join(", ")) }

@@ -260,6 +260,12 @@ pub fn import(text: &str, options: &ConfigOptions) -> Result<Imported, ConfigErr
     if options.dtype.is_none() && !states(&fields) && !states(&whole) {
         builder.notes.push(Note::Precision);
     }
+    const QUANTISED: &str = "quantization_config";
+    if let Some(Value::Object(how)) = map.get(QUANTISED) {
+        fields.ignore(&[QUANTISED]);
+        let method = how.get("quant_method").and_then(Value::as_str).map(str::to_string);
+        builder.notes.push(Note::Quantised { method, planned: options.dtype.unwrap_or(stated) });
+    }
     (family.build)(&fields, &mut builder)?;
     // A model without a head gets this one. The class name of a model with several parts says nothing about the part
     // that is planned.

@@ -373,7 +373,10 @@ fn what_is_left_out_is_said() {
         let mut config: serde_json::Value = serde_json::from_str(config).unwrap();
         config[key] = serde_json::from_str(value).unwrap();
         let notes = built(&config.to_string(), None).notes.into_iter();
-        notes.filter(|n| matches!(n, Note::Head { .. } | Note::Unread { .. })).map(|n| n.to_string()).collect()
+        notes
+            .filter(|n| matches!(n, Note::Head { .. } | Note::Unread { .. } | Note::Quantised { .. }))
+            .map(|n| n.to_string())
+            .collect()
     };
     // A type that nobody names is float32, as in Transformers; on GPUs hardly anybody wants that.
     let is_of_type = |config: &str| built(config, None).notes.contains(&Note::Precision);
@@ -389,7 +392,8 @@ fn what_is_left_out_is_said() {
     }
     assert_eq!(notes(SMALL[4], "is_decoder", "true"), ["the field is not known here and left out: is_decoder"]);
     let quantised = notes(llama, "quantization_config", r#"{"quant_method": "fp8"}"#);
-    assert_eq!(quantised, ["the field is not known here and left out: quantization_config"]);
+    let said = "quantization_config: the checkpoint's weights are quantised (fp8); what is planned trains them in f32";
+    assert_eq!(quantised, [said]);
     for (key, value) in [("is_decoder", "false"), ("pruned_heads", "{}"), ("use_cache", "true"), ("n_inner", "null")] {
         assert_eq!(notes(gpt2, key, value), [""; 0], "{key}");
     }
