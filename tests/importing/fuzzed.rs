@@ -61,3 +61,8 @@ fn kept_plan_files_are_read_or_refused() {
 fn kept_models_are_planned_and_run() {
     go("plan_and_step", ways::plan_and_step);
 }
+
+#[test]
+fn kept_files_of_other_kinds_are_read_or_refused() {
+    go("other_file", ways::other_file);
+}
