@@ -436,9 +436,9 @@ def ran(devices, folder, cases, log):
 
 
 def main(altiplano, folder, wanted):
-    failed = False
+    # Processes take long to start, so that one job of each size runs the cases of all models.
+    failed, by_size = False, {2: [], 4: []}
     for name in MODELS:
-        by_size = {2: [], 4: []}
         module, inputs = model_and_batch(name)
         if hasattr(module, "config"):
             file, options = folder / f"{name}.config.json", ["--seq", str(SEQUENCE), "--global-batch", str(BATCH)]
@@ -463,8 +463,8 @@ def main(altiplano, folder, wanted):
                 failed |= done.returncode != 2
                 continue
             by_size[devices].append(case)
-        for devices, cases in by_size.items():
-            failed |= bool(cases) and not ran(devices, folder, cases, folder / f"log-{name}-{devices}")
+    for devices, cases in by_size.items():
+        failed |= bool(cases) and not ran(devices, folder, cases, folder / f"log-{devices}")
     return failed
 
 
