@@ -192,6 +192,10 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
         let problem = "applies only to Hugging Face configs; other models keep their traced sizes";
         return Err(Error::Option { option, problem });
     }
+    if !options.sizes.is_empty() && matches!(format, Format::HuggingFaceConfig | Format::GraphJson) {
+        let problem = "applies only to files that leave sizes open, and this one leaves none open";
+        return Err(Error::Option { option: "--size", problem });
+    }
     match format {
         Format::StableHlo => {
             let imported = stablehlo::import_with(text, &options.sizes)

@@ -245,6 +245,7 @@ fn options_that_do_not_go_together_are_told() {
     check(&["plan", &config, "--loss", "none", "--zero", "1"], "--zero: is a training option");
     check(&["run", &config, "--output", "x.safetensors"], "--output: a training step has no results");
     check(&["plan", crate::common::DEMO, "--seq", "8"], "--seq: applies only to Hugging Face configs");
+    check(&["plan", &config, "--size", "batch=8"], "--size: applies only to files that leave sizes open");
     check(&["plan", &config, "--seq", "17"], "--seq: 17 tokens are more than the 16 positions");
     let nothing = scratch.file("notes.txt", "hello");
     check(&["plan", &nothing], "torch.export.save");
