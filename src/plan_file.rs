@@ -71,16 +71,7 @@ pub fn by_cluster(mut plan: Plan) -> Result<Plan, Error> {
 /// Writes a file by renaming a complete one over it, so that a reader never sees half of it. A link stays a link and a
 /// device a device: their targets are written.
 pub fn write_file(file: &Path, text: &str) -> Result<(), Error> {
-    // A dangling link does not resolve; opening it creates its target.
-    let target = file.canonicalize().unwrap_or(file.to_path_buf());
-    let found = std::fs::symlink_metadata(&target).ok();
-    // Files that are open here belong to a process that would not see them replaced.
-    let is_open = ["/dev", "/proc"].iter().any(|directory| file.starts_with(directory));
-    let written = match found {
-        Some(found) if is_open || !found.is_file() => std::fs::write(&target, text),
-        _ => files::replace(&target, text.as_bytes()),
-    };
-    written.map_err(|error| Error::Write { file: file.to_path_buf(), error })
+    files::write(file, text.as_bytes()).map_err(|error| Error::Write { file: file.to_path_buf(), error })
 }
 
 /// Checks that a file could be written, before a long computation whose result goes there.

@@ -69,15 +69,23 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
 }
 
 /// Writes tensors to a `.safetensors` file. It writes a temporary file and renames it, so that the file is never half
-/// written. Types that the format lacks are widened to the smallest of its types that holds all of their numbers.
+/// written; links, devices and pipes stay what they are ([`files::Destination`]). Types that the format lacks are widened to the smallest of its types that holds all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
     let encoded = encoded(tensors)?;
     let io = |error| RuntimeError::Io { file: file.to_path_buf(), error };
-    let beside = files::beside(file).map_err(io)?;
-    views(&encoded)
-        .and_then(|views| safetensors::serialize_to_file(views, None, beside.path()))
-        .map_err(|error| RuntimeError::Safetensors { file: file.to_path_buf(), error })?;
-    files::publish(beside, file).map_err(io)
+    let format = |error| RuntimeError::Safetensors { file: file.to_path_buf(), error };
+    let views = views(&encoded).map_err(format)?;
+    match files::Destination::of(file) {
+        files::Destination::Renamed(target) => {
+            let beside = files::beside(&target).map_err(io)?;
+            safetensors::serialize_to_file(views, None, beside.path()).map_err(format)?;
+            files::publish(beside, &target).map_err(io)
+        }
+        files::Destination::Written(target) => {
+            let bytes = safetensors::serialize(views, None).map_err(format)?;
+            std::fs::write(target, bytes).map_err(io)
+        }
+    }
 }
 
 /// Encodes tensors as [`write_safetensors`] would write them to `file`.

@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
 /// Opens a regular file, or a pipe or terminal that this process inherited (`/dev/stdin`, `/dev/fd/63`).
@@ -69,6 +69,37 @@ pub fn read(file: &Path) -> Result<Vec<u8>> {
 /// Those of [`read`], and [`ErrorKind::InvalidData`] for other text.
 pub fn read_text(file: &Path) -> Result<String> {
     String::from_utf8(read(file)?).map_err(|_| Error::new(ErrorKind::InvalidData, "is not UTF-8 text"))
+}
+
+/// Where the content of a file goes that the user named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Destination {
+    /// A file, old or new: a complete one is renamed over it.
+    Renamed(PathBuf),
+    /// A device, a pipe, or a file that a process has open: it is written to, as it would be lost if it were replaced.
+    Written(PathBuf),
+}
+
+impl Destination {
+    /// Follows links, so that a link stays a link.
+    pub fn of(file: &Path) -> Destination {
+        // A dangling link does not resolve; opening it creates its target.
+        let target = file.canonicalize().unwrap_or(file.to_path_buf());
+        // Files that are open here belong to a process that would not see them replaced.
+        let is_open = ["/dev", "/proc"].iter().any(|directory| file.starts_with(directory));
+        match std::fs::symlink_metadata(&target) {
+            Ok(found) if is_open || !found.is_file() => Destination::Written(target),
+            _ => Destination::Renamed(target),
+        }
+    }
+}
+
+/// Writes a file that the user named: as [`replace`] does, or into what its name stands for.
+pub fn write(file: &Path, bytes: &[u8]) -> Result<()> {
+    match Destination::of(file) {
+        Destination::Renamed(target) => replace(&target, bytes),
+        Destination::Written(target) => std::fs::write(target, bytes),
+    }
 }
 
 /// Writes a file by renaming a complete one over it, so that a reader sees the old content or the new, and so does

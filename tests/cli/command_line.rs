@@ -196,6 +196,9 @@ fn no_memory_is_exit_code_1_and_says_how_much() {
     }
 }
 
+const TINY: &str =
+    r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 2}"#;
+
 #[cfg(unix)]
 #[test]
 fn what_is_written_to_stays_what_it_was() {
@@ -238,8 +241,21 @@ fn what_is_written_to_stays_what_it_was() {
     std::os::unix::fs::symlink("/dev/null", &null).expect("a link");
     import(&null);
     assert!(std::fs::metadata("/dev/null").expect("the device").file_type().is_char_device());
+
+    // The same for tensors, which another function writes.
+    let values = path("values.safetensors");
+    let to_values = path("to-values");
+    std::os::unix::fs::symlink("values.safetensors", &to_values).expect("a link");
+    let config = scratch.file("config.json", TINY);
+    for to in [&values, &to_values, &null] {
+        let to = to.display().to_string();
+        succeeds(&["run", &config, "--cluster", "local:1", "--loss", "none", "--output", &to]);
+    }
+    assert!(std::fs::symlink_metadata(&to_values).expect("the link").is_symlink());
+    assert!(!altiplano::runtime::data::read(&values).expect("tensors").is_empty());
+    assert!(std::fs::metadata("/dev/null").expect("the device").file_type().is_char_device());
     let left: Vec<_> = std::fs::read_dir(path("")).expect("the directory").flatten().map(|e| e.file_name()).collect();
-    assert_eq!(left.len(), 6, "nothing else is left behind: {left:?}");
+    assert_eq!(left.len(), 9, "nothing else is left behind: {left:?}");
 }
 
 #[cfg(unix)]
