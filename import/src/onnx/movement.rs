@@ -219,9 +219,10 @@ pub(crate) fn split(c: &mut Call) -> Many {
     let parts = match c.ints_either("split", 1)? {
         Some(parts) => sizes(&parts, "split")?,
         None => {
-            // Parts of equal size, with a shorter last one.
-            let count = c.int("num_outputs", c.node.output.len() as i64)?;
-            let count = u64::try_from(count).ok().filter(|&n| n > 0 && n <= size.max(1));
+            // Parts of equal size, with a shorter last one. The node lists an output for each.
+            let outputs = c.node.output.len() as u64;
+            let count = c.int("num_outputs", outputs as i64)?;
+            let count = u64::try_from(count).ok().filter(|&n| n > 0 && n <= outputs.min(size.max(1)));
             let count = count.ok_or(attribute("num_outputs"))?;
             let part = size.div_ceil(count);
             (0..count).map(|i| part.min(size.saturating_sub(i * part))).collect()

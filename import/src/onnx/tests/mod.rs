@@ -248,6 +248,9 @@ fn what_is_wrong_is_told_with_its_place() {
     refused(one(node("Add", &["x"], &["y"])), "operand 1 is missing");
     refused(one(node("Relu", &["x"], &["other"])), "output 'y' is made by no node");
     refused(one(node("Split", &["x"], &["a", "b", "c", "y"])), "(Split)");
+    // A list of all parts would take 32 GB.
+    let parts = with(node("Split", &["x"], &["y"]), int("num_outputs", 1 << 32));
+    refused(model(graph(vec![parts], vec![input("x", &["4294967296"])], vec![], &["y"])), "num_outputs");
     refused(one(with(node("Flatten", &["x"], &["y"]), int("axis", 9))), "dimension 9 is out of range");
     refused(one(with(node("Softmax", &["x"], &["y"]), int("axis", i64::MIN))), "out of range");
     refused(
