@@ -258,11 +258,9 @@ fn profile(text: &str) {
 fn listing(text: &str) {
     let connections = probe::parse_topology(text).ok();
     let measured = probe::parse_nccl_tests(text).ok();
-    let group = match probe::parse_gpus(text) {
-        Ok(gpus) => probe::gpu_group(2, &gpus, None, &[]),
-        Err(_) => probe::gpu_group(2, &EIGHT.map(|_| a_gpu()), connections.as_ref(), &[]),
-    };
-    if let Ok(mut group) = group {
+    let a100 = probe::Gpu { name: "NVIDIA A100-SXM4-80GB".to_string(), memory_bytes: 80 << 30 };
+    let gpus = probe::parse_gpus(text).unwrap_or(vec![a100; 8]);
+    if let Ok(mut group) = probe::gpu_group(2, &gpus, connections.as_ref(), &[]) {
         if let Some(measured) = &measured {
             let _ = probe::fit(&mut group, measured);
         }
@@ -274,12 +272,6 @@ fn listing(text: &str) {
         });
     }
     let _ = (probe::parse_rate(text), probe::parse_cores(text), probe::parse_memory(text));
-}
-
-const EIGHT: [(); 8] = [(); 8];
-
-fn a_gpu() -> probe::Gpu {
-    probe::Gpu { name: "NVIDIA A100-SXM4-80GB".to_string(), memory_bytes: 80 << 30 }
 }
 
 /// A manifest as it is, and with the checksum that belongs to it; then a folder that has it and none of its files.

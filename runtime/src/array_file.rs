@@ -62,7 +62,7 @@ impl ArrayFile {
         open.read_exact(&mut header).map_err(|error| io(file, error))?;
         let metadata: Metadata = serde_json::from_slice(&header)
             .map_err(|error| fail(SafeTensorError::InvalidHeaderDeserialization(error)))?;
-        // A file that was cut off, or holds what no tensor has, is no more believed here than where it is read at once.
+        // The tensors must cover the whole file, as they must where it is read at once.
         if start.checked_add(metadata.data_len() as u64) != Some(length) {
             return Err(fail(SafeTensorError::MetadataIncompleteBuffer));
         }

@@ -69,7 +69,8 @@ pub fn read_safetensors(file: &Path) -> Result<BTreeMap<String, HostTensor>, Run
 }
 
 /// Writes tensors to a `.safetensors` file. It writes a temporary file and renames it, so that the file is never half
-/// written; links, devices and pipes stay what they are ([`files::Destination`]). Types that the format lacks are widened to the smallest of its types that holds all of their numbers.
+/// written; links, devices and pipes stay what they are ([`files::Destination`]). Types that the format lacks are widened
+/// to the smallest of its types that holds all of their numbers.
 pub fn write_safetensors(file: &Path, tensors: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
     let encoded = encoded(tensors)?;
     let io = |error| RuntimeError::Io { file: file.to_path_buf(), error };

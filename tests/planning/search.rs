@@ -107,6 +107,10 @@ fn the_frontier_is_beaten_by_nothing_on_it() {
     assert!(frontier(&[]).contains("price/step"));
 }
 
+const EXPERTS: &str = r#"{"model_type": "mixtral", "vocab_size": 100, "max_position_embeddings": 32, "hidden_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32,
+    "num_local_experts": 4, "num_experts_per_tok": 2}"#;
+
 #[test]
 fn plans_of_a_frontier_have_the_options_that_were_given() {
     let scratch = Scratch::new();
@@ -134,6 +138,10 @@ fn plans_of_a_frontier_have_the_options_that_were_given() {
             assert!(holds(&plan), "{given:?}: {text}");
         }
     }
+    // Half of the replicas divide the experts, on a mesh of their own.
+    let experts = scratch.file("experts.json", EXPERTS);
+    let degrees = ["--ep", "2", "--dp", "4", "--tp", "1", "--pp", "1", "--frontier"];
+    succeeds(&[&["plan", &experts, "--cluster", "local:4", "--global-batch", "16"], &degrees[..]].concat());
     for degree in ["--cp", "--dp-replicate", "--virtual-stages"] {
         let refused = frontier(&[degree, "0"]);
         assert_eq!(refused.code, Some(2), "{degree}: {}", refused.stderr);

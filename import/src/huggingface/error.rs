@@ -97,7 +97,7 @@ impl fmt::Display for Note {
                 let method = method.as_ref().map(|method| format!(" ({method})")).unwrap_or_default();
                 write!(
                     f,
-                    "quantization_config: the checkpoint's weights are quantised{method}; what is planned trains them in {planned}"
+                    "quantization_config: the checkpoint's weights are quantised{method}; the plan has them in {planned}"
                 )
             }
             Note::Part { taken, family, left_out } => {

@@ -392,7 +392,7 @@ fn what_is_left_out_is_said() {
     }
     assert_eq!(notes(SMALL[4], "is_decoder", "true"), ["the field is not known here and left out: is_decoder"]);
     let quantised = notes(llama, "quantization_config", r#"{"quant_method": "fp8"}"#);
-    let said = "quantization_config: the checkpoint's weights are quantised (fp8); what is planned trains them in f32";
+    let said = "quantization_config: the checkpoint's weights are quantised (fp8); the plan has them in f32";
     assert_eq!(quantised, [said]);
     for (key, value) in [("is_decoder", "false"), ("pruned_heads", "{}"), ("use_cache", "true"), ("n_inner", "null")] {
         assert_eq!(notes(gpt2, key, value), [""; 0], "{key}");

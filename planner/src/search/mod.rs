@@ -82,6 +82,13 @@ fn with_options(request: &Request) -> Result<Request, PlanFailure> {
     Ok(chunked_loss::with_chunks(request)?.into_owned())
 }
 
+/// True if the degrees may be possible where a part of the replicas divides the experts on a mesh of its own, which only
+/// plans with one set of degrees have.
+fn needs_expert_mesh(request: &Request, why: &PlanFailure) -> bool {
+    let is_of_degrees = matches!(why, PlanFailure::NoCombination | PlanFailure::Pins { .. });
+    is_of_degrees && request.degrees.ep.is_some_and(|ep| ep > 1)
+}
+
 /// Plans a request in the form that its target runs, and `padded` forms of the same model.
 fn plan_padded(
     request: &Request,
@@ -102,10 +109,7 @@ fn plan_padded(
     let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
-        // A part of the replicas divides the experts on a mesh of its own.
-        Err(PlanFailure::NoCombination | PlanFailure::Pins { .. }) if request.degrees.ep.is_some_and(|ep| ep > 1) => {
-            return uniform::best(request, costs, progress);
-        }
+        Err(why) if needs_expert_mesh(request, &why) => return uniform::best(request, costs, progress),
         plan => plan?,
     };
     let mut faster = None;

@@ -10,7 +10,7 @@ use super::outcome::{Outcome, search_graph};
 use super::predictor::predict_candidate;
 use super::space::SearchSpace;
 use super::sweep::is_uniform;
-use super::{uniform, with_options};
+use super::{needs_expert_mesh, uniform, with_options};
 use crate::features::{pins, target};
 use crate::inter_op::search::search;
 use crate::inter_op::variants;
@@ -71,20 +71,18 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             Err(_) => continue,
         };
         let quietly = Muted(progress);
-        if is_uniform(part) {
-            match uniform::all(part, costs, &quietly) {
-                Ok(plans) => all.extend(plans.into_iter().map(point)),
-                Err(error) => failure = Some(error),
-            }
-            continue;
-        }
+        let alike = || Ok(uniform::all(part, costs, &quietly)?.into_iter().map(point).collect());
         let cx = SearchContext { request: part, space: &space, costs, layered: &layered, progress: &quietly };
-        match points(&cx) {
+        let found = match is_uniform(part) {
+            true => alike(),
+            false => points(&cx).or_else(|why| if needs_expert_mesh(part, &why) { alike() } else { Err(why) }),
+        };
+        match found {
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
         }
         // On the whole cluster, include the plan that is chosen if only seconds count, and its alternatives.
-        if i + 1 == total && !progress.stopped() {
+        if i + 1 == total && !is_uniform(part) && !progress.stopped() {
             let Outcome { plan, others, .. } = search_graph(&cx);
             all.extend(plan.into_iter().chain(others).filter(fits).map(point));
         }
