@@ -2,6 +2,9 @@
 
     kernels.py FILE.cu...
 
+Kernels over tiles compile for each architecture, whose tensor cores and registers differ. Loops have the same text for all, and
+compile for one of them each, in turn.
+
 Exits with 1 where one does not compile, or where it says that something has no text. Where PTX's assembler is installed too, it prints
 what a thread of each kernel over tiles takes of registers; one for tensor cores that spills them to memory is a failure as well.
 """
@@ -80,20 +83,28 @@ def machine_code(nvrtc, ptxas, source, architecture):
     return None if done.returncode == 0 else said, registers(said)
 
 
+def for_architecture(head, kernels, architecture):
+    """The source of those kernels that compile for an architecture. A name ends with a hash, which draws that of a loop."""
+    def is_drawn(name):
+        return name.startswith("tiles_") or ARCHITECTURES[int(name.split("_")[-1], 16) % len(ARCHITECTURES)] == architecture
+
+    return head + "".join(text for name, text in kernels.items() if is_drawn(name))
+
+
 def check(file):
     """Whether all new kernels of a file compile, and what to say of it."""
-    path, source, missing = file
+    path, head, kernels, missing = file
     nvrtc, ptxas = library(), assembler()
-    name, kernels = os.path.basename(path), source.count("__global__")
-    of = {a: machine_code(nvrtc, ptxas, source, a) for a in ARCHITECTURES}
+    name = os.path.basename(path)
+    of = {a: machine_code(nvrtc, ptxas, for_architecture(head, kernels, a), a) for a in ARCHITECTURES}
     bad = [(a, log) for a, (log, _) in of.items() if log is not None]
     if bad or missing:
-        return False, [f"FAILED       {name}: {kernels} kernels", *missing, *(f"{a}:\n{log[:2000]}" for a, log in bad)]
-    is_good, said = True, [f"ok           {name}: {kernels} new kernels compile for {', '.join(ARCHITECTURES)}"]
+        return False, [f"FAILED       {name}: {len(kernels)} kernels", *missing, *(f"{a}:\n{log[:2000]}" for a, log in bad)]
+    is_good, said = True, [f"ok           {name}: {len(kernels)} new kernels compile for {', '.join(ARCHITECTURES)}"]
     for kernel in of[ARCHITECTURES[0]][1]:
         taken = [of[a][1][kernel] for a in ARCHITECTURES]
         # In single precision, operands come from shared memory element by element, and some bytes more are lost in that.
-        signature = next(line for line in source.splitlines() if f" {kernel}(" in line)
+        signature = kernels[kernel].splitlines()[0]
         is_good &= "f16*" not in signature or not any(spilled for _, spilled in taken)
         words = ", ".join(f"{r} registers" + (f" and spills {s} bytes" if s else "") for r, s in taken)
         said.append(f"             {kernel}: {words}")
@@ -101,8 +112,8 @@ def check(file):
 
 
 def with_new_kernels(paths):
-    """The path of each file, its text without the kernels of files before it, and its lines about kernels without a text. A kernel's
-    name is a hash of its text."""
+    """The path of each file, the text before its kernels, those that no file before it has by their names, and its lines about kernels
+    without a text. A kernel's name is a hash of its text."""
     seen = set()
     for path in paths:
         with open(path, encoding="utf-8") as file:
@@ -112,7 +123,7 @@ def with_new_kernels(paths):
             sys.exit(f"FAILED       {path}: it has no kernels")
         names = [re.search(r"(\w+)\(", re.sub(r"__launch_bounds__\(\d+\)", "", kernel))[1] for kernel in kernels]
         missing = [line for line in text.splitlines() if line.startswith("// no text")]
-        yield path, head + "".join(kernel for kernel, name in zip(kernels, names) if name not in seen), missing
+        yield path, head, {name: kernel for name, kernel in zip(names, kernels) if name not in seen}, missing
         seen.update(names)
 
 

@@ -35,6 +35,8 @@ impl Ranks {
         let child = Command::new("mpirun")
             .args(["--allow-run-as-root", "--oversubscribe", "-q"])
             .args(of_mpirun)
+            // There are more ranks than cores: those that wait leave their core to the others.
+            .env("OMPI_MCA_mpi_yield_when_idle", "1")
             .arg("-n")
             .arg(count.to_string())
             .arg(env!("CARGO_BIN_EXE_altiplano"))

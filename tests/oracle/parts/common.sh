@@ -44,11 +44,36 @@ with_jax() {
     jax="$folder/bin/python"
 }
 
+# As with_jax, with NVIDIA's compiler and JAX's plugin for its GPUs, which compile without a driver, where they can be had.
+with_jax_for_gpus() {
+    with_jax
+    local version
+    version="$("$jax" -c 'import jax; print(jax.__version__)')"
+    environment "$(dirname "$(dirname "$jax")")" "nvidia.cuda_nvcc, jax_plugins.xla_cuda12" \
+        --no-deps "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version" nvidia-cuda-nvcc-cu12 || true
+}
+
 # Sets $torch to a Python that has PyTorch; "MODULE, ..." and PACKAGE... are further ones.
 with_torch() {
     local folder="${ALTIPLANO_TORCH_VENV:-$target/torch-venv}"
     environment "$folder" "numpy, safetensors, torch${1:+, $1}" numpy safetensors torch "${@:2}"
     torch="$folder/bin/python"
+}
+
+# Sets $cuda to an environment with NVIDIA's runtime compiler.
+with_nvrtc() {
+    cuda="${ALTIPLANO_CUDA_VENV:-$target/cuda-venv}"
+    environment "$cuda" nvidia nvidia-cuda-nvrtc==13.0.88 || skip "the wheel nvidia-cuda-nvrtc cannot be installed from PyPI"
+    # PTX's assembler says how many registers kernels take; nothing else needs it.
+    "$cuda/bin/python" -m pip install --quiet nvidia-cuda-nvcc==13.0.88 || true
+}
+
+# Sets $plugin to XLA's PJRT plugin for CPUs, or to another that ALTIPLANO_PJRT_PLUGIN names.
+with_xla() {
+    plugin="${ALTIPLANO_PJRT_PLUGIN:-}"
+    [ -z "$plugin" ] || return 0
+    environment "$target/xla-venv" xla_plugins --no-deps xla-cpu-pjrt==0.0.1 || skip "xla-cpu-pjrt cannot be installed from PyPI"
+    plugin="$(echo "$target"/xla-venv/lib/python3*/site-packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so)"
 }
 
 # Sets $emulated to a folder with the libraries of an emulated GPU; empty without a compiler.
