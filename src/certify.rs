@@ -3,15 +3,17 @@
 use crate::error::Error;
 use crate::units::{bytes, plural, seconds};
 use altiplano_ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
+use altiplano_ir::cluster::Cluster;
 use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Program, Programs};
-use altiplano_planner::{Progress, programs};
+use altiplano_planner::{Progress, Request, programs};
 use altiplano_xla::certify::{self, Certifier, Target, add, calls, peak_of, planned};
 use altiplano_xla::hlo::{Collectives, Kind};
 use altiplano_xla::pjrt::{Plugin, find};
 use comfy_table::{CellAlignment, Table, presets};
 use std::cell::Cell;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A body that the compiler refuses.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,16 +23,30 @@ pub struct Refusal {
     pub message: String,
 }
 
-/// The compiler's answer: a certificate, or the bodies that do not compile.
-pub type Answer = Result<Certificate, Vec<Refusal>>;
+/// XLA's compiler for a target.
+pub struct Compiler {
+    target: Target,
+    plugin: Arc<Plugin>,
+}
 
-/// Compiles a plan for a target (`cuda:H100`) with a plugin: the one that is named, or the one that is found.
-pub fn certify(plan: &Plan, target: &str, plugin: Option<&Path>, progress: &dyn Progress) -> Result<Answer, Error> {
-    let target = Target::named(target)?;
+impl Compiler {
+    /// Opens a plugin for a target (`cuda:H100`): the one that is named, or the one that is found.
+    pub fn open(target: &str, plugin: Option<&Path>) -> Result<Compiler, Error> {
+        let target = Target::named(target)?;
+        let plugin = Plugin::open_without_devices(&find(plugin, target.platform)?)?;
+        Ok(Compiler { target, plugin })
+    }
+
+    /// Compiles all bodies of a plan's programs.
+    pub fn certify(&self, plan: &Plan, progress: &dyn Progress) -> Result<Certificate, Error> {
+        certify(plan, self.target, self.plugin.clone(), progress)
+    }
+}
+
+fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Progress) -> Result<Certificate, Error> {
     if plan.servers.is_some() {
         return Err(Error::Option { option: "certify", problem: "plans with parameter servers are not compiled" });
     }
-    let plugin = Plugin::open_without_devices(&find(plugin, target.platform)?)?;
     let mut certifier = Certifier::new(plugin, target);
     let programs = programs(plan)?;
     let total: usize = programs.programs.iter().map(|program| program.bodies.len()).sum();
@@ -51,13 +67,71 @@ pub fn certify(plan: &Plan, target: &str, plugin: Option<&Path>, progress: &dyn 
         let predicted = of_lane.iter().map(|&s| plan.stages[s as usize].predicted.peak_bytes).max().unwrap_or(0);
         stages.extend(certified(&programs, lane, &stage, of_lane, predicted));
     }
+    let (target, device_bytes) = (target.to_string(), target.memory_bytes);
     if !refusals.is_empty() {
-        return Ok(Err(refusals));
+        return Err(Error::Uncompiled { target, refusals });
     }
     let compiler = certifier.version()?;
-    let plan_hash = plan_hash(plan);
-    let (target, device_bytes) = (target.to_string(), target.memory_bytes);
-    Ok(Ok(Certificate { compiler, target, device_bytes, plan_hash, stages }))
+    Ok(Certificate { compiler, target, device_bytes, plan_hash: plan_hash(plan), stages })
+}
+
+/// The most searches for a plan that a compiler finds to fit.
+const SEARCHES: usize = 5;
+
+/// Searches for a plan and certifies it. While a stage needs more memory by the compiler than the target has, the next
+/// search gives the devices of that stage less, by the ratio of the two; `again` hears why. If no plan fits, this
+/// returns the first one with its certificate and the reason, as it does with a plan that does not compile.
+pub fn search_and_certify(
+    request: &Request,
+    search: &dyn Fn(&Request) -> Result<Plan, Error>,
+    certify: &dyn Fn(&Plan) -> Result<Certificate, Error>,
+    again: &dyn Fn(&Error),
+) -> Result<(Plan, Option<Error>), Error> {
+    let attempt = |tight: &Request| -> Result<(Plan, Option<Error>), Error> {
+        let mut plan = search(tight)?;
+        // The plan is one for the devices as they are.
+        for (group, given) in plan.cluster.groups.iter_mut().zip(&request.cluster.groups) {
+            group.device.memory_bytes = given.device.memory_bytes;
+        }
+        match certify(&plan) {
+            Ok(certificate) => {
+                let over = too_large(&certificate);
+                plan.certificate = Some(certificate);
+                Ok((plan, over))
+            }
+            Err(error) => Ok((plan, Some(error))),
+        }
+    };
+    let (first, why) = attempt(request)?;
+    let Some(why) = why else { return Ok((first, None)) };
+    let (mut tight, mut refused) = (request.clone(), first.clone());
+    for _ in 1..SEARCHES {
+        // Less memory helps no plan that does not compile.
+        let Some(certificate) = &refused.certificate else { break };
+        too_large(certificate).iter().for_each(again);
+        tighten(&mut tight.cluster, &refused, certificate);
+        match attempt(&tight) {
+            Ok((plan, None)) => return Ok((plan, None)),
+            Ok((plan, Some(_))) => refused = plan,
+            Err(_) => break,
+        }
+    }
+    Ok((first, Some(why)))
+}
+
+/// Leaves the devices of each stage that is too large what its prediction would need to be, for the compiler to need
+/// what the target has.
+fn tighten(cluster: &mut Cluster, plan: &Plan, certificate: &Certificate) {
+    for stage in certificate.stages.iter().filter(|stage| !stage.fits(certificate.device_bytes)) {
+        let ratio = certificate.device_bytes as f64 / stage.peak_bytes as f64;
+        let usable_bytes = (stage.predicted_bytes as f64 * ratio) as u64;
+        for &of in &stage.stages {
+            let group = plan.stages[of as usize].group as usize;
+            let taken_bytes: u64 = cluster.taken_bytes(&cluster.groups[group]).iter().sum();
+            let memory_bytes = &mut cluster.groups[group].device.memory_bytes;
+            *memory_bytes = (*memory_bytes).min(usable_bytes + taken_bytes);
+        }
+    }
 }
 
 /// The figures of one program, if all its bodies compile.

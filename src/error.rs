@@ -150,9 +150,7 @@ pub enum Error {
     Certify(Box<CertifyError>),
     #[error("{}", uncompiled(target, refusals))]
     Uncompiled { target: String, refusals: Vec<Refusal> },
-    #[error(
-        "the plan does not fit: {stages} of it need more than a device has, up to {needed} where {target} has {there}"
-    )]
+    #[error("the compiled plan does not fit: up to {needed} per device in {stages}, where {target} has {there}")]
     CertifiedMemory { stages: String, needed: String, target: String, there: String },
     #[error("{}: {problem}", file.display())]
     Data { file: PathBuf, problem: Box<DataProblem> },

@@ -2,7 +2,7 @@
 
 use crate::commands::say;
 use crate::progress::Bar;
-use altiplano::certify::{certificate_text, certify, too_large};
+use altiplano::certify::{Compiler, certificate_text, too_large};
 use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
 use altiplano::{Error, expect_writable, load_plan, one_line, write_file};
@@ -47,8 +47,7 @@ impl Certify {
 
     /// Certifies a loaded plan, and returns the certificate as text.
     pub(crate) fn answer(&self, plan: &mut Plan, progress: &dyn Progress) -> Result<String, Error> {
-        let answer = certify(plan, &self.target, self.plugin.as_deref(), progress)?;
-        let certificate = answer.map_err(|refusals| Error::Uncompiled { target: self.target.clone(), refusals })?;
+        let certificate = Compiler::open(&self.target, self.plugin.as_deref())?.certify(plan, progress)?;
         let text = match self.json {
             true => serde_json::to_string_pretty(&certificate).unwrap_or_default(),
             false => certificate_text(&certificate),

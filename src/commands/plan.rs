@@ -3,11 +3,12 @@
 use crate::commands::options::{ModelOptions, PlanOptions};
 use crate::commands::{explain_failure, made_by, say, say_report, warn};
 use crate::progress::Bar;
-use altiplano::planner::Progress;
+use altiplano::certify::{Compiler, search_and_certify};
 use altiplano::planner::timings::{self, Phase, PhaseTime};
+use altiplano::planner::{Progress, Request};
 use altiplano::prove::prove;
 use altiplano::{
-    Error, Warning, expect_writable, frontier_json, frontier_text, load_plan, moved, page_html, write_file,
+    Error, Warning, expect_writable, frontier_json, frontier_text, ir, load_plan, moved, page_html, write_file,
 };
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -40,6 +41,14 @@ pub(crate) struct Plan {
     /// Without a proof, the plan is written and the exit code is 1
     #[arg(long, conflicts_with = "frontier", help_heading = "Output")]
     prove: bool,
+    /// Compile the plan with XLA for this target, and keep the certificate in the plan (docs/xla.md#certificates). While
+    /// the compiler needs more memory than the target has, search again with less. If nothing fits, the fastest plan is
+    /// written and the exit code is 2
+    #[arg(long, value_name = "TARGET", conflicts_with = "frontier", help_heading = "Output")]
+    certify: Option<String>,
+    /// The PJRT plugin that certifies [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    #[arg(long, value_name = "FILE", requires = "certify", help_heading = "Output")]
+    plugin: Option<PathBuf>,
     /// Print on stderr where the time of the search went, by phase
     #[arg(long, help_heading = "Output")]
     timings: bool,
@@ -67,6 +76,8 @@ impl Plan {
 
     fn answer(self) -> Result<(), Error> {
         let old = self.from.as_deref().map(load_plan).transpose()?;
+        let open = |target| Compiler::open(target, self.plugin.as_deref());
+        let compiler = self.certify.as_deref().map(open).transpose()?;
         let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
         let bar = Bar::stoppable();
         if self.frontier {
@@ -81,8 +92,8 @@ impl Plan {
             }
             return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
         }
-        let mut plan = match self.plan.plan(&request, &bar) {
-            Ok(plan) => plan,
+        let (mut plan, uncertified) = match self.search(&request, compiler.as_ref(), &bar) {
+            Ok(found) => found,
             Err(error) => {
                 bar.suspend(|| warn(&warnings));
                 // Contradictory options explain themselves.
@@ -109,7 +120,7 @@ impl Plan {
         if self.json {
             warn(&warnings);
             say(plan.to_json())?;
-            return unproved.map_or(Ok(()), Err);
+            return uncertified.or(unproved).map_or(Ok(()), Err);
         }
         // The answer comes before any warnings.
         say_report(&plan)?;
@@ -117,7 +128,24 @@ impl Plan {
         if let (Some(old), Some(file)) = (old, self.from) {
             say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;
         }
-        unproved.map_or(Ok(()), Err)
+        uncertified.or(unproved).map_or(Ok(()), Err)
+    }
+
+    /// The plan, and why a compiler does not certify it.
+    fn search(
+        &self,
+        request: &Request,
+        compiler: Option<&Compiler>,
+        bar: &Bar,
+    ) -> Result<(ir::plan::Plan, Option<Error>), Error> {
+        let search = |request: &Request| self.plan.plan(request, bar);
+        match compiler {
+            None => Ok((search(request)?, None)),
+            Some(compiler) => {
+                let again = |why: &Error| bar.suspend(|| complain!("note: {why}; searching again with less"));
+                search_and_certify(request, &search, &|plan| compiler.certify(plan, bar), &again)
+            }
+        }
     }
 }
 
@@ -134,7 +162,7 @@ fn timings_text(phases: &[PhaseTime], wall: Duration) -> String {
 
 /// Proves a plan and keeps the certificate in it. Returns the warnings about sums that lose precision, and the place
 /// where the proof ends if there is none.
-fn keep_proof(plan: &mut altiplano::ir::plan::Plan) -> Result<(Vec<String>, Option<Error>), Error> {
+fn keep_proof(plan: &mut ir::plan::Plan) -> Result<(Vec<String>, Option<Error>), Error> {
     Ok(match timings::timed(Phase::Proof, || prove(plan))? {
         Ok(proved) => {
             plan.proof = Some(proved.certificate);

@@ -18,6 +18,7 @@ use crate::report::answer;
 use altiplano_cost_models::link::axis_link;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{Costs, Rooflines};
+use altiplano_ir::certificate::Certificate;
 use altiplano_ir::plan::{Alternative, Plan, Stage};
 use altiplano_planner::lower::{DedupedPrograms, Prices};
 use altiplano_planner::predict::{lane_memories, played, timings_of, work_of};
@@ -77,6 +78,7 @@ struct Page {
     parameters: parameters::Parameters,
     questions: questions::Questions,
     alternatives: Vec<Other>,
+    certificate: Option<Certificate>,
 }
 
 /// The plan in figures.
@@ -226,6 +228,7 @@ impl Page {
             parameters: parameters::Parameters::new(plan, &programs, &questions),
             questions,
             alternatives: plan.alternatives.iter().map(other).collect(),
+            certificate: plan.certificate.clone(),
             ops: bodies.ops.all,
             bodies: bodies.lists.all,
         })

@@ -48,6 +48,12 @@ export interface Alternative {
   name: string; step_s: number | null; samples_per_s: number | null; mfu: number | null; peak_bytes: number | null; fits: boolean;
   detail: string;
 }
+export interface Traffic { count: number; bytes: number }
+export interface CertifiedStage {
+  stages: number[]; peak_bytes: number; lasting_bytes: number; held_bytes: number; body_bytes: number; fullest: string;
+  predicted_bytes: number; collectives: { kind: string; planned: Traffic; compiled: Traffic }[]; seconds: number;
+}
+export interface Certificate { compiler: string; target: string; device_bytes: number; plan_hash: string; stages: CertifiedStage[] }
 export interface Page {
   format: string; version: number; plan: Headline; groups: Group[]; between_groups_bytes_per_s: number | null; stages: Stage[]; lanes: Lane[]; ops: Op[];
   bodies: [number, number, number][][];
@@ -55,4 +61,5 @@ export interface Page {
   parameters: { texts: string[]; rows: ParameterRow[] };
   questions: { answers: Answer[]; left_out: number };
   alternatives: Alternative[];
+  certificate: Certificate | null;
 }

@@ -2,6 +2,7 @@
 
 import { render } from "preact";
 import { useState } from "preact/hooks";
+import { Certificate } from "./certificate";
 import { Cluster } from "./cluster";
 import type { Page } from "./data";
 import { bytes, count, digits, percent, plural, seconds } from "./format";
@@ -16,7 +17,7 @@ import { Alternatives, Limits, Why } from "./why";
 
 const SECTIONS = [
   ["cluster", "Cluster"], ["timeline", "Timeline"], ["memory", "Memory"], ["limits", "What limits it"], ["layers", "Layers"],
-  ["parameters", "Parameters"], ["why", "Other layouts"], ["alternatives", "Other plans"],
+  ["parameters", "Parameters"], ["why", "Other layouts"], ["alternatives", "Other plans"], ["certificate", "Certificate"],
 ] as const;
 
 function Report({ page, times, view }: { page: Page; times: Times; view: View }) {
@@ -53,7 +54,9 @@ function Report({ page, times, view }: { page: Page; times: Times; view: View })
     parameters: <Parameters page={page} ask={ask} />,
     why: <Why page={page} chosen={answer} choose={setAnswer} />,
     alternatives: <Alternatives page={page} />,
+    certificate: page.certificate && <Certificate certificate={page.certificate} />,
   };
+  const sections = SECTIONS.filter(([id]) => contents[id]);
   return (
     <>
       <header>
@@ -66,9 +69,9 @@ function Report({ page, times, view }: { page: Page; times: Times; view: View })
       </header>
       {plan.profile !== null && <p class="warning">The plan was predicted by the {plan.profile}; what is drawn here is played by the cluster's figures, so that seconds differ from those of the plan.</p>}
       <ul class="tiles">{tiles.map(([figure, what]) => <li key={what}><b>{figure}</b><span>{what}</span></li>)}</ul>
-      <nav aria-label="Sections">{SECTIONS.map(([id, title]) => <a key={id} href={`#${id}`}>{title}</a>)}</nav>
+      <nav aria-label="Sections">{sections.map(([id, title]) => <a key={id} href={`#${id}`}>{title}</a>)}</nav>
       <main>
-        {SECTIONS.map(([id, title]) => (
+        {sections.map(([id, title]) => (
           <section key={id} id={id} aria-labelledby={`${id}-title`}>
             <h2 id={`${id}-title`}>{title}</h2>
             {contents[id]}
