@@ -788,7 +788,7 @@ impl Start {
             Some(platform) => find(self.plugin.as_deref(), platform)?,
             None => find_any(self.plugin.as_deref())?,
         };
-        Ok(Some(XlaOptions { plugin, platform, check_nan: false }))
+        Ok(Some(XlaOptions { plugin, platform, check_nan: false, cache: program_cache() }))
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
@@ -843,9 +843,18 @@ pub(crate) fn gpus() -> Result<CudaOptions, Error> {
 
 /// The folder of compiled kernels in the user's cache folder, if there is one.
 fn kernel_cache() -> Option<PathBuf> {
+    Some(user_cache()?.join("altiplano/kernels"))
+}
+
+/// The folder of programs that XLA compiled. There is none if `XLA_FLAGS` changes what XLA compiles.
+fn program_cache() -> Option<PathBuf> {
+    std::env::var_os("XLA_FLAGS").is_none().then(user_cache)?.map(|folder| folder.join("altiplano/programs"))
+}
+
+fn user_cache() -> Option<PathBuf> {
     let of_user = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
     let caches = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|folder| folder.is_absolute());
-    Some(caches.or_else(of_user)?.join("altiplano/kernels"))
+    caches.or_else(of_user)
 }
 
 /// Locations of CUDA's libraries: first `ALTIPLANO_CUDA`, then the active Python virtual environment.

@@ -17,13 +17,14 @@ use altiplano_xla::pjrt::{Platform, find};
 use common::{MIXED, Scratch, planned};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 pub const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 4, "n_head": 4}"#;
 
 fn plugin() -> XlaOptions {
     let plugin = find(None, Platform::Cpu).expect("a plugin for CPUs");
-    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false }
+    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, cache: None }
 }
 
 fn gpt2(scratch: &Scratch, words: &str) -> Plan {
@@ -44,6 +45,50 @@ fn agrees(name: &str, plan: &Plan) {
         verified.loss.unwrap_or_default(),
         worst.collect::<Vec<_>>().join(", ")
     );
+}
+
+/// The files of a folder with their times and sizes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, (SystemTime, u64)> {
+    let all = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
+    let known = |file: PathBuf| {
+        let of = std::fs::metadata(&file).expect("a file");
+        (file, (of.modified().expect("a time"), of.len()))
+    };
+    all.map(known).collect()
+}
+
+#[test]
+#[ignore = "needs a PJRT plugin"]
+fn compiled_programs_are_found_again_unless_they_are_damaged() {
+    let scratch = Scratch::new();
+    let plan = gpt2(&scratch, "local:4 dp2 tp1 pp2 micro4");
+    let cache = scratch.path("programs");
+    let loss = || {
+        let xla = XlaOptions { cache: Some(cache.clone()), ..plugin() };
+        let training = Training { xla: Some(xla), learning_rate: 1e-2, ..Training::default() };
+        let verified = verify(&plan, &training, None, None, &Silent).expect("it runs");
+        assert_eq!(verified.failure(), None);
+        verified.loss
+    };
+    let first = loss();
+    let compiled = files(&cache);
+    assert!(compiled.len() > 4, "{compiled:?}");
+    assert_eq!(loss(), first);
+    assert_eq!(files(&cache), compiled, "nothing is compiled again");
+    let mut names = compiled.keys();
+    let (cut, changed) = (names.next().expect("a file"), names.next().expect("another"));
+    let mut bytes = std::fs::read(changed).expect("a file");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(changed, bytes).expect("a file");
+    std::fs::File::options().write(true).open(cut).and_then(|file| file.set_len(100)).expect("a file");
+    assert_eq!(loss(), first);
+    let again = files(&cache);
+    for (file, of) in &compiled {
+        let is_damaged = [cut, changed].contains(&file);
+        assert_eq!(again[file].1, of.1, "{} is complete", file.display());
+        assert_eq!(again[file].0 != of.0, is_damaged, "{}", file.display());
+    }
 }
 
 /// Returns whether all plans are to be tried, which takes minutes, and not a part of them.

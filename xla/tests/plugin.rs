@@ -303,7 +303,7 @@ fn programs_and_tensors_move_to_other_devices() {
     let text = module(&graph, &Options { donated: vec![(0, 0)], ..Options::default() });
     let first = client.compile_on(&text, Launch::default(), &[2]).expect("it compiles");
     assert_eq!(first.devices(), [2]);
-    let other = first.on_other_devices(Launch::default(), &[3]).expect("it moves");
+    let other = client.load(&first.to_bytes().expect("bytes"), Launch::default(), &[3]).expect("it moves");
     assert_eq!(other.devices(), [3]);
     let tensor = Tensor::splat(ty.clone(), 1.5);
     let buffer = client.buffer(&pjrt::to_bytes(&tensor), &ty, 0).expect("a buffer").copy_to(2).expect("a copy");

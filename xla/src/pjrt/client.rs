@@ -140,6 +140,36 @@ impl Client {
         self.owned(arguments.executable)
     }
 
+    /// Loads a program that [`Executable::to_bytes`] wrote for these devices, one for each replica, without compiling it
+    /// again. The bytes must be those of the same plugin on a machine like this one: they are machine code.
+    ///
+    /// # Errors
+    /// Fails if the plugin cannot read its programs, or keeps the devices for which they were compiled.
+    pub fn load(&self, bytes: &[u8], launch: Launch, devices: &[usize]) -> Result<Executable, PjrtError> {
+        const ACTION: &str = "load a program";
+        let options = launch.encoded(&[], &self.ids(devices)?);
+        let mut arguments = sys::ExecutableDeserializeAndLoad {
+            client: self.inner.client,
+            bytes: bytes.as_ptr(),
+            size: bytes.len(),
+            options: options.as_ptr().cast(),
+            options_size: options.len(),
+            ..Default::default()
+        };
+        self.inner.plugin.call(ACTION, Function::ExecutableDeserializeAndLoad, &mut arguments)?;
+        let loaded = self.owned(arguments.executable)?;
+        if loaded.devices != devices {
+            let message = "the plugin keeps the devices of the first compilation".to_string();
+            return Err(PjrtError::Refused { action: ACTION, message });
+        }
+        Ok(loaded)
+    }
+
+    /// The plugin that the client is of.
+    pub fn plugin(&self) -> &Plugin {
+        &self.inner.plugin
+    }
+
     fn owned(&self, loaded: *mut c_void) -> Result<Executable, PjrtError> {
         let mut executable = Executable { client: self.clone(), loaded, devices: Vec::new(), outputs: 0 };
         executable.outputs = executable.compiled()?.num_outputs()?;
@@ -218,40 +248,26 @@ impl Executable {
         Ok(Compiled::new(self.client.inner.plugin.clone(), of.executable))
     }
 
-    /// The same program on other devices, one for each replica, without compiling it again.
+    /// The program as bytes, which [`Client::load`] reads.
     ///
     /// # Errors
-    /// Fails if the plugin cannot write and read its programs.
-    pub fn on_other_devices(&self, launch: Launch, devices: &[usize]) -> Result<Executable, PjrtError> {
-        const ACTION: &str = "copy a program to other devices";
+    /// Fails if the plugin cannot write its programs.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, PjrtError> {
+        const ACTION: &str = "write a program";
         let plugin = self.plugin();
         let mut of = sys::LoadedExecutableGetExecutable { loaded: self.loaded, ..Default::default() };
         plugin.call(ACTION, Function::LoadedExecutableGetExecutable, &mut of)?;
         let compiled = Compiled::new(self.client.inner.plugin.clone(), of.executable);
         let mut written = sys::ExecutableSerialize { executable: of.executable, ..Default::default() };
         plugin.call(ACTION, Function::ExecutableSerialize, &mut written)?;
-        let options = launch.encoded(&[], &self.client.ids(devices)?);
-        let mut arguments = sys::ExecutableDeserializeAndLoad {
-            client: self.client.inner.client,
-            bytes: written.bytes,
-            size: written.size,
-            options: options.as_ptr().cast(),
-            options_size: options.len(),
-            ..Default::default()
-        };
-        let read = plugin.call(ACTION, Function::ExecutableDeserializeAndLoad, &mut arguments);
+        // SAFETY: the plugin gave so many bytes, which last until they are forgotten.
+        let bytes = unsafe { list(written.bytes, written.size) }.to_vec();
         if let Some(forget) = written.forget {
             // SAFETY: the plugin gave the function for this text, which nobody uses any more.
             unsafe { forget(written.serialized) };
         }
         drop(compiled);
-        read?;
-        let copy = self.client.owned(arguments.executable)?;
-        if copy.devices != devices {
-            let message = "the plugin keeps the devices of the first compilation".to_string();
-            return Err(PjrtError::Refused { action: ACTION, message });
-        }
-        Ok(copy)
+        Ok(bytes)
     }
 
     /// Runs the program on all its devices and waits for it, as [`Executable::launch`] does without waiting.

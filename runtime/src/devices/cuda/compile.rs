@@ -1,27 +1,26 @@
 //! Compiles kernels to machine code by NVRTC, which needs no GPU.
 //!
-//! Each kernel is compiled once per machine and cached in a folder, under the hash of everything that it depends on. A
-//! cached file also holds that key and a checksum. So neither a hash collision nor a truncated file is taken for code.
+//! Each kernel is compiled once per machine and cached in a folder.
 
+use super::super::code_cache::CodeCache;
 use super::driver::Architecture;
 use super::error::CudaError;
 use super::functions::NvrtcFunctions;
 use super::library::{Found, Kind, Search};
-use crate::files;
 use crate::loops::cuda::{PRELUDE, Text};
 use cudarc::nvrtc::sys::nvrtcProgram;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// NVRTC with its cache.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     functions: NvrtcFunctions,
     pub found: Found,
-    /// Folder of the cache, created on demand; nothing is cached without one.
-    cache: Option<PathBuf>,
+    /// Nothing is cached without one.
+    cache: Option<CodeCache>,
 }
 
 /// Kernels as machine code.
@@ -41,13 +40,11 @@ enum Origin {
     Compiler { kept: bool },
 }
 
-/// The first bytes of a cached file, with the version of its format.
-const MAGIC: &[u8] = b"altiplano kernel 1\n";
-
 impl Compiler {
     pub fn open(search: &Search, cache: Option<PathBuf>) -> Result<Compiler, CudaError> {
         let found = search.find(Kind::Nvrtc)?;
         let functions = NvrtcFunctions::of(&search.open(Kind::Nvrtc)?)?;
+        let cache = cache.map(|folder| CodeCache { folder, extension: "cubin" });
         Ok(Compiler { functions, found, cache })
     }
 
@@ -99,12 +96,11 @@ impl Compiler {
         let fixed = ["--std=c++17", "-w", "--fmad=false"].map(String::from);
         let options = [&[format!("--gpu-architecture={target}")], &fixed[..]].concat();
         let key = format!("NVRTC {}\n{}\n{source}", self.found.version, options.join(" "));
-        let file = self.cache.as_ref().map(|folder| folder.join(format!("{:032x}.cubin", hash(key.as_bytes()))));
-        if let Some(image) = file.as_deref().and_then(|file| kept(file, &key)) {
+        if let Some(image) = self.cache.as_ref().and_then(|cache| cache.find(&key)) {
             return Ok((image, Origin::Cache));
         }
         let image = self.compiled(name, &source, &options)?;
-        let kept = file.is_some_and(|file| keep(&file, &key, &image).is_ok());
+        let kept = self.cache.as_ref().is_some_and(|cache| cache.keep(&key, &image).is_ok());
         Ok((image, Origin::Compiler { kept }))
     }
 
@@ -196,35 +192,6 @@ fn target(device: Architecture, supported: &[Architecture]) -> Option<Architectu
     supported.iter().copied().filter(|a| a.major == device.major && a.minor <= device.minor).max()
 }
 
-/// The image in a cached file, if the file is complete and has the same key.
-fn kept(file: &Path, key: &str) -> Option<Vec<u8>> {
-    let bytes = std::fs::read(file).ok()?;
-    let (checksum, rest) = bytes.strip_prefix(MAGIC)?.split_first_chunk::<16>()?;
-    if u128::from_le_bytes(*checksum) != hash(rest) {
-        return None;
-    }
-    let (length, rest) = rest.split_first_chunk::<8>()?;
-    let (found, image) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
-    (found == key.as_bytes()).then(|| image.to_vec())
-}
-
-/// Writes a cached file atomically: a reader sees all of it, or the old content.
-fn keep(file: &Path, key: &str, image: &[u8]) -> std::io::Result<()> {
-    let rest = [&(key.len() as u64).to_le_bytes(), key.as_bytes(), image].concat();
-    let bytes = [MAGIC, &hash(&rest).to_le_bytes(), &rest].concat();
-    if let Some(folder) = file.parent() {
-        std::fs::create_dir_all(folder)?;
-    }
-    files::replace(file, &bytes)
-}
-
-/// FNV-1a of 128 bits.
-fn hash(bytes: &[u8]) -> u128 {
-    const OFFSET: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
-    bytes.iter().fold(OFFSET, |hash, &byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -239,12 +206,5 @@ mod tests {
         check(a(7, 0), None);
         check(a(12, 0), None);
         check(a(10, 0), None);
-    }
-
-    #[test]
-    fn hashes_are_those_of_the_reference() {
-        // From the test suite of FNV's authors.
-        assert_eq!(hash(b""), 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
-        assert_eq!(hash(b"a"), 0xd228_cb69_6f1a_8caf_7891_2b70_4e4a_8964);
     }
 }

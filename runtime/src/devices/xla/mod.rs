@@ -36,6 +36,8 @@ pub struct XlaOptions {
     pub platform: Option<Platform>,
     /// Stop at the first op that makes a NaN from inputs without one.
     pub check_nan: bool,
+    /// The folder of compiled programs, created on demand; nothing is kept without one.
+    pub cache: Option<PathBuf>,
 }
 
 /// The reason why programs do not run on XLA's devices.
@@ -58,7 +60,8 @@ impl Session {
         check(programs)?;
         let ids: BTreeSet<u32> = programs.programs.iter().flat_map(|program| &program.devices).copied().collect();
         let client = open(options, ids.len())?;
-        let compiler = Rc::new(Compiler::new(client, ids.into_iter().collect()));
+        let compiler =
+            Rc::new(Compiler::new(client, ids.into_iter().collect(), options.cache.clone()).map_err(XlaError::from)?);
         let roster = Roster::new(programs, options.check_nan, |_| false);
         let running = Running::new(&roster, &compiler)?;
         let bodies: Vec<Vec<Memory>> = running.stages.iter().map(|stage| stage.memory()).collect();
