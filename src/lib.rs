@@ -48,6 +48,7 @@ pub mod simulate;
 pub mod stacks;
 pub mod suggestions;
 pub mod training;
+pub mod trials;
 pub mod units;
 pub mod verify;
 

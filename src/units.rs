@@ -14,6 +14,15 @@ pub fn seconds(value: f64) -> String {
     }
 }
 
+/// Hours, as in `5.2 hours`, `34.1 days`.
+pub(crate) fn duration(hours: f64) -> String {
+    match hours {
+        h if h < 1.0 => format!("{} minutes", digits(h * 60.0)),
+        h if h < 48.0 => format!("{} hours", digits(h)),
+        h => format!("{} days", digits(h / 24.0)),
+    }
+}
+
 /// Bytes in decimal units, as in `1.23 GB`.
 pub fn bytes(value: u64) -> String {
     match value {

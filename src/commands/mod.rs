@@ -33,6 +33,7 @@ pub mod scale;
 pub mod serve;
 pub mod show;
 pub mod simulate;
+pub mod trials;
 pub mod verify;
 pub mod vocabulary;
 pub mod why;

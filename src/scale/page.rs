@@ -3,9 +3,9 @@
 
 use crate::report::PAGE_STYLE;
 use crate::scale::chart::{Chart, Line, Mark};
-use crate::scale::text::{advice, batches, duration, exchange_lines, meaning, points};
+use crate::scale::text::{advice, batches, exchange_lines, meaning, points};
 use crate::scale::{Growth, Point, Row, Scaling, Training};
-use crate::units::{bytes, digits, percent, seconds};
+use crate::units::{bytes, digits, duration, percent, seconds};
 use std::fmt::Write;
 
 /// Number of separately drawn parts of a point's time; the others are merged.

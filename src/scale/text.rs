@@ -5,7 +5,7 @@ use crate::scale::{
     BatchRow, Change, Exchange, Growth, Named, Point, Recommended, Row, Rule, Scaling, Training, around, batch_rows,
     batch_text, batch_warning, practice_lines,
 };
-use crate::units::{bytes, count, digits, percent, plural, seconds};
+use crate::units::{bytes, count, digits, duration, percent, plural, seconds};
 use serde_json::{Value, json};
 
 /// Minimum efficiency that counts as scaling.
@@ -13,15 +13,6 @@ const SCALES: f64 = 0.8;
 
 /// Differences of efficiency below this are ignored.
 const ALIKE: f64 = 0.01;
-
-/// `5.2 hours`, `34.1 days`.
-pub(super) fn duration(hours: f64) -> String {
-    match hours {
-        h if h < 1.0 => format!("{} minutes", digits(h * 60.0)),
-        h if h < 48.0 => format!("{} hours", digits(h)),
-        h => format!("{} days", digits(h / 24.0)),
-    }
-}
 
 fn rate(bytes_per_s: f64) -> String {
     format!("{}/s", bytes(bytes_per_s as u64))

@@ -17,4 +17,5 @@ mod scale;
 mod schemas;
 mod serve;
 mod traces;
+mod trials;
 mod untrusted;

@@ -211,6 +211,12 @@ fn sweeps_over_nodes_are_as_their_schema_says() {
 }
 
 #[test]
+fn trials_are_as_their_schema_says() {
+    let said = succeeds(&["trials", DEMO, "--count", "3", "--steps", "5", "--cluster", "local:2", "--json"]);
+    assert_eq!(broken(&schema_of("trials"), &serde_json::from_str(&said).expect("JSON")), Vec::<String>::new());
+}
+
+#[test]
 fn schemas_refuse_what_they_should() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
