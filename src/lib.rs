@@ -47,6 +47,7 @@ pub mod scale;
 pub mod simulate;
 pub mod stacks;
 pub mod suggestions;
+pub mod survive;
 pub mod training;
 pub mod trials;
 pub mod units;

@@ -7,6 +7,7 @@ use altiplano::certify::{Compiler, search_and_certify};
 use altiplano::planner::timings::{self, Phase, PhaseTime};
 use altiplano::planner::{Progress, Request};
 use altiplano::prove::prove;
+use altiplano::survive::{Loss, losses, losses_text};
 use altiplano::{
     Error, Warning, expect_writable, frontier_json, frontier_text, ir, load_plan, moved, page_html, write_file,
 };
@@ -49,6 +50,10 @@ pub(crate) struct Plan {
     /// The PJRT plugin that certifies [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
     #[arg(long, value_name = "FILE", requires = "certify", help_heading = "Output")]
     plugin: Option<PathBuf>,
+    /// Also plan for the loss of 1 to K nodes: the step then, what of the trained state only lost nodes had, and what
+    /// the others must receive; with -o, write each plan to a file of its own (docs/planning.md#lost-nodes)
+    #[arg(long, value_name = "K", conflicts_with_all = ["frontier", "json"], value_parser = clap::value_parser!(u32).range(1..), help_heading = "Output")]
+    survive: Option<u32>,
     /// Print on stderr where the time of the search went, by phase
     #[arg(long, help_heading = "Output")]
     timings: bool,
@@ -87,7 +92,7 @@ impl Plan {
             warn(&warnings);
             for (i, point) in (1..).zip(&points) {
                 if let Some(file) = &self.output {
-                    write_file(&numbered(file, i), &point.plan.to_json())?;
+                    write_file(&numbered(file, &i.to_string()), &point.plan.to_json())?;
                 }
             }
             return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
@@ -125,8 +130,17 @@ impl Plan {
         // The answer comes before any warnings.
         say_report(&plan)?;
         warn(&warnings);
-        if let (Some(old), Some(file)) = (old, self.from) {
+        if let (Some(old), Some(file)) = (old, &self.from) {
             say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;
+        }
+        if let Some(most) = self.survive {
+            let bar = Bar::stoppable();
+            let all = losses(&plan, &request, most, &|request| self.plan.plan(request, &bar));
+            drop(bar);
+            if let Some(file) = &self.output {
+                write_losses(file, all.iter(), plan.cluster.groups.len() > 1)?;
+            }
+            say(format!("\n{}", losses_text(&plan, &all)))?;
         }
         uncertified.or(unproved).map_or(Ok(()), Err)
     }
@@ -172,8 +186,19 @@ fn keep_proof(plan: &mut ir::plan::Plan) -> Result<(Vec<String>, Option<Error>),
     })
 }
 
+/// Writes the plans for lost nodes beside the plan: `plan.lost-1.json`, of several groups `plan.lost-1-of-group-2.json`.
+fn write_losses<'a>(file: &Path, all: impl Iterator<Item = &'a Loss>, of_groups: bool) -> Result<(), Error> {
+    for Loss { nodes, group, plan, .. } in all {
+        let Ok(plan) = plan else { continue };
+        let of_group = if of_groups { format!("-of-group-{}", group + 1) } else { String::new() };
+        let plan = ir::plan::Plan { made_by: Some(made_by()), ..plan.clone() };
+        write_file(&numbered(file, &format!("lost-{nodes}{of_group}")), &plan.to_json())?;
+    }
+    Ok(())
+}
+
 /// `plan.3.json` for `plan.json`.
-fn numbered(file: &Path, number: usize) -> PathBuf {
+fn numbered(file: &Path, number: &str) -> PathBuf {
     let mut name = file.file_stem().unwrap_or_default().to_os_string();
     name.push(format!(".{number}"));
     if let Some(extension) = file.extension() {

@@ -16,6 +16,7 @@ mod profile;
 mod scale;
 mod schemas;
 mod serve;
+mod survive;
 mod traces;
 mod trials;
 mod untrusted;
