@@ -14,7 +14,7 @@ fn number(value: &Value) -> f64 {
 fn trials_are_packed_and_their_plans_run() {
     let scratch = Scratch::new();
     let small = scratch.file("small.json", SMALL);
-    let wide = scratch.file("wide.json", &SMALL.replace("\"n_embd\": 8", "\"n_embd\": 32"));
+    let wide = scratch.file("wide.json", SMALL.replace("\"n_embd\": 8", "\"n_embd\": 32"));
     let folder = scratch.path("trials").display().to_string();
     let command = [
         "trials",
