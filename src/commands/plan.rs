@@ -86,16 +86,7 @@ impl Plan {
         let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
         let bar = Bar::stoppable();
         if self.frontier {
-            let mut points = self.plan.frontier(&request, &bar)?;
-            points.iter_mut().for_each(|point| point.plan.made_by = Some(made_by()));
-            drop(bar);
-            warn(&warnings);
-            for (i, point) in (1..).zip(&points) {
-                if let Some(file) = &self.output {
-                    write_file(&numbered(file, &i.to_string()), &point.plan.to_json())?;
-                }
-            }
-            return if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) };
+            return self.answer_frontier(&request, bar, &warnings);
         }
         let (mut plan, uncertified) = match self.search(&request, compiler.as_ref(), &bar) {
             Ok(found) => found,
@@ -133,16 +124,31 @@ impl Plan {
         if let (Some(old), Some(file)) = (old, &self.from) {
             say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;
         }
-        if let Some(most) = self.survive {
-            let bar = Bar::stoppable();
-            let all = losses(&plan, &request, most, &|request| self.plan.plan(request, &bar));
-            drop(bar);
-            if let Some(file) = &self.output {
-                write_losses(file, all.iter(), plan.cluster.groups.len() > 1)?;
-            }
-            say(format!("\n{}", losses_text(&plan, &all)))?;
-        }
+        self.survive.map_or(Ok(()), |most| self.answer_losses(&plan, &request, most))?;
         uncertified.or(unproved).map_or(Ok(()), Err)
+    }
+
+    fn answer_frontier(&self, request: &Request, bar: Bar, warnings: &[Warning]) -> Result<(), Error> {
+        let mut points = self.plan.frontier(request, &bar)?;
+        points.iter_mut().for_each(|point| point.plan.made_by = Some(made_by()));
+        drop(bar);
+        warn(warnings);
+        for (i, point) in (1..).zip(&points) {
+            if let Some(file) = &self.output {
+                write_file(&numbered(file, &i.to_string()), &point.plan.to_json())?;
+            }
+        }
+        if self.json { say(frontier_json(&points)) } else { say(frontier_text(&points)) }
+    }
+
+    /// Plans for the loss of up to `most` nodes, and writes the plans beside the plan's own file.
+    fn answer_losses(&self, plan: &ir::plan::Plan, request: &Request, most: u32) -> Result<(), Error> {
+        let bar = Bar::stoppable();
+        let all = losses(plan, request, most, &|request| self.plan.plan(request, &bar));
+        drop(bar);
+        let of_groups = plan.cluster.groups.len() > 1;
+        self.output.as_deref().map_or(Ok(()), |file| write_losses(file, &all, of_groups))?;
+        say(format!("\n{}", losses_text(plan, &all)))
     }
 
     /// The plan, and why a compiler does not certify it.
@@ -187,7 +193,7 @@ fn keep_proof(plan: &mut ir::plan::Plan) -> Result<(Vec<String>, Option<Error>),
 }
 
 /// Writes the plans for lost nodes beside the plan: `plan.lost-1.json`, of several groups `plan.lost-1-of-group-2.json`.
-fn write_losses<'a>(file: &Path, all: impl Iterator<Item = &'a Loss>, of_groups: bool) -> Result<(), Error> {
+fn write_losses(file: &Path, all: &[Loss], of_groups: bool) -> Result<(), Error> {
     for Loss { nodes, group, plan, .. } in all {
         let Ok(plan) = plan else { continue };
         let of_group = if of_groups { format!("-of-group-{}", group + 1) } else { String::new() };
