@@ -84,7 +84,7 @@ impl Tensor<'_> {
             let shard_bytes = self.element_bytes * sharding.local_shape(&stage.mesh).iter().product::<u64>();
             holders.values().filter(is_only_there).count() as u64 * shard_bytes
         };
-        // What several stages store is lost only if each of them loses it.
+        // A tensor that several stages store is lost only if each of them loses it.
         self.places.iter().map(of_place).min().unwrap_or(0)
     }
 }

@@ -47,7 +47,7 @@ impl Trials {
         let found = match trials(asked, &|request| self.plan.plan(request, &bar)) {
             Ok(found) => found,
             Err(error) => {
-                // Of several models, the error does not tell which one it is about.
+                // The error does not tell which of several models it is about.
                 if self.models.len() == 1 && !error.is_usage() {
                     explain_failure(&largest, &error, &bar, self.json)?;
                 }

@@ -67,7 +67,7 @@ fn a_plan_keeps_its_certificate_until_it_changes() {
     assert!(!succeeds(&["inspect", &file, "--json"]).contains("\"certificate\""));
 }
 
-/// What a compiler says that needs some times what a plan predicts, of a device with so many bytes.
+/// The certificate of a compiler that needs some times what a plan predicts, for a device with so many bytes.
 fn compiled(plan: &Plan, times: f64, device_bytes: u64) -> Certificate {
     let stage = |(s, stage): (usize, &Stage)| CertifiedStage {
         stages: vec![s as u32],

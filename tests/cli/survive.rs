@@ -39,7 +39,7 @@ fn shards_that_one_device_has_are_lost_with_its_node() {
     // Sizes that 16 devices do not divide stay whole on each.
     let only_there = all[0].only_there_bytes;
     assert!(only_there > bytes * 9 / 10 && only_there <= bytes, "{only_there} of {bytes}");
-    // Of its new shard, an eighth, one device alone has a half: a sixteenth of all.
+    // One device alone has a part of its new shard, which is an eighth: a sixteenth of all.
     assert_eq!(all[0].moved_bytes, only_there / 16 * 15);
 }
 
