@@ -118,17 +118,22 @@ struct Method {
     is_quick: bool,
 }
 
+/// Options of `plan` that answers to questions do not have.
+const WITHOUT: [&str; 8] = ["frontier", "from", "json", "prove", "certify", "plugin", "survive", "timings"];
+const WITHOUT_FILES: [&str; 10] =
+    ["frontier", "from", "json", "prove", "certify", "plugin", "survive", "timings", "html", "output"];
+
 const METHODS: [Method; 16] = [
     slow("load_model", definition::<LoadModel>, &[], load_model),
     quick("load_plan", definition::<LoadPlan>, &[], load),
-    slow("plan", definition::<plan::Plan>, &["frontier", "from", "json"], planned),
+    slow("plan", definition::<plan::Plan>, &WITHOUT, planned),
     quick("judge", definition::<Judge>, &judging::WITHOUT, judged),
     quick("why", definition::<why::Why>, &[], why),
     slow("why_not", definition::<why_not::WhyNot>, &[], why_not),
     slow("advise", definition::<advise::Advise>, &[], advise),
     quick("compare", definition::<compare::Compare>, &[], compare),
     slow("simulate", definition::<simulate::Simulate>, &[], simulate),
-    slow("frontier", definition::<plan::Plan>, &["frontier", "from", "json", "html", "output"], frontier),
+    slow("frontier", definition::<plan::Plan>, &WITHOUT_FILES, frontier),
     slow("scale", definition::<scale::Scale>, &[], scale),
     quick("inspect", definition::<inspect::Inspect>, &[], inspect),
     slow("export", definition::<export::Export>, &[], export),
