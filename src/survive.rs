@@ -9,7 +9,7 @@ use altiplano_ir::graph::ValueId;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::plan::{Plan, Stage};
 use altiplano_ir::sharding::{DimLayout, Sharding};
-use altiplano_planner::Request;
+use altiplano_planner::{GivenDegrees, Request};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Some nodes of a group that are lost, and what is done then.
@@ -41,7 +41,17 @@ fn without(cluster: &Cluster, group: usize, nodes: u32) -> Option<Cluster> {
     (!left.groups.is_empty()).then_some(left)
 }
 
-/// Plans for the loss of up to `most` nodes, of each group alone.
+/// Fails if no node can be lost, before anything is searched.
+pub fn expect_spare(request: &Request) -> Result<(), Error> {
+    let wrong = |problem| Err(Error::Option { option: "--survive", problem });
+    match request.cluster.groups.as_slice() {
+        _ if request.servers.is_some() => wrong("does not count copies on parameter servers"),
+        [only] if only.nodes == 1 => wrong("the cluster has one node, without which nothing is left"),
+        _ => Ok(()),
+    }
+}
+
+/// Plans for the loss of up to `most` nodes, of each group alone. Given degrees hold, but for the number of replicas.
 pub fn losses(
     plan: &Plan,
     request: &Request,
@@ -53,7 +63,8 @@ pub fn losses(
     for group in 0..plan.cluster.groups.len() {
         for nodes in 1..=most {
             let Some(cluster) = without(&plan.cluster, group, nodes) else { break };
-            let found = search(&Request { cluster, baselines: false, ..request.clone() });
+            let degrees = GivenDegrees { dp: None, groups: None, ..request.degrees };
+            let found = search(&Request { cluster, degrees, baselines: false, ..request.clone() });
             let moved_bytes = found.as_ref().map_or(0, |found| most_moved_bytes(plan, found, group, nodes));
             let only_there_bytes = tensors.iter().map(|tensor| tensor.only_on(plan, group, nodes)).sum();
             all.push(Loss { nodes, group, plan: found, only_there_bytes, moved_bytes });

@@ -7,7 +7,7 @@ use altiplano::certify::{Compiler, search_and_certify};
 use altiplano::planner::timings::{self, Phase, PhaseTime};
 use altiplano::planner::{Progress, Request};
 use altiplano::prove::prove;
-use altiplano::survive::{Loss, losses, losses_text};
+use altiplano::survive::{Loss, expect_spare, losses, losses_text};
 use altiplano::{
     Error, Warning, expect_writable, frontier_json, frontier_text, ir, load_plan, moved, page_html, write_file,
 };
@@ -84,6 +84,7 @@ impl Plan {
         let open = |target| Compiler::open(target, self.plugin.as_deref());
         let compiler = self.certify.as_deref().map(open).transpose()?;
         let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
+        self.survive.map_or(Ok(()), |_| expect_spare(&request))?;
         let bar = Bar::stoppable();
         if self.frontier {
             return self.answer_frontier(&request, bar, &warnings);

@@ -34,7 +34,7 @@ type Allotment = Vec<Vec<usize>>;
 const STARTS: usize = 4;
 
 /// Placements of single trials and devices, over all allotments that are tried.
-const EFFORT: usize = 20_000_000;
+const EFFORT: usize = 5_000_000;
 
 /// Places trials on blocks of `sizes`, each of which divides `devices`, so that the last one ends early.
 pub fn pack(sizes: &[usize], devices: usize, series: &[Series]) -> Vec<Placed> {
