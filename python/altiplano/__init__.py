@@ -14,7 +14,7 @@ beside this one. torch and jax are imported only if a model comes from them.
 
 from __future__ import annotations
 
-from ._api import Oracle, compare, frontier, judge, load, plan, scale, verify
+from ._api import Oracle, compare, frontier, judge, load, plan, scale, trials, verify
 from ._errors import (
     ClusterError,
     DoesNotFit,
@@ -53,5 +53,6 @@ __all__ = [
     "load",
     "plan",
     "scale",
+    "trials",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,29 @@ def scale(
         params = {"model": file, "cluster": _text(cluster), "loss": loss, "nodes": counts, **options}
         fields = _process.ask("scale", params, "planning")
         return Report(fields, _process.ask("scale", {**params, "json": False}, "planning")["text"])
+
+
+def trials(
+    *models: Any,
+    count: int | Sequence[int],
+    steps: int | Sequence[int] = 1000,
+    cluster: str | os.PathLike[str] | None = None,
+    loss: str | None = None,
+    **options: Any,
+) -> Report:
+    """Packs many trainings onto a cluster: how many devices each gets, which take turns, and when all are done.
+
+    Args:
+        *models: Files or configs, as for :func:`plan`, or pairs of a module or function and its example inputs.
+        count: The number of trials, of each model or the same for all.
+        steps: The optimizer steps of a trial, likewise.
+    """
+    with contextlib.ExitStack() as files:
+        given = [model if isinstance(model, tuple) else (model, None) for model in models]
+        names = [files.enter_context(as_file(model, inputs, "batch_dim" in options)) for model, inputs in given]
+        params = {"models": names, "count": count, "steps": steps, "cluster": _text(cluster), "loss": loss, **options}
+        fields = _process.ask("trials", params, "planning")
+        return Report(fields, _process.ask("trials", {**params, "json": False}, "planning")["text"])
 
 
 def verify(plan: Plan | str | os.PathLike[str], **options: Any) -> str:

@@ -66,6 +66,17 @@ class Package(unittest.TestCase):
         points = altiplano.frontier(GPT, cluster="dgx-a100:1", seq=64, global_batch=64)
         self.assertEqual(sorted(p.step_seconds for p in points), [p.step_seconds for p in points])
 
+    def test_trials_are_packed(self):
+        wide = {**GPT, "n_embd": 2 * GPT["n_embd"]}
+        report = altiplano.trials(GPT, wide, count=[5, 2], steps=10, cluster="dgx-a100:1", seq=64, global_batch=64)
+        self.assertEqual([model["count"] for model in report["models"]], [5, 2])
+        self.assertEqual([trial["model"] for trial in report["trials"]].count(1), 2)
+        self.assertIn("all are done after", str(report))
+        alone = altiplano.trials(DEMO, count=3, cluster="local:2")
+        self.assertEqual(len(alone["trials"]), 3)
+        with self.assertRaises(altiplano.OptionError):
+            altiplano.trials(DEMO, count=[1, 2], cluster="local:2")
+
     def test_a_plan_is_verified(self):
         plan = altiplano.plan(DEMO, cluster="local:2", tp=2)
         self.assertIn("agrees", altiplano.verify(plan))

@@ -15,11 +15,11 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Trials {
     /// Models, as for `altiplano plan`; all options hold for each of them
     #[arg(required = true, value_name = "MODEL")]
-    models: Vec<PathBuf>,
+    pub models: Vec<PathBuf>,
     #[command(flatten)]
-    options: ModelOptions,
+    pub options: ModelOptions,
     #[command(flatten)]
-    plan: PlanOptions,
+    pub plan: PlanOptions,
     /// Number of trials; with several models one for each of them, as 8,4, or the same for all
     #[arg(long, value_name = "K", value_delimiter = ',', required = true)]
     count: Vec<usize>,
@@ -36,13 +36,9 @@ pub(crate) struct Trials {
 
 impl Trials {
     pub(crate) fn run(self) -> Result<(), Error> {
-        let counts = each(&self.count, self.models.len(), "--count")?;
-        let steps = each(&self.steps, self.models.len(), "--steps")?;
-        let requests: Vec<Request> =
-            self.models.iter().map(|model| self.plan.request(model, &self.options)).collect::<Result<_, _>>()?;
-        let largest = requests[0].clone();
-        let asked = requests.into_iter().zip(counts).zip(steps);
-        let asked = asked.map(|((request, count), steps)| Asked { request, count, steps }).collect();
+        let request = |model: &PathBuf| self.plan.request(model, &self.options);
+        let asked = self.asked(self.models.iter().map(request).collect::<Result<_, Error>>()?)?;
+        let largest = asked[0].request.clone();
         let bar = Bar::stoppable();
         let found = match trials(asked, &|request| self.plan.plan(request, &bar)) {
             Ok(found) => found,
@@ -55,8 +51,21 @@ impl Trials {
             }
         };
         drop(bar);
-        self.output.as_deref().map_or(Ok(()), |folder| write(folder, &found))?;
-        say(if self.json { trials_json(&found) } else { trials_text(&found) })
+        say(self.answer(&found)?)
+    }
+
+    /// The trials of each model, of which this has the request.
+    pub(crate) fn asked(&self, requests: Vec<Request>) -> Result<Vec<Asked>, Error> {
+        let counts = each(&self.count, requests.len(), "--count")?;
+        let steps = each(&self.steps, requests.len(), "--steps")?;
+        let asked = requests.into_iter().zip(counts).zip(steps);
+        Ok(asked.map(|((request, count), steps)| Asked { request, count, steps }).collect())
+    }
+
+    /// The trials in words or as JSON. Plans are written if the options say so.
+    pub(crate) fn answer(&self, found: &Found) -> Result<String, Error> {
+        self.output.as_deref().map_or(Ok(()), |folder| write(folder, found))?;
+        Ok(if self.json { trials_json(found) } else { trials_text(found) })
     }
 }
 

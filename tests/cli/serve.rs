@@ -186,6 +186,8 @@ fn failures_have_the_fields_of_the_command_line() {
         ("plan", json!({"model": DEMO, "frontier": true}), "option", json!("frontier")),
         ("plan", json!({"model": DEMO, "prove": true}), "option", json!("prove")),
         ("frontier", json!({"model": DEMO, "survive": 1}), "option", json!("survive")),
+        ("trials", json!({"models": [DEMO, DEMO], "count": [1, 2, 3]}), "option", json!("--count")),
+        ("trials", json!({"models": [DEMO, 3], "count": 1}), "option", json!("models")),
         ("plan", json!({"model": DEMO, "cluster": "none:3"}), "cluster", Value::Null),
         ("plan", json!({"model": "model:7"}), "option", json!("model:7")),
         ("why", json!({"plan": "plan:7", "op": "x"}), "option", json!("plan:7")),

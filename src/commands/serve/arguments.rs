@@ -37,6 +37,12 @@ pub fn command_line(command: &Command, params: &Map<String, Value>) -> Result<Ve
             match value {
                 Value::Null => {}
                 Value::String(text) => places.push((at, text.clone())),
+                Value::Array(texts)
+                    if matches!(positional[at].get_action(), ArgAction::Append)
+                        && texts.iter().all(Value::is_string) =>
+                {
+                    places.extend(texts.iter().filter_map(Value::as_str).map(|text| (at, text.to_string())));
+                }
                 _ => return Err(Failure::params(format!("{key}: expected a string")).with("place", key.as_str())),
             }
             continue;
@@ -73,7 +79,8 @@ pub fn command_line(command: &Command, params: &Map<String, Value>) -> Result<Ve
             value => options.push(format!("--{name}={}", text_of(value)?)),
         }
     }
-    places.sort();
+    // Those of one place keep their order.
+    places.sort_by_key(|place| place.0);
     // Behind `--` nothing is an option.
     options.push("--".into());
     options.extend(places.into_iter().map(|(_, text)| text));

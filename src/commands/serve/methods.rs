@@ -7,10 +7,13 @@ use crate::commands::serve::calls::Call;
 use crate::commands::serve::failure::Failure;
 use crate::commands::serve::judging::{self, Judge};
 use crate::commands::serve::session::{Found, Session, Source};
-use crate::commands::{advise, compare, explained, export, inspect, plan, scale, simulate, verify, why, why_not};
+use crate::commands::{
+    advise, compare, explained, export, inspect, plan, scale, simulate, trials, verify, why, why_not,
+};
 use altiplano::cost_models::Rooflines;
 use altiplano::ir::plan::{MadeBy, Plan};
 use altiplano::planner::{Progress, Request, plan_or_closest};
+use altiplano::trials::trials as pack;
 use altiplano::{
     Error, ImportOptions, Warning, expect_writable, figures, frontier_json, load_plan, page_html, report, write_file,
 };
@@ -123,7 +126,7 @@ const WITHOUT: [&str; 8] = ["frontier", "from", "json", "prove", "certify", "plu
 const WITHOUT_FILES: [&str; 10] =
     ["frontier", "from", "json", "prove", "certify", "plugin", "survive", "timings", "html", "output"];
 
-const METHODS: [Method; 16] = [
+const METHODS: [Method; 17] = [
     slow("load_model", definition::<LoadModel>, &[], load_model),
     quick("load_plan", definition::<LoadPlan>, &[], load),
     slow("plan", definition::<plan::Plan>, &WITHOUT, planned),
@@ -135,6 +138,7 @@ const METHODS: [Method; 16] = [
     slow("simulate", definition::<simulate::Simulate>, &[], simulate),
     slow("frontier", definition::<plan::Plan>, &WITHOUT_FILES, frontier),
     slow("scale", definition::<scale::Scale>, &[], scale),
+    slow("trials", definition::<trials::Trials>, &[], packed),
     quick("inspect", definition::<inspect::Inspect>, &[], inspect),
     slow("export", definition::<export::Export>, &[], export),
     slow("verify", definition::<verify::Verify>, &["device"], verify),
@@ -394,6 +398,21 @@ fn scale(q: &Question<'_>) -> Result<Value, Failure> {
     let asked = question.question(nodes, &request)?;
     let found = question.found(&request, &asked, q.call)?;
     let found = found.map_err(|(largest, error)| q.failure(&largest, &error))?;
+    let mut answer = answered(&question.answer(&found)?);
+    answer["notes"] = notes(&warnings);
+    Ok(answer)
+}
+
+fn packed(q: &Question<'_>) -> Result<Value, Failure> {
+    let question: trials::Trials = q.options()?;
+    let (mut requests, mut warnings) = (Vec::new(), Vec::new());
+    for model in &question.models {
+        let source = q.session.source(model, &question.options)?;
+        let (request, more) = q.session.request(&source, &question.plan)?;
+        requests.push(request);
+        warnings.extend(more);
+    }
+    let found = pack(question.asked(requests)?, &|request| question.plan.plan(request, q.call))?;
     let mut answer = answered(&question.answer(&found)?);
     answer["notes"] = notes(&warnings);
     Ok(answer)
