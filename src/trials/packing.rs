@@ -167,35 +167,19 @@ fn placed(sizes: &[usize], devices: usize, series: &[Series], allotment: &Allotm
         }
         waiting.sort_by(|a, b| b.1.total_cmp(&a.1));
         let blocks = free_s.chunks(sizes[size]).map(|block| block.iter().copied().fold(0.0, f64::max));
-        let mut heap: BinaryHeap<Reverse<(Ordered, usize)>> =
-            blocks.enumerate().map(|(block, free_s)| Reverse((Ordered(free_s), block))).collect();
+        // Seconds are not negative, so that their bits have their order.
+        let mut heap: BinaryHeap<Reverse<(u64, usize)>> =
+            blocks.enumerate().map(|(block, free_s)| Reverse((free_s.to_bits(), block))).collect();
         for (s, seconds) in waiting {
             for _ in 0..allotment[s][size] {
-                let Some(Reverse((Ordered(start_s), block))) = heap.pop() else { continue };
+                let Some(Reverse((bits, block))) = heap.pop() else { continue };
+                let start_s = f64::from_bits(bits);
                 let (end_s, first_device) = (start_s + seconds, block * sizes[size]);
-                heap.push(Reverse((Ordered(end_s), block)));
+                heap.push(Reverse((end_s.to_bits(), block)));
                 free_s[first_device..first_device + sizes[size]].fill(end_s);
                 all.push(Placed { series: s, size, first_device, start_s, end_s });
             }
         }
     }
     all
-}
-
-/// Seconds in their order.
-#[derive(Clone, Copy, PartialEq)]
-struct Ordered(f64);
-
-impl Eq for Ordered {}
-
-impl PartialOrd for Ordered {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Ordered {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
 }
