@@ -331,11 +331,14 @@ pub fn state(
     execution: &Execution,
     ends: Ends,
 ) -> Ilp {
+    // A bucket is no larger than all that it is for.
+    let all_bytes: u64 = model.graph.trained_parameters().map(|(v, _)| model.graph.ty(v).bytes()).sum();
     let mut builder = Builder {
         model,
         spaces,
         levels,
         execution,
+        bucket_bytes: execution.bucket_bytes.min(all_bytes),
         ends,
         variables: Vec::new(),
         unary: Vec::new(),
@@ -400,6 +403,8 @@ struct Builder<'m, 's, 'p> {
     spaces: &'s mut Spaces<'p>,
     levels: &'m [u8],
     execution: &'m Execution,
+    /// The bytes that collectives of once a step send together.
+    bucket_bytes: u64,
     ends: Ends,
     variables: Vec<Variable>,
     unary: Vec<Vec<StageCost>>,
@@ -644,10 +649,9 @@ impl Builder<'_, '_, '_> {
         } else {
             state_bytes
         };
-        let bucket_bytes = self.execution.bucket_bytes;
         let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
         StageCost {
-            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, bucket_bytes),
+            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, self.bucket_bytes),
             static_bytes: parameter_bytes + gradient_bytes + held_bytes,
             ..StageCost::default()
         }
@@ -781,7 +785,7 @@ impl Builder<'_, '_, '_> {
             backward_s: waited_s + copied_back_s,
             backward_sent_s: sent_s,
             backward_issue_s: gathered.issue_s + reduced.issue_s,
-            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.execution.bucket_bytes),
+            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.bucket_bytes),
             ..StageCost::default()
         }
     }
