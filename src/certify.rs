@@ -9,6 +9,7 @@ use altiplano_ir::program::{Program, Programs};
 use altiplano_planner::{Progress, Request, programs};
 use altiplano_xla::certify::{self, Certifier, Target, add, calls, peak_of, planned};
 use altiplano_xla::hlo::{Collectives, Kind};
+use altiplano_xla::join::joined;
 use altiplano_xla::pjrt::{Plugin, find};
 use comfy_table::{CellAlignment, Table, presets};
 use std::cell::Cell;
@@ -48,7 +49,8 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
         return Err(Error::Option { option: "certify", problem: "plans with parameter servers are not compiled" });
     }
     let mut certifier = Certifier::new(plugin, target);
-    let programs = programs(plan)?;
+    let mut programs = programs(plan)?;
+    programs.programs.iter_mut().for_each(|program| *program = joined(program, false));
     let total: usize = programs.programs.iter().map(|program| program.bodies.len()).sum();
     let done = Cell::new(0);
     let (mut stages, mut refusals) = (Vec::new(), Vec::new());

@@ -17,7 +17,7 @@ pub(crate) struct Certify {
     /// The devices: cuda:A100, cuda:H100, cuda:H200, cuda:B200, tpu:v4, tpu:v5e, tpu:v5p or tpu:v6e
     #[arg(long = "for", value_name = "TARGET")]
     target: String,
-    /// The PJRT plugin [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    /// The PJRT plugin [default: that of ALTIPLANO_PJRT_PLUGIN or of the Python environment]
     #[arg(long, value_name = "FILE")]
     plugin: Option<PathBuf>,
     /// Write the plan with its certificate to this file; it may be the plan's own

@@ -79,7 +79,7 @@ fn plugins(survey: &Survey) -> Vec<XlaPlugin> {
     for platform in Platform::ALL {
         if !at_hand.iter().any(|(of, _)| *of == Some(platform)) {
             let packages: Vec<&str> = platform.packages().collect();
-            let problem = format!("no plugin; pip install {} and set VIRTUAL_ENV", packages.join(" or "));
+            let problem = format!("no plugin; pip install {}", packages.join(" or "));
             let platform = platform.name();
             all.push(XlaPlugin { platform, file: None, version: None, devices: None, problem: Some(problem) });
         }

@@ -21,7 +21,7 @@ use altiplano::{
     read_bytes,
 };
 use altiplano_transforms::downscale::Goal;
-use altiplano_xla::pjrt::{Platform, find, find_any};
+use altiplano_xla::pjrt::{Platform, find, find_any, site_packages};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -733,7 +733,7 @@ pub(crate) struct Start {
     /// Devices to run on; `altiplano devices` lists them
     #[arg(long, value_name = "DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
     device: DeviceKind,
-    /// The PJRT plugin of `--device xla` [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    /// The PJRT plugin of `--device xla` [default: that of ALTIPLANO_PJRT_PLUGIN or of the Python environment]
     #[arg(long, value_name = "FILE", requires = "device")]
     plugin: Option<PathBuf>,
 }
@@ -788,7 +788,7 @@ impl Start {
             Some(platform) => find(self.plugin.as_deref(), platform)?,
             None => find_any(self.plugin.as_deref())?,
         };
-        Ok(Some(XlaOptions { plugin, platform, check_nan: false, cache: program_cache() }))
+        Ok(Some(XlaOptions { plugin, platform, check_nan: false, gradients: false, cache: program_cache() }))
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
@@ -857,13 +857,10 @@ fn user_cache() -> Option<PathBuf> {
     caches.or_else(of_user)
 }
 
-/// Locations of CUDA's libraries: first `ALTIPLANO_CUDA`, then the active Python virtual environment.
+/// Locations of CUDA's libraries: first `ALTIPLANO_CUDA`, then the Python environment in use.
 pub(crate) fn cuda_search() -> Search {
     let mut folders: Vec<PathBuf> =
         std::env::var_os("ALTIPLANO_CUDA").map(|all| std::env::split_paths(&all).collect()).unwrap_or_default();
-    if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
-        let versions = std::fs::read_dir(Path::new(&environment).join("lib")).into_iter().flatten().flatten();
-        folders.extend(versions.map(|version| version.path().join("site-packages")));
-    }
+    folders.extend(site_packages());
     Search { folders }
 }

@@ -47,7 +47,7 @@ pub(crate) struct Plan {
     /// written and the exit code is 2
     #[arg(long, value_name = "TARGET", conflicts_with = "frontier", help_heading = "Output")]
     certify: Option<String>,
-    /// The PJRT plugin that certifies [default: that of ALTIPLANO_PJRT_PLUGIN or of VIRTUAL_ENV]
+    /// The PJRT plugin that certifies [default: that of ALTIPLANO_PJRT_PLUGIN or of the Python environment]
     #[arg(long, value_name = "FILE", requires = "certify", help_heading = "Output")]
     plugin: Option<PathBuf>,
     /// Also plan for the loss of 1 to K nodes: the step then, what of the trained state only lost nodes had, and what

@@ -42,6 +42,7 @@ use checkpoint::{Checkpoints, DataState, Folder, Manifest, newest};
 use evaluation::EvaluationOptions;
 use noise::{NoiseEstimate, NoiseScale};
 use rate::RateSchedule;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use steps::train_in;
@@ -380,11 +381,12 @@ fn start_of(
         None => {
             let graph = without_composites(plan.own().0);
             let users = graph.users();
-            let value = |(v, name)| {
+            let value = |&(v, name): &(_, &str)| {
                 let role = role(&graph, &users, v);
                 (String::from(name), initial(name, graph.ty(v), role, training.seed))
             };
-            let weights = graph.parameters().filter(|(_, name)| wanted(name)).map(value).collect();
+            let parameters: Vec<_> = graph.parameters().filter(|(_, name)| wanted(name)).collect();
+            let weights = parameters.par_iter().map(value).collect();
             Ok((weights, Batches::with_state(plan, data, seed, &BTreeMap::new())?))
         }
     }

@@ -3,8 +3,10 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attention_kernels;
 mod found_orders;
 mod given_stages;
+mod joined_bodies;
 mod kernels;
 mod late_gradients;
 mod matrix;

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attention;
 mod command_line;
 
 use altiplano::ImportOptions;
@@ -24,7 +25,7 @@ pub const GPT2: &str =
 
 fn plugin() -> XlaOptions {
     let plugin = find(None, Platform::Cpu).expect("a plugin for CPUs");
-    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, cache: None }
+    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, gradients: true, cache: None }
 }
 
 fn gpt2(scratch: &Scratch, words: &str) -> Plan {
@@ -86,7 +87,8 @@ fn compiled_programs_are_found_again_unless_they_are_damaged() {
     let again = files(&cache);
     for (file, of) in &compiled {
         let is_damaged = [cut, changed].contains(&file);
-        assert_eq!(again[file].1, of.1, "{} is complete", file.display());
+        // XLA does not write the same bytes each time.
+        assert!(again[file].1.abs_diff(of.1) < of.1 / 50, "{} is complete", file.display());
         assert_eq!(again[file].0 != of.0, is_damaged, "{}", file.display());
     }
 }
@@ -198,7 +200,9 @@ fn steps_follow_each_other_as_on_cpu_workers() {
         let (weights, mut batches) = start(&plan, &training).expect("weights and batches");
         let batches: Vec<Batch> = (0..5).map(|_| batches.take().expect("a batch")).collect();
         let cpu = Session::new(&programs, &Options::default()).expect("it runs");
-        let xla = Session::on_xla(&programs, &plugin()).unwrap_or_else(|error| panic!("{words}: {error}"));
+        // Gradients that nobody reads are not kept.
+        let options = XlaOptions { gradients: false, ..plugin() };
+        let xla = Session::on_xla(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
         let (expected, weights_expected) = trained(cpu, &weights, &batches, 1e-2);
         let (losses, after) = trained(xla, &weights, &batches, 1e-2);
         for (loss, expected) in losses.iter().zip(&expected) {

@@ -6,8 +6,10 @@
 
 #![deny(unsafe_code)]
 
+pub mod attention;
 pub mod certify;
 pub mod hlo;
+pub mod join;
 pub mod legal;
 pub mod pjrt;
 pub mod program;

@@ -3,11 +3,13 @@
 //! A body becomes a program with one replica for each device of its mesh. A result that replaces a buffer takes the
 //! memory of the argument that it replaces.
 
+use crate::attention::Pass;
 use crate::text::{Options, module};
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};
-use altiplano_ir::program::{Body, BufferId, Program};
+use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program};
+use std::collections::BTreeSet;
 
 /// The buffers that a body reads, in the order of its arguments.
 pub fn arguments(body: &Body) -> Vec<BufferId> {
@@ -27,9 +29,49 @@ pub fn donated(program: &Program, body: &Body) -> Vec<(usize, usize)> {
     body.writes.iter().enumerate().filter_map(replaces).collect()
 }
 
+/// The sums that each body begins: those that it reads first in a step, in its only call of a step. It finds zeros there
+/// whatever the buffer holds.
+pub fn begun_sums(program: &Program) -> Vec<BTreeSet<BufferId>> {
+    let mut begun = vec![BTreeSet::new(); program.bodies.len()];
+    let mut seen = BTreeSet::new();
+    let runs = program.schedule.iter().filter_map(|call| match call {
+        Call::Run { body, .. } => Some(*body as usize),
+        _ => None,
+    });
+    let mut calls = vec![0; program.bodies.len()];
+    runs.clone().for_each(|body| calls[body] += 1);
+    for body in runs {
+        let sums = program.bodies[body].reads.iter().map(|(_, id)| *id);
+        for id in sums.filter(|&id| matches!(program.buffer(id).kind, BufferKind::Accumulator { .. })) {
+            if seen.insert(id) && calls[body] == 1 {
+                begun[body].insert(id);
+            }
+        }
+    }
+    begun
+}
+
 /// The text of a body. Its results are the body's writes.
-pub fn body_text(program: &Program, body: &Body) -> String {
-    graph_text(graph_of(body), &program.mesh, donated(program, body))
+pub fn body_text(program: &Program, body: &Body, begun: &BTreeSet<BufferId>, attention: &[Pass]) -> String {
+    let printing = Printing { donated: donated(program, body), zeros: zeros(body, begun), attention };
+    graph_text(graph_of(body), &program.mesh, &printing)
+}
+
+/// The arguments of a body that are sums which it begins.
+pub fn zeros(body: &Body, begun: &BTreeSet<BufferId>) -> Vec<usize> {
+    let sums = arguments(body).into_iter().enumerate().filter(|(_, id)| begun.contains(id));
+    sums.map(|(argument, _)| argument).collect()
+}
+
+/// How a local graph is printed.
+#[derive(Clone, Debug, Default)]
+pub struct Printing<'a> {
+    /// See [`Options::donated`].
+    pub donated: Vec<(usize, usize)>,
+    /// See [`Options::zeros`].
+    pub zeros: Vec<usize>,
+    /// See [`Options::attention`].
+    pub attention: &'a [Pass],
 }
 
 /// The graph of a body, whose outputs are the body's writes.
@@ -41,8 +83,9 @@ pub fn graph_of(body: &Body) -> Graph {
 }
 
 /// The text of a local graph with a replica for each device of the mesh.
-pub fn graph_text(graph: Graph, mesh: &Mesh, donated: Vec<(usize, usize)>) -> String {
-    module(&graph, &Options { replicas: Some(mesh), donated, ..Options::default() })
+pub fn graph_text(graph: Graph, mesh: &Mesh, printing: &Printing) -> String {
+    let Printing { donated, zeros, attention } = printing.clone();
+    module(&graph, &Options { replicas: Some(mesh), donated, zeros, attention, ..Options::default() })
 }
 
 /// A body without names, so that equal bodies of different layers have equal texts.

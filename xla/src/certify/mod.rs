@@ -9,9 +9,10 @@ mod targets;
 pub use memory::{Peak, peak};
 pub use targets::{TARGETS, Target};
 
+use crate::attention;
 use crate::hlo::{self, Collectives, Kind};
 use crate::pjrt::{Compiled, Launch, Memory, PjrtError, Platform, Plugin, Topology};
-use crate::program::{anonymous, body_text};
+use crate::program::{anonymous, begun_sums, body_text};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Call, Program, Programs};
@@ -98,15 +99,23 @@ impl Certifier {
         let (nodes, devices) = submesh;
         self.topology(nodes, devices)?;
         let mut bodies = Vec::new();
-        for body in &program.bodies {
-            let text = body_text(program, &anonymous(body));
+        let has_kernels = self.target.platform == Platform::Cuda;
+        let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
+        for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
+            let passes = attention.next().unwrap_or_default();
+            let text = body_text(program, &anonymous(body), &begun, &passes);
             let key = format!("{nodes} x {devices}\n{text}");
             if let Some(done) = self.done.get(&key) {
                 bodies.push(done.clone().map(|certified| Certified { again: true, ..certified }));
                 continue;
             }
             before(body);
-            let certified = self.body(program, body, &text, submesh)?;
+            let mut certified = self.body(program, body, &text, submesh)?;
+            if certified.is_err() && !passes.is_empty() {
+                // The compiler has no such kernels for this target.
+                let text = body_text(program, &anonymous(body), &begun, &[]);
+                certified = self.body(program, body, &text, submesh)?;
+            }
             self.done.insert(key, certified.clone());
             bodies.push(certified);
         }
@@ -132,8 +141,8 @@ impl Certifier {
                     compiled = Some(done);
                     break;
                 }
-                // The first message is about what users would get.
-                Err(error @ PjrtError::Refused { .. }) => refused = refused.or(Some(error)),
+                // The last settings are those that most programs compile with.
+                Err(error @ PjrtError::Refused { .. }) => refused = Some(error),
                 Err(error) => return Err(error.into()),
             }
         }

@@ -92,11 +92,20 @@ impl Client {
 
     /// The name of a device.
     pub fn device(&self, device: usize) -> Result<String, PjrtError> {
+        self.described(device, Function::DeviceDescriptionToString)
+    }
+
+    /// The model of a device, such as `NVIDIA H100 80GB HBM3`.
+    pub fn kind(&self, device: usize) -> Result<String, PjrtError> {
+        self.described(device, Function::DeviceDescriptionKind)
+    }
+
+    fn described(&self, device: usize, function: Function) -> Result<String, PjrtError> {
         let plugin = &self.inner.plugin;
         let mut of = sys::DeviceGetDescription { device: self.handle(device)?, ..Default::default() };
         plugin.call("describe a device", Function::DeviceGetDescription, &mut of)?;
         let mut arguments = sys::OwnedText { owner: of.description, ..Default::default() };
-        plugin.call("describe a device", Function::DeviceDescriptionToString, &mut arguments)?;
+        plugin.call("describe a device", function, &mut arguments)?;
         Ok(text(arguments.text, arguments.size))
     }
 

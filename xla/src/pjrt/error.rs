@@ -6,7 +6,7 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum PjrtError {
     #[error(
-        "there is no PJRT plugin for {platform}: name one with --plugin FILE or in ALTIPLANO_PJRT_PLUGIN, or install {package} into the Python environment that VIRTUAL_ENV names"
+        "there is no PJRT plugin for {platform}: name one with --plugin FILE or in ALTIPLANO_PJRT_PLUGIN, or install {package} into the Python environment in use (VIRTUAL_ENV, or that of python3)"
     )]
     NotFound { platform: &'static str, package: &'static str },
     #[error("{}: cannot be opened as a PJRT plugin: {why}", path.display())]

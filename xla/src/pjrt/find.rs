@@ -40,8 +40,38 @@ impl Platform {
     }
 }
 
+/// The folders of packages of the Python environment in use: the one that `VIRTUAL_ENV` or `CONDA_PREFIX` names, or else
+/// that of the first `python3` on the path.
+pub fn site_packages() -> Vec<PathBuf> {
+    let named = std::env::var_os("VIRTUAL_ENV").or_else(|| std::env::var_os("CONDA_PREFIX"));
+    match named {
+        Some(environment) if environment.is_empty() => Vec::new(),
+        Some(environment) => packages_of(Path::new(&environment)),
+        None => {
+            let folders = std::env::var_os("PATH").unwrap_or_default();
+            let mut pythons = std::env::split_paths(&folders).filter(|folder| folder.join("python3").is_file());
+            let prefix = pythons.next().and_then(|folder| Some(folder.parent()?.to_path_buf()));
+            let mut found = prefix.as_deref().map(packages_of).unwrap_or_default();
+            // Packages that a user or an administrator added to the system's Python.
+            let own = std::env::var_os("HOME").map(|home| Path::new(&home).join(".local"));
+            found.extend(own.iter().map(PathBuf::as_path).chain([Path::new("/usr/local")]).flat_map(packages_of));
+            found
+        }
+    }
+}
+
+/// The folders of packages below the prefix of a Python.
+fn packages_of(prefix: &Path) -> Vec<PathBuf> {
+    let versions = std::fs::read_dir(prefix.join("lib")).into_iter().flatten().flatten().map(|entry| entry.path());
+    let is_python = |path: &PathBuf| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python"));
+    let mut pythons: Vec<PathBuf> = versions.filter(is_python).collect();
+    pythons.sort();
+    let folders = pythons.iter().flat_map(|python| ["site-packages", "dist-packages"].map(|name| python.join(name)));
+    folders.filter(|folder| folder.is_dir()).collect()
+}
+
 /// The plugin of a platform: the file that is named, the one in `ALTIPLANO_PJRT_PLUGIN`, or the one of a package in the
-/// Python environment that `VIRTUAL_ENV` names.
+/// Python environment in use.
 pub fn find(named: Option<&Path>, platform: Platform) -> Result<PathBuf, PjrtError> {
     if let Some(named) = named {
         return Ok(named.to_path_buf());
@@ -49,10 +79,8 @@ pub fn find(named: Option<&Path>, platform: Platform) -> Result<PathBuf, PjrtErr
     if let Some(file) = std::env::var_os("ALTIPLANO_PJRT_PLUGIN").filter(|file| !file.is_empty()) {
         return Ok(file.into());
     }
-    let environment = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
-    let found = environment.and_then(|folder| in_environment(&folder, platform));
     let package = PACKAGES.iter().find(|(of, ..)| *of == platform).map_or("", |(_, package, _)| package);
-    found.ok_or(PjrtError::NotFound { platform: platform.name(), package })
+    among(&site_packages(), platform).ok_or(PjrtError::NotFound { platform: platform.name(), package })
 }
 
 /// A plugin of any platform: the file that is named, the one in `ALTIPLANO_PJRT_PLUGIN`, or one of a package, before that
@@ -63,13 +91,10 @@ pub fn find_any(named: Option<&Path>) -> Result<PathBuf, PjrtError> {
     found.find(Result::is_ok).unwrap_or_else(|| find(named, Platform::Cpu))
 }
 
-/// The first plugin of a platform in a Python environment.
-fn in_environment(folder: &Path, platform: Platform) -> Option<PathBuf> {
-    let mut pythons: Vec<PathBuf> = std::fs::read_dir(folder.join("lib")).ok()?.flatten().map(|e| e.path()).collect();
-    pythons.sort();
+/// The first plugin of a platform in folders of packages.
+fn among(folders: &[PathBuf], platform: Platform) -> Option<PathBuf> {
     let places = PACKAGES.iter().filter(|(of, ..)| *of == platform);
-    let files = places.flat_map(|(.., place)| pythons.iter().map(move |p| p.join("site-packages").join(place)));
-    files.into_iter().find(|file| file.is_file())
+    places.flat_map(|(.., place)| folders.iter().map(move |folder| folder.join(place))).find(|file| file.is_file())
 }
 
 /// The package of PyPI that brought a plugin, with its version: `jax-cuda12-pjrt 0.10.2`. `None` for other files.
@@ -90,14 +115,13 @@ pub fn platform_of(file: &Path) -> Option<Platform> {
     PACKAGES.iter().find(|(.., place)| file.ends_with(place)).map(|(platform, ..)| *platform)
 }
 
-/// The plugins that are at hand: the one in `ALTIPLANO_PJRT_PLUGIN`, and those of packages in the environment that
-/// `VIRTUAL_ENV` names, each with its platform if that is known.
+/// The plugins that are at hand: the one in `ALTIPLANO_PJRT_PLUGIN`, and those of packages in the Python environment in
+/// use, each with its platform if that is known.
 pub fn at_hand() -> Vec<(Option<Platform>, PathBuf)> {
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let named = set("ALTIPLANO_PJRT_PLUGIN").map(|file| (None, file));
-    let environment = set("VIRTUAL_ENV");
-    let of = |platform: Platform| Some((Some(platform), in_environment(environment.as_ref()?, platform)?));
-    named.into_iter().chain(Platform::ALL.into_iter().filter_map(of)).collect()
+    let named = std::env::var_os("ALTIPLANO_PJRT_PLUGIN").filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folders = site_packages();
+    let of = |platform: Platform| Some((Some(platform), among(&folders, platform)?));
+    named.into_iter().map(|file| (None, file)).chain(Platform::ALL.into_iter().filter_map(of)).collect()
 }
 
 #[cfg(test)]
@@ -107,7 +131,7 @@ mod tests {
     #[test]
     fn a_package_is_found_in_its_environment() {
         let folder = std::env::temp_dir().join(format!("altiplano-pjrt-{}", std::process::id()));
-        assert_eq!(in_environment(&folder, Platform::Cpu), None);
+        assert_eq!(among(&packages_of(&folder), Platform::Cpu), None);
         let place = folder.join("lib/python3.11/site-packages/lammps_jax_pjrt_cpu");
         std::fs::create_dir_all(&place).expect("a folder");
         let file = place.join("pjrt_c_api_cpu_plugin.so");
@@ -116,8 +140,8 @@ mod tests {
         let information = folder.join("lib/python3.11/site-packages/lammps_jax_pjrt_cpu-0.3.1.dist-info");
         std::fs::create_dir_all(information).expect("a folder");
         assert_eq!(package(&file).as_deref(), Some("lammps-jax-pjrt-cpu 0.3.1"));
-        assert_eq!(in_environment(&folder, Platform::Cpu), Some(file));
-        assert_eq!(in_environment(&folder, Platform::Tpu), None);
+        assert_eq!(among(&packages_of(&folder), Platform::Cpu), Some(file));
+        assert_eq!(among(&packages_of(&folder), Platform::Tpu), None);
         std::fs::remove_dir_all(&folder).expect("the folder is removed");
     }
 }

@@ -19,7 +19,7 @@ mod tests;
 pub use client::{Buffer, Client, Executable, Launched};
 pub use compiled::{Compiled, Memory};
 pub use error::PjrtError;
-pub use find::{Platform, at_hand, find, find_any, package, platform_of};
+pub use find::{Platform, at_hand, find, find_any, package, platform_of, site_packages};
 pub use options::{ClientOption, Launch};
 pub use plugin::Plugin;
 pub use topology::Topology;

@@ -45,6 +45,7 @@ pub(crate) enum Function {
     ClientCompile = 20,
     ClientBufferFromHostBuffer = 22,
     DeviceDescriptionId = 23,
+    DeviceDescriptionKind = 26,
     DeviceDescriptionToString = 28,
     DeviceGetDescription = 29,
     ExecutableDestroy = 40,

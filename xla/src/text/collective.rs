@@ -78,15 +78,6 @@ impl Printer {
         self.op(format!("\"stablehlo.{name}\"({}) <{{{attributes}}}> : {types}", x.name), ty.clone())
     }
 
-    fn reshaped(&mut self, x: &Value, shape: &[u64]) -> Value {
-        if x.ty.shape == shape { x.clone() } else { self.typed("reshape", x, "", &x.ty.with_shape(shape)) }
-    }
-
-    fn transposed(&mut self, x: &Value, order: &[usize]) -> Value {
-        let shape: Vec<u64> = order.iter().map(|&d| x.ty.shape[d]).collect();
-        self.typed("transpose", x, &format!(", dims = {}", list(order)), &x.ty.with_shape(shape))
-    }
-
     /// An exchange of parts: the parts are made dimension 0, which all devices exchange, and are then joined.
     fn exchanged(
         &mut self,

@@ -3,6 +3,7 @@
 //! The entry is `@main`. Its arguments are the graph's leaves in order, each with its name as a location, and its
 //! results are the graph's outputs. Layouts are printed as Shardy's shardings.
 
+mod attention;
 mod collective;
 mod ops;
 mod regions;
@@ -11,11 +12,13 @@ mod types;
 
 pub use shardy::{Layouts, contiguous};
 
+use crate::attention::Pass;
 use crate::legal::legalise;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};
 use altiplano_ir::types::TensorType;
+use attention::Calls;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use types::{quoted, tensor};
@@ -29,8 +32,12 @@ pub struct Options<'a> {
     pub replicas: Option<&'a Mesh>,
     /// Pairs of an argument and a result that may take the argument's memory.
     pub donated: Vec<(usize, usize)>,
+    /// Arguments whose elements count as zeros, whatever they are.
+    pub zeros: Vec<usize>,
     /// Names of the results, if they have any.
     pub results: Vec<String>,
+    /// Passes of attention that are printed as calls of cuDNN's kernels.
+    pub attention: &'a [Pass],
 }
 
 /// A value of the text: `%3`, or `%3#1` for the second result of an op.
@@ -85,13 +92,21 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
     let mut printer = Printer::default();
     let mut values: Vec<Value> = Vec::with_capacity(legal.graph.len());
     let mut arguments: Vec<String> = Vec::new();
+    let mut calls = Calls::new(&legal, options.attention);
     for v in legal.graph.values() {
         let node = legal.graph.node(v);
+        calls.print_at(v, &mut printer, &mut values);
+        if let Some(result) = calls.results.remove(&v) {
+            values.push(result);
+            continue;
+        }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
         if let Op::Parameter(Parameter { name, .. }) | Op::Input(Input { name, .. }) = &node.op {
             let argument = Value { name: format!("%arg{}", arguments.len()), ty: node.ty.clone() };
+            let is_zero = options.zeros.contains(&arguments.len());
             arguments.push(header(&argument, name, arguments.len(), sharding, options));
-            values.push(argument);
+            printer.location = String::new();
+            values.push(if is_zero { printer.splat(argument.ty, 0.0) } else { argument });
             continue;
         }
         printer.location = match node.name.is_empty() {

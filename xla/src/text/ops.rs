@@ -12,6 +12,11 @@ use altiplano_ir::op::{
 use altiplano_ir::types::TensorType;
 use std::fmt::Write;
 
+/// Returns true if factors are f32, which XLA would round to fewer bits on GPUs and TPUs unless it is told not to.
+fn is_single(a: &TensorType, b: &TensorType) -> bool {
+    [a, b].iter().any(|ty| ty.dtype == DType::F32)
+}
+
 impl Printer {
     /// Prints a node. Composites and ops that [`crate::legal`] replaces do not occur.
     pub(super) fn node(&mut self, node: &Node, x: &[Value]) -> Value {
@@ -74,6 +79,20 @@ impl Printer {
     pub(super) fn typed(&mut self, name: &str, x: &Value, attributes: &str, ty: &TensorType) -> Value {
         let text = format!("stablehlo.{name} {}{attributes} : ({}) -> {}", x.name, tensor(&x.ty), tensor(ty));
         self.op(text, ty.clone())
+    }
+
+    /// A reshape, if it changes the shape.
+    pub(super) fn reshaped(&mut self, x: &Value, shape: &[u64]) -> Value {
+        if x.ty.shape == shape { x.clone() } else { self.typed("reshape", x, "", &x.ty.with_shape(shape)) }
+    }
+
+    /// A transposition, if it changes the order.
+    pub(super) fn transposed(&mut self, x: &Value, order: &[usize]) -> Value {
+        if order.is_sorted() {
+            return x.clone();
+        }
+        let shape: Vec<u64> = order.iter().map(|&d| x.ty.shape[d]).collect();
+        self.typed("transpose", x, &format!(", dims = {}", list(order)), &x.ty.with_shape(shape))
     }
 
     fn unary(&mut self, op: Unary, x: &Value, ty: &TensorType) -> Value {
@@ -139,7 +158,8 @@ impl Printer {
             true => String::new(),
             false => format!("batching_dims = {} x {}, ", list(&op.lhs_batch), list(&op.rhs_batch)),
         };
-        let contract = format!("contracting_dims = {} x {}", list(&op.lhs_contract), list(&op.rhs_contract));
+        let precision = if is_single(&a.ty, &b.ty) { ", precision = [HIGHEST, HIGHEST]" } else { "" };
+        let contract = format!("contracting_dims = {} x {}{precision}", list(&op.lhs_contract), list(&op.rhs_contract));
         let types = tensors([&a.ty, &b.ty]);
         let text =
             format!("stablehlo.dot_general {}, {}, {batch}{contract} : ({types}) -> {}", a.name, b.name, tensor(ty));
@@ -162,8 +182,12 @@ impl Printer {
                 list(op.window.iter().map(|w| w.reversed))
             );
         }
+        let precision = match is_single(&a.ty, &b.ty) {
+            true => ", precision_config = [#stablehlo<precision HIGHEST>, #stablehlo<precision HIGHEST>]",
+            false => "",
+        };
         let groups = format!(
-            "batch_group_count = {} : i64, feature_group_count = {} : i64",
+            "batch_group_count = {} : i64, feature_group_count = {} : i64{precision}",
             op.batch_groups.max(1),
             op.feature_groups.max(1)
         );

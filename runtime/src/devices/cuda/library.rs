@@ -86,13 +86,13 @@ impl Kind {
                 "install the driver, 525.60 or newer, from the distribution (nvidia-driver) or nvidia.com; in a container, start it with the GPUs (--gpus all)"
             }
             Kind::Nvrtc => {
-                "`pip install nvidia-cuda-nvrtc` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+                "`pip install nvidia-cuda-nvrtc` in the Python environment in use, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
             }
             Kind::CublasLt => {
-                "`pip install nvidia-cublas` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+                "`pip install nvidia-cublas` in the Python environment in use, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
             }
             Kind::Nccl => {
-                "`pip install nvidia-nccl-cu13` in the active virtual environment, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
+                "`pip install nvidia-nccl-cu13` in the Python environment in use, or set ALTIPLANO_CUDA or LD_LIBRARY_PATH to the folder that has it"
             }
         }
     }

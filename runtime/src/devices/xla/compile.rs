@@ -7,7 +7,7 @@ use altiplano_ir::literal::Literal;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::types::TensorType;
 use altiplano_xla::pjrt::{Client, Executable, Launch, Memory, PjrtError, Platform};
-use altiplano_xla::program::graph_text;
+use altiplano_xla::program::{Printing, graph_text};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -31,6 +31,8 @@ pub(super) struct Compiler {
     done: RefCell<BTreeMap<String, Vec<Rc<Loaded>>>>,
     /// Programs of earlier runs.
     cache: Option<CodeCache>,
+    /// True if XLA has kernels for attention on these devices.
+    pub has_attention: bool,
     /// The plugin and the machine, on which compiled code depends beside its text.
     machine: String,
 }
@@ -39,8 +41,16 @@ impl Compiler {
     /// Keeps compiled programs in a folder, if there is one.
     pub(super) fn new(client: Client, ids: Vec<u32>, cache: Option<PathBuf>) -> Result<Compiler, PjrtError> {
         let machine = machine(&client)?;
+        let has_attention = client.platform()? == Platform::Cuda.name();
         let cache = cache.filter(|_| machine.is_some()).map(|folder| CodeCache { folder, extension: "pjrt" });
-        Ok(Compiler { client, ids, done: RefCell::default(), cache, machine: machine.unwrap_or_default() })
+        Ok(Compiler {
+            client,
+            ids,
+            done: RefCell::default(),
+            cache,
+            has_attention,
+            machine: machine.unwrap_or_default(),
+        })
     }
 
     /// The client's devices for devices of the plan.
@@ -103,7 +113,7 @@ impl Compiler {
     pub(super) fn zeros(&self, types: &[TensorType], mesh: &Mesh, devices: &[usize]) -> Result<Rc<Loaded>, PjrtError> {
         let mut graph = Graph::new("zeros");
         graph.outputs = types.iter().map(|ty| graph.constant(Literal::splat(ty.clone(), 0.0))).collect();
-        self.program(graph_text(graph, mesh, Vec::new()), devices)
+        self.program(graph_text(graph, mesh, &Printing::default()), devices)
     }
 }
 
@@ -121,9 +131,9 @@ fn machine(client: &Client) -> Result<Option<String>, PjrtError> {
             None => return Ok(None),
         },
     };
-    let (devices, first) = (client.num_devices(), client.device(0)?);
+    let (devices, first, kind) = (client.num_devices(), client.device(0)?, client.kind(0)?);
     Ok(Some(format!(
-        "{} {size:?} {time:?}\n{platform} {version}\n{devices} devices, {first}\n{processor}",
+        "{} {size:?} {time:?}\n{platform} {version}\n{devices} devices, {first}, {kind}\n{processor}",
         plugin.described()
     )))
 }

@@ -19,6 +19,7 @@ use crate::roster::Roster;
 use crate::session::{Devices, Session};
 use altiplano_ir::program::{BufferId, Programs};
 use altiplano_xla::certify::peak;
+use altiplano_xla::join;
 use altiplano_xla::pjrt::{Client, ClientOption, Memory, PjrtError, Platform, Plugin, platform_of};
 use compile::Compiler;
 use running::Running;
@@ -36,6 +37,8 @@ pub struct XlaOptions {
     pub platform: Option<Platform>,
     /// Stop at the first op that makes a NaN from inputs without one.
     pub check_nan: bool,
+    /// Keep sums of gradients after a step, so that they can be read.
+    pub gradients: bool,
     /// The folder of compiled programs, created on demand; nothing is kept without one.
     pub cache: Option<PathBuf>,
 }
@@ -58,6 +61,7 @@ impl Session {
     /// as many devices as the programs need.
     pub fn on_xla(programs: &Programs, options: &XlaOptions) -> Result<Session, RuntimeError> {
         check(programs)?;
+        let programs = &joined_bodies(programs, options);
         let ids: BTreeSet<u32> = programs.programs.iter().flat_map(|program| &program.devices).copied().collect();
         let client = open(options, ids.len())?;
         let compiler =
@@ -78,6 +82,15 @@ impl Session {
         };
         Ok(Session::over(roster, Box::new(devices), false))
     }
+}
+
+/// The programs with bodies joined that run one after another, unless each op has to be found again.
+fn joined_bodies(programs: &Programs, options: &XlaOptions) -> Programs {
+    let mut joined = programs.clone();
+    if !options.check_nan {
+        joined.programs.iter_mut().for_each(|program| *program = join::joined(program, options.gradients));
+    }
+    joined
 }
 
 /// Opens the plugin and makes a client with enough devices.

@@ -11,10 +11,11 @@ use crate::layout::{held_indices, summand_of};
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::program::{BufferId, BufferKind, Call, Overlap, Phase};
 use altiplano_ir::types::TensorType;
+use altiplano_xla::attention;
 use altiplano_xla::pjrt::{Buffer, Launched, Memory};
-use altiplano_xla::program::{anonymous, arguments, donated, graph_of, graph_text};
+use altiplano_xla::program::{Printing, anonymous, arguments, begun_sums, donated, graph_of, graph_text, zeros};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -26,6 +27,8 @@ struct Compiled {
     loaded: Rc<Loaded>,
     /// The buffers of its arguments.
     reads: Vec<BufferId>,
+    /// The sums that the body begins.
+    begun: BTreeSet<BufferId>,
     /// The arguments that results replace.
     donated: Vec<usize>,
     /// The values that the last result describes, if NaN are looked for.
@@ -86,15 +89,24 @@ impl Stage {
         let device = program.devices.first().copied().unwrap_or_default();
         let mut place = Place { device, program: plan.index, activity: String::new(), microbatch: None, op: None };
         let mut bodies = Vec::new();
-        for body in &program.bodies {
+        let has_kernels = compiler.has_attention && !plan.check_nan;
+        let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
+        for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
             place.activity = format!("body '{}'", body.name);
             let mut graph = graph_of(&anonymous(body));
             let watched = if plan.check_nan { nan::watch(&mut graph) } else { Vec::new() };
             let donated = donated(program, body);
-            let text = graph_text(graph, &program.mesh, donated.clone());
-            let loaded = compiler.program(text, &devices).map_err(|error| Fault::from(error).at(&place))?;
+            let passes = attention.next().unwrap_or_default();
+            let mut printing = Printing { donated: donated.clone(), zeros: zeros(body, &begun), attention: &passes };
+            let mut loaded = compiler.program(graph_text(graph.clone(), &program.mesh, &printing), &devices);
+            if !passes.is_empty() && loaded.is_err() {
+                // This device or this cuDNN lacks the kernels.
+                printing.attention = &[];
+                loaded = compiler.program(graph_text(graph, &program.mesh, &printing), &devices);
+            }
+            let loaded = loaded.map_err(|error| Fault::from(error).at(&place))?;
             let donated = donated.into_iter().map(|(argument, _)| argument).collect();
-            bodies.push(Compiled { loaded, reads: arguments(body), donated, watched });
+            bodies.push(Compiled { loaded, reads: arguments(body), begun, donated, watched });
         }
         let works = |call: &Call| matches!(call, Call::Run { body, .. } if program.bodies[*body as usize].phase.is_of_microbatch());
         Ok(Stage {
@@ -369,10 +381,12 @@ impl Stage {
         let plan = self.plan.clone();
         let body = &plan.program.bodies[index as usize];
         let reads = self.bodies[index as usize].reads.clone();
-        // The first reader of a sum zeroes it.
+        // The first reader of a sum finds zeros.
         let is_sum = |id: &BufferId| matches!(plan.program.buffer(*id).kind, BufferKind::Accumulator { .. });
-        let sums: Vec<BufferId> =
+        let mut sums: Vec<BufferId> =
             reads.iter().copied().filter(is_sum).filter(|&id| self.now.zeroed.insert(id)).collect();
+        let begun = &self.bodies[index as usize].begun;
+        sums.retain(|&id| !begun.contains(&id) || !self.lasting.contains_key(&self.lasting_key(id)));
         self.fill(&sums)?;
         let brought = reads.iter().map(|&id| self.bring(id, microbatch, body.phase)).collect::<Result<Vec<_>, _>>()?;
         let compiled = &self.bodies[index as usize];

@@ -1,0 +1,77 @@
+//! Attention in the bodies of plans is found for compilers that have kernels for it.
+
+use crate::common::{Scratch, planned};
+use altiplano::ImportOptions;
+use altiplano_xla::attention::{Backward, Forward, Pass, find};
+use std::path::PathBuf;
+
+const GPT2: &str =
+    r#"{"model_type": "gpt2", "vocab_size": 64, "n_positions": 128, "n_embd": 64, "n_layer": 4, "n_head": 4}"#;
+const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}"#;
+
+/// The passes of all programs of a plan.
+fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
+    let scratch = Scratch::new();
+    let file = PathBuf::from(scratch.file("model.json", config));
+    let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
+    let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
+    let programs = altiplano::programs(&plan).expect("programs");
+    let (mut forward, mut backward) = (Vec::new(), Vec::new());
+    for pass in programs.programs.iter().flat_map(find).flatten() {
+        match pass {
+            Pass::Forward(pass) => forward.push(pass),
+            Pass::Backward(pass) => backward.push(pass),
+        }
+    }
+    (forward, backward)
+}
+
+#[test]
+fn attention_of_every_layer_is_found_forward_and_backward() {
+    for config in [GPT2, LLAMA] {
+        let plans = [
+            ("dgx-h100:1/1 bf16", [4].as_slice()),
+            ("dgx-h100:1/1 bf16 micro4", &[4]),
+            ("dgx-h100:1/2 bf16 dp2 tp1 pp1 zero3", &[4]),
+            ("dgx-h100:1/2 bf16 dp1 tp2 pp1", &[2]),
+            ("dgx-h100:1/4 bf16 dp2 tp1 pp2 micro4 selective", &[4]),
+            // Some samples or some heads on each device.
+            ("dgx-h100:1/4 f16 dp1 tp2 pp2 micro4 zb", &[4, 2]),
+        ];
+        for (words, heads) in plans {
+            // Keys and values of so few heads go around a ring, whose rounds are no kernels.
+            if config == LLAMA && words.contains("tp2") {
+                continue;
+            }
+            let (forward, backward) = passes(config, words);
+            assert_eq!((forward.len(), backward.len()), (4, 4), "{words}");
+            let sizes = forward[0].of.sizes;
+            assert_eq!((sizes.queries, sizes.keys, sizes.width), (128, 128, 16), "{words}");
+            assert!(heads.contains(&(sizes.key_heads * sizes.group)), "{words}");
+            assert!(forward.iter().all(|pass| pass.of.causal && pass.of.scale == 0.25), "{words}");
+            // With weight gradients apart, outputs are read by the body of these alone.
+            let again = backward.iter().any(|pass| pass.forward.is_none());
+            assert_eq!(again, words.ends_with("zb"), "{words}: forward passes are computed again");
+        }
+    }
+}
+
+#[test]
+fn attention_that_is_recomputed_is_found_in_the_backward_pass() {
+    let (forward, backward) = passes(GPT2, "dgx-h100:1/1 bf16 recompute");
+    assert_eq!(backward.len(), 4);
+    assert!(forward.len() > 4, "{} forward passes", forward.len());
+}
+
+#[test]
+fn attention_without_kernels_is_left_alone() {
+    // Kernels take 16-bit types.
+    assert_eq!(passes(GPT2, "dgx-h100:1/1"), (Vec::new(), Vec::new()));
+}
+
+#[test]
+fn attention_that_is_not_trained_has_forward_passes_alone() {
+    let (forward, backward) = passes(LLAMA, "dgx-h100:1/1 bf16 inference");
+    assert_eq!((forward.len(), backward.len()), (4, 0));
+}
