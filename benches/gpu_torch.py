@@ -5,7 +5,7 @@ two of GPT-2's architecture.
     gpu_torch.py error LAYERS WIDTH HEADS BATCH SEQUENCE VOCABULARY
     gpu_torch.py step LAYERS WIDTH HEADS BATCH SEQUENCE f32|bf16 eager|compile [STEPS]
 
-Weights, activations and optimizer state of a step are of one type, as `altiplano run --precision` has them; AdamW is fused.
+With bf16, weights and AdamW's state are kept in f32 and cast for the forward pass, as `altiplano run --precision bf16` has it; AdamW is fused.
 Prints one line: the best rate in TFLOP/s, the relative differences of the loss and of gradients (the greatest of an element, beside the
 greatest element of its tensor, of all tensors the worst), or the median step in milliseconds and the peak memory in GB.
 """
@@ -37,7 +37,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers, width, heads, length, vocabulary=50257):
+    # 50257 tokens, rounded up to a multiple of 8 as plans pad them.
+    def __init__(self, layers, width, heads, length, vocabulary=50264):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
@@ -88,9 +89,16 @@ def step(layers, width, heads, batch, length, precision, mode, steps=12):
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model = Model(layers, width, heads, length).to("cuda", dtype)
+    with torch.device("cuda"):
+        model = Model(layers, width, heads, length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    forward = torch.compile(model) if mode == "compile" else model
+
+    def forward(ids, labels):
+        weights = {name: weight.to(dtype) for name, weight in model.named_parameters()}
+        return torch.func.functional_call(model, weights, (ids, labels))
+
+    if mode == "compile":
+        forward = torch.compile(forward)
     ids = torch.randint(0, 50257, (batch, length + 1), device="cuda")
     times = []
     for _ in range(steps):
