@@ -4,7 +4,7 @@ use crate::commands::options::OF_TRAINING;
 use altiplano::Error;
 use altiplano::ir::plan::{self, Offload, Schedule, UnknownOffload, Update};
 use altiplano::pins::{NamedPin, apply as apply_pins};
-use altiplano::planner::Request;
+use altiplano::planner::{PlanFailure, Request};
 use altiplano::planner::features::stages::{GivenStages, StageBlocks};
 use altiplano_ir::recompute::Recompute;
 use clap::{Args, ValueEnum};
@@ -168,7 +168,15 @@ impl FixedOptions {
             Some(GoalName::Throughput) => plan::Goal::Throughput,
             Some(GoalName::Latency) | None => plan::Goal::Latency,
         };
-        request.batch.microbatch = self.together();
+        let together = self.together();
+        if let (Some(value), None, Some(together)) = (self.micro_batch_size, self.microbatch, together)
+            && together != 0
+            && request.batch.global.is_some_and(|global| !global.is_multiple_of(together))
+        {
+            let problem = "times the number of replicas does not divide the global batch";
+            return Err(PlanFailure::Option { option: "micro-batch-size", value, problem }.into());
+        }
+        request.batch.microbatch = together;
         request.batch.per_replica = self.micro_batch_size.filter(|_| request.batch.microbatch.is_none());
         request.batch.num_microbatches = self.num_microbatches;
         request.degrees.dp = self.replicas();

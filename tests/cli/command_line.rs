@@ -458,9 +458,13 @@ fn a_micro_batch_is_of_each_replica() {
     assert_eq!(plan["microbatch"].as_u64(), Some(2 * replicas));
     let (plan, _) = plan_and_answer(&[DEMO, "--micro-batch-size", "2", "--dp", "4"]);
     assert_eq!((plan["microbatch"].as_u64(), plan["global_batch"].as_u64()), (Some(8), Some(8)));
-    let refused = altiplano(&["plan", DEMO, "--micro-batch-size", "3", "--global-batch", "32"]);
-    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
-    assert!(refused.stderr.contains("does not divide the global batch"), "{}", refused.stderr);
+    let words = ["plan", DEMO, "--micro-batch-size", "3", "--global-batch", "32"];
+    for words in [words.to_vec(), [&words[..], &["--dp", "4"]].concat()] {
+        let refused = altiplano(&words);
+        assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+        let said = "--micro-batch-size: 3 times the number of replicas does not divide the global batch";
+        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    }
 }
 
 /// A small model with four experts.
