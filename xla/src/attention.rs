@@ -88,6 +88,30 @@ pub enum Pass {
 }
 
 impl Pass {
+    /// The values that the pass computes.
+    pub fn computes(&self) -> Vec<ValueId> {
+        match self {
+            Pass::Forward(pass) => vec![pass.output.value, pass.statistics.maximum, pass.statistics.sum],
+            Pass::Backward(pass) => pass.results.iter().map(|result| result.value).collect(),
+        }
+    }
+
+    /// The values that the pass needs.
+    pub fn reads(&self) -> Vec<ValueId> {
+        let of = match self {
+            Pass::Forward(pass) => &pass.of,
+            Pass::Backward(pass) => &pass.of,
+        };
+        let mut reads = vec![of.q.value, of.k.value, of.v.value];
+        if let Pass::Backward(pass) = self {
+            reads.push(pass.gradient.value);
+            if let Some((output, Statistics { maximum, sum })) = &pass.forward {
+                reads.extend([output.value, *maximum, *sum]);
+            }
+        }
+        reads
+    }
+
     /// The value at which the pass is computed; all its operands exist before.
     pub fn position(&self) -> ValueId {
         match self {

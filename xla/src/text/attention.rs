@@ -42,6 +42,27 @@ impl<'a> Calls<'a> {
         Calls { legal, passes: at, results: BTreeMap::new(), arguments }
     }
 
+    /// Marks the values that results depend on, given that kernels compute what they compute.
+    pub(super) fn live(&self) -> Vec<bool> {
+        let graph = self.graph();
+        let mut live = vec![self.passes.is_empty(); graph.len()];
+        let mut computed: BTreeMap<ValueId, &Pass> = BTreeMap::new();
+        for pass in self.passes.values().flatten() {
+            computed.extend(pass.computes().into_iter().map(|v| (self.at(v), *pass)));
+        }
+        let mut open = if self.passes.is_empty() { Vec::new() } else { graph.outputs.clone() };
+        while let Some(v) = open.pop() {
+            if std::mem::replace(&mut live[v.index()], true) {
+                continue;
+            }
+            match computed.get(&v) {
+                Some(pass) => open.extend(pass.reads().into_iter().map(|read| self.at(read))),
+                None => open.extend(&graph.node(v).operands),
+            }
+        }
+        live
+    }
+
     /// Prints the calls that come before a value. `values` are those printed so far; a call may replace some of them.
     pub(super) fn print_at(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         for pass in self.passes.remove(&v).unwrap_or_default() {

@@ -93,6 +93,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
     let mut values: Vec<Value> = Vec::with_capacity(legal.graph.len());
     let mut arguments: Vec<String> = Vec::new();
     let mut calls = Calls::new(&legal, options.attention);
+    let live = calls.live();
     for v in legal.graph.values() {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
@@ -107,6 +108,11 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             arguments.push(header(&argument, name, arguments.len(), sharding, options));
             printer.location = String::new();
             values.push(if is_zero { printer.splat(argument.ty, 0.0) } else { argument });
+            continue;
+        }
+        if !live[v.index()] {
+            // A kernel computes it, or what it is for.
+            values.push(Value { name: String::new(), ty: node.ty.clone() });
             continue;
         }
         printer.location = match node.name.is_empty() {
