@@ -114,14 +114,14 @@ fn read_plan(bytes: &[u8]) {
 /// Limits of [`plan_and_step`], so that a step takes milliseconds.
 const MOST_NODES: usize = 300;
 const MOST_ELEMENTS: u64 = 100_000;
-const MOST_FLOP: u64 = 20_000_000;
+const MOST_WORK: u64 = 50_000_000;
 
 fn is_small(graph: &Graph) -> bool {
-    let mut flop = 0u64;
+    let mut work = 0u64;
     graph.nodes.len() <= MOST_NODES
         && graph.values().all(|value| {
-            flop = flop.saturating_add(graph.flop(value));
-            graph.ty(value).elements() <= MOST_ELEMENTS && flop <= MOST_FLOP
+            work = work.saturating_add(graph.work(value));
+            graph.ty(value).elements() <= MOST_ELEMENTS && work <= MOST_WORK
         })
 }
 

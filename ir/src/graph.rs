@@ -287,6 +287,12 @@ impl Graph {
         node.op.flop(&self.operand_types(value), &node.ty)
     }
 
+    /// The element operations that evaluating a node takes.
+    pub fn work(&self, value: ValueId) -> u64 {
+        let node = self.node(value);
+        node.op.work(&self.operand_types(value), &node.ty)
+    }
+
     /// Returns true if a value is a trained parameter.
     pub fn is_trained(&self, value: ValueId) -> bool {
         matches!(&self.node(value).op, Op::Parameter(p) if !p.frozen)

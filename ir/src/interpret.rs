@@ -6,6 +6,35 @@ use crate::op::{Op, Operator};
 use crate::reshard::Collective;
 use crate::tensor::{Tensor, for_each_index};
 
+/// Work that may go into values that are evaluated ahead of a run, in element operations ([`Graph::work`]). The size of
+/// a value says little about them: a single sum may have any number of terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allowance {
+    each: u64,
+    left: u64,
+}
+
+impl Default for Allowance {
+    /// The allowance of a reader for all of a model. What it needs to know, such as shapes and conditions, is small.
+    fn default() -> Allowance {
+        Allowance::new(1 << 22, 1 << 30)
+    }
+}
+
+impl Allowance {
+    /// An allowance of at most `each` for one evaluation and `total` for all.
+    pub fn new(each: u64, total: u64) -> Allowance {
+        Allowance { each, left: total }
+    }
+
+    /// Takes the work of one evaluation, or returns false if it is more than is allowed.
+    pub fn take(&mut self, work: u64) -> bool {
+        let left = self.left.checked_sub(work).filter(|_| work <= self.each);
+        self.left = left.unwrap_or(self.left);
+        left.is_some()
+    }
+}
+
 /// The values of all nodes. `leaf` supplies parameters and inputs.
 pub fn run_all(graph: &Graph, mut leaf: impl FnMut(ValueId) -> Tensor) -> Vec<Tensor> {
     let mut values: Vec<Tensor> = Vec::with_capacity(graph.len());

@@ -12,7 +12,7 @@ use altiplano_ir::expand::{Expanded, expand};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::{run, run_mesh, shard};
 use altiplano_ir::mesh::Mesh;
-use altiplano_ir::op::{Op, Operator};
+use altiplano_ir::op::Op;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::types::TensorType;
@@ -140,13 +140,7 @@ pub fn difference(pair: &Pair<'_>, seed: u64) -> Option<String> {
 }
 
 fn differs(pair: &Pair<'_>, plain: &Plain, seed: u64) -> Option<String> {
-    let work = |graph: &Graph| {
-        let of = |v: ValueId| {
-            let node = graph.node(v);
-            node.op.flop(&graph.operand_types(v), &node.ty).saturating_add(node.ty.elements())
-        };
-        graph.values().map(of).fold(0u64, u64::saturating_add)
-    };
+    let work = |graph: &Graph| graph.values().map(|v| graph.work(v)).fold(0u64, u64::saturating_add);
     let all = work(&plain.ranks.graph).saturating_mul(u64::from(pair.mesh.num_devices()));
     if all.saturating_add(work(&plain.sequential.graph)) > MOST_WORK {
         return None;

@@ -5,6 +5,7 @@
 //! ops, and rounded to the element type.
 
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::interpret::Allowance;
 use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::tensor::Tensor;
 use std::collections::HashMap;
@@ -13,16 +14,12 @@ use std::rc::Rc;
 /// The largest number of elements of a tensor that is evaluated. Shapes and conditions are smaller.
 pub(crate) const MOST_ELEMENTS: u64 = 1 << 16;
 
-/// The limit of work for one node and for a whole model, in element operations.
-const MOST_WORK: u64 = 1 << 22;
-const MOST_TOTAL_WORK: u64 = 1 << 30;
-
 #[derive(Default)]
 pub(crate) struct Known {
     /// For each node so far, true if it is small and follows from constants.
     follows: Vec<bool>,
     values: HashMap<ValueId, Rc<Tensor>>,
-    work: u64,
+    allowance: Allowance,
 }
 
 impl Known {
@@ -55,13 +52,11 @@ impl Known {
             if stack.len() > before {
                 continue;
             }
-            let operands: Vec<Rc<Tensor>> = node.operands.iter().map(|o| self.values[o].clone()).collect();
-            let work = operands.iter().map(|o| o.ty.elements()).sum::<u64>() + node.ty.elements() + graph.flop(last);
-            self.work = self.work.saturating_add(work);
-            if work > MOST_WORK || self.work > MOST_TOTAL_WORK {
+            if !self.allowance.take(graph.work(last)) {
                 self.follows[value.index()] = false;
                 return None;
             }
+            let operands: Vec<Rc<Tensor>> = node.operands.iter().map(|o| self.values[o].clone()).collect();
             let operands: Vec<&Tensor> = operands.iter().map(|o| &**o).collect();
             let mut tensor = match &node.op {
                 Op::Constant(literal) => literal.to_tensor(),

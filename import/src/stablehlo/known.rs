@@ -9,20 +9,20 @@ use std::rc::Rc;
 use super::convert::Converter;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Node, ValueId};
+use altiplano_ir::interpret::Allowance;
 use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::simplify::rounded;
 use altiplano_ir::tensor::Tensor;
 
 /// Larger tensors are not evaluated: conditions and positions are small.
 const MOST_ELEMENTS: u64 = 4096;
-/// Limit on the operations of an op that is evaluated. A window of a small tensor may have any size.
-const MOST_WORK: u64 = 1 << 22;
 
 #[derive(Default)]
 pub(super) struct Knowledge {
     /// For each node, true if it is small and follows from constants.
     follows: Vec<bool>,
     values: HashMap<ValueId, Rc<Tensor>>,
+    allowance: Allowance,
 }
 
 impl Knowledge {
@@ -66,7 +66,7 @@ impl Converter<'_, '_> {
             if stack.len() > before {
                 continue;
             }
-            if self.graph.flop(last) > MOST_WORK {
+            if !self.knowledge.allowance.take(self.graph.work(last)) {
                 self.knowledge.follows[value.index()] = false;
                 return None;
             }
@@ -137,6 +137,7 @@ impl Converter<'_, '_> {
         n: usize,
     ) -> Option<Vec<f64>> {
         let mut tensors: BTreeMap<ValueId, Tensor> = BTreeMap::new();
+        let mut allowance = Allowance::default();
         let is_replaced = |o: &ValueId| {
             let ty = self.graph.ty(*o);
             let repeated = n == 1 && ty.elements() > 1 && repeats_to(&ty.shape, shape);
@@ -159,6 +160,7 @@ impl Converter<'_, '_> {
             let operands: Vec<&Tensor> = node.operands.iter().map(|o| &tensors[o]).collect();
             let spread = !node.operands.iter().any(is_replaced);
             let mut tensor = match &node.op {
+                _ if !replaced && spread && !allowance.take(self.graph.work(v)) => return None,
                 op if !replaced && spread => op.eval(&operands, &ty),
                 Op::Constant(literal) => Tensor::splat(ty, literal.as_splat()?),
                 Op::BroadcastInDim(_) if spread && operands[0].data.len() == 1 => {

@@ -2,6 +2,7 @@
 //! equal.
 
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::interpret::Allowance;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::tensor::Tensor;
@@ -13,8 +14,8 @@ const MAX_ELEMENTS: u64 = 1 << 16;
 /// The maximum number of ops behind an evaluated value.
 const MAX_OPS: usize = 256;
 
-/// Limit on the operations of an op: a window of a small tensor may have any size.
-const MAX_WORK: u64 = 1 << 22;
+/// The limits of work for one op and for all ops behind an evaluated value.
+const MAX_WORK: (u64, u64) = (1 << 22, 1 << 26);
 
 /// All elements of a value that depends on no leaf; `None` if it does, or if evaluating it is expensive.
 pub(crate) fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
@@ -27,6 +28,10 @@ pub(crate) fn constant(graph: &Graph, value: ValueId) -> Option<Vec<f64>> {
             }
             pending.extend(&graph.node(at).operands);
         }
+    }
+    let mut allowance = Allowance::new(MAX_WORK.0, MAX_WORK.1);
+    if !needed.iter().all(|&at| allowance.take(graph.work(at))) {
+        return None;
     }
     let mut known: BTreeMap<ValueId, Tensor> = BTreeMap::new();
     // Operands come before their users.
@@ -44,7 +49,7 @@ fn is_cheap(graph: &Graph, value: ValueId) -> bool {
     let node = graph.node(value);
     let small = |v: ValueId| graph.ty(v).elements() <= MAX_ELEMENTS;
     let is_small = small(value) && node.operands.iter().all(|&o| small(o));
-    is_small && !node.op.is_leaf() && !node.op.is_contraction() && graph.flop(value) <= MAX_WORK
+    is_small && !node.op.is_leaf() && !node.op.is_contraction()
 }
 
 fn rounded(graph: &Graph, value: ValueId, mut tensor: Tensor) -> Tensor {
@@ -57,8 +62,7 @@ fn rounded(graph: &Graph, value: ValueId, mut tensor: Tensor) -> Tensor {
 /// lookups and comparisons of such values. Masks that frameworks compute from positions are often trivial.
 pub(crate) fn uniform(graph: &mut Graph) {
     // Each value is computed once, and kept if it is small; the total is limited as well.
-    const MAX_TOTAL: u64 = 1 << 24;
-    let mut total = 0;
+    let mut allowance = Allowance::new(MAX_WORK.0, 1 << 25);
     let mut known: BTreeMap<ValueId, Tensor> = BTreeMap::new();
     for v in graph.values() {
         let node = graph.node(v);
@@ -67,12 +71,11 @@ pub(crate) fn uniform(graph: &mut Graph) {
             graph.nodes[v.index()].operands.clear();
             continue;
         }
-        if !is_cheap(graph, v) || total > MAX_TOTAL {
+        if !is_cheap(graph, v) {
             continue;
         }
         let made: Option<Vec<Tensor>> = node.operands.iter().map(|o| value_of(graph, &known, *o)).collect();
-        let Some(operands) = made else { continue };
-        total += node.ty.elements() + operands.iter().map(|t| t.ty.elements()).sum::<u64>();
+        let Some(operands) = made.filter(|_| allowance.take(graph.work(v))) else { continue };
         let tensor = node.op.eval(&operands.iter().collect::<Vec<_>>(), &node.ty);
         let tensor = rounded(graph, v, tensor);
         let first = tensor.data.first().copied();

@@ -263,4 +263,9 @@ impl Operator for Composite {
         let body = self.verified(operands);
         body.graph.values().map(|v| body.graph.flop(v)).fold(0, u64::saturating_add)
     }
+
+    fn work(&self, operands: &[&TensorType], _: &TensorType) -> u64 {
+        let body = self.verified(operands);
+        body.graph.values().map(|v| body.graph.work(v)).fold(0, u64::saturating_add)
+    }
 }

@@ -90,19 +90,19 @@ impl Operator for Concatenate {
     }
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
-        let mut source = Vec::new();
-        Tensor::from_fn(result.clone(), |index| {
-            source.clear();
-            source.extend_from_slice(index);
-            for operand in operands {
-                let size = operand.shape()[self.dim];
-                if source[self.dim] < size {
-                    return operand.at(&source);
-                }
-                source[self.dim] -= size;
+        let pieces: Vec<&[f64]> = operands.iter().map(|o| &o.data[..]).filter(|data| !data.is_empty()).collect();
+        if pieces.is_empty() {
+            return Tensor::splat(result.clone(), f64::NAN);
+        }
+        let outer = result.shape[..self.dim].iter().product::<u64>() as usize;
+        let mut data = Vec::with_capacity(result.elements() as usize);
+        for at in 0..outer {
+            for piece in &pieces {
+                let block = piece.len() / outer;
+                data.extend_from_slice(&piece[at * block..(at + 1) * block]);
             }
-            f64::NAN
-        })
+        }
+        Tensor::new(result.clone(), data)
     }
 
     fn flop(&self, _: &[&TensorType], _: &TensorType) -> u64 {

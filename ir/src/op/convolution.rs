@@ -333,7 +333,14 @@ impl Operator for Convolution {
     fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
         let rhs = &operands[1].shape;
         let terms = self.window.iter().fold(rhs[self.rhs.input], |n, w| n.saturating_mul(w.size));
-        let zeros: u64 = self.window.iter().map(|w| w.base_dilation).product();
+        let zeros = self.window.iter().fold(1u64, |n, w| n.saturating_mul(w.base_dilation));
         (terms.saturating_mul(result.elements()) / zeros.max(1)).saturating_mul(2)
+    }
+
+    /// Counts all places of the window, also those that meet zeros.
+    fn work(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        let inputs = operands[1].shape[self.rhs.input].max(1);
+        let terms = self.window.iter().fold(inputs.saturating_mul(2), |n, w| n.saturating_mul(w.size));
+        moved(operands, result).saturating_add(terms.saturating_mul(result.elements()))
     }
 }

@@ -164,6 +164,12 @@ impl Operator for GroupedDot {
         let (w, group) = (operands[1], operands[2]);
         flop(group.elements(), w.shape[1], w.shape[2], w.shape[0], self.of)
     }
+
+    /// Counts all rows, wherever their matrices are.
+    fn work(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        let whole = GroupedDot { of: None, ..*self };
+        moved(operands, result).saturating_add(whole.flop(operands, result))
+    }
 }
 
 impl Operator for GroupedOuter {
@@ -213,6 +219,10 @@ impl Operator for GroupedOuter {
 
     fn eval(&self, operands: &[&Tensor], result: &TensorType) -> Tensor {
         let (x, y, group) = (operands[0], operands[1], operands[2]);
+        // Any number of groups may have no elements.
+        if result.elements() == 0 {
+            return Tensor::splat(result.clone(), 0.0);
+        }
         let (terms, columns) = (result.shape[1] as usize, result.shape[2] as usize);
         let mut rows_of: Vec<Vec<usize>> = vec![Vec::new(); self.groups as usize];
         for (r, &g) in group.data.iter().enumerate() {
@@ -232,5 +242,11 @@ impl Operator for GroupedOuter {
 
     fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
         flop(operands[2].elements(), result.shape[1], result.shape[2], self.groups, self.of)
+    }
+
+    /// Counts all rows, wherever their matrices are.
+    fn work(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        let whole = GroupedOuter { of: None, ..*self };
+        moved(operands, result).saturating_add(whole.flop(operands, result))
     }
 }

@@ -125,6 +125,12 @@ pub trait Operator {
     fn flop(&self, _operands: &[&TensorType], result: &TensorType) -> u64 {
         result.elements()
     }
+
+    /// The element operations of [`eval`](Operator::eval): all that it reads, combines and writes. They bound what is
+    /// evaluated ahead of a run.
+    fn work(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        moved(operands, result).saturating_add(self.flop(operands, result))
+    }
 }
 
 /// The context in which [`Operator::local`] emits one device's part of an op.
@@ -348,6 +354,14 @@ impl Operator for Op {
     fn flop(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
         self.operator().flop(operands, result)
     }
+    fn work(&self, operands: &[&TensorType], result: &TensorType) -> u64 {
+        self.operator().work(operands, result)
+    }
+}
+
+/// The elements of the operands and of the result.
+fn moved(operands: &[&TensorType], result: &TensorType) -> u64 {
+    operands.iter().fold(result.elements(), |sum, ty| sum.saturating_add(ty.elements()))
 }
 
 fn expect_operands(operands: &[&TensorType], expected: usize) -> Result<(), ShapeError> {

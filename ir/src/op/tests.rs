@@ -236,3 +236,46 @@ fn an_op_resized_along_a_parallel_factor_gives_the_resized_type() {
     }
     assert!(checked > 200, "only {checked} resizes were checked");
 }
+
+/// Some operations are not counted as floating-point ones, but take time where an op is evaluated.
+#[test]
+fn work_counts_all_that_is_evaluated() {
+    for case in cases() {
+        let (work, flop) = (case.op.work(&case.types(), &case.result), case.op.flop(&case.types(), &case.result));
+        assert!(work >= flop.max(case.result.elements()), "{}", case.label());
+    }
+    let dim = WindowDim { size: 1 << 10, pad_low: 1 << 9, pad_high: (1 << 9) - 1, ..WindowDim::one() };
+    let image = ImageDims { batch: 0, feature: 1, spatial: vec![2, 3] };
+    let dilated = Op::Convolution(Convolution {
+        lhs: image.clone(),
+        rhs: KernelDims { input: 1, output: 0, spatial: vec![2, 3] },
+        result: image,
+        window: vec![WindowDim { base_dilation: 1 << 39, ..dim }; 2],
+        feature_groups: 1,
+        batch_groups: 1,
+    });
+    let f32s = |shape: &[u64]| TensorType::new(DType::F32, shape);
+    let groups = TensorType::new(DType::I32, [1 << 10]);
+    let spread = Op::GroupedDot(GroupedDot { contract: 1, of: Some(1 << 20) });
+    let taken = Op::GroupedOuter(GroupedOuter { groups: 1, of: Some(1 << 20) });
+    for (op, operands) in [
+        (dilated, vec![f32s(&[1, 1, 1, 1]), f32s(&[1, 1, 1 << 10, 1 << 10])]),
+        (spread, vec![f32s(&[1 << 10, 32]), f32s(&[1, 32, 32]), groups.clone()]),
+        (taken, vec![f32s(&[1 << 10, 32]), f32s(&[1 << 10, 32]), groups]),
+    ] {
+        let operands: Vec<&TensorType> = operands.iter().collect();
+        let result = op.infer(&operands).expect("a result");
+        assert!(op.flop(&operands, &result) < 1 << 10, "{}", op.name());
+        assert!(op.work(&operands, &result) >= 1 << 20, "{}", op.name());
+    }
+}
+
+#[test]
+fn groups_without_elements_take_no_memory() {
+    let op = Op::GroupedOuter(GroupedOuter { groups: 1 << 40, of: None });
+    let ty = |dtype, shape: &[u64]| TensorType::new(dtype, shape);
+    let operands = [ty(DType::F32, &[3, 0]), ty(DType::F32, &[3, 2]), ty(DType::I32, &[3])];
+    let result = op.infer(&operands.iter().collect::<Vec<_>>()).expect("a result");
+    let tensors = operands.map(|ty| Tensor::splat(ty, 0.0));
+    assert!(op.eval(&tensors.iter().collect::<Vec<_>>(), &result).data.is_empty());
+}

@@ -1,14 +1,23 @@
 //! Facts about values that depend on no input: numbers, and masks that hide later positions.
 
 use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::interpret::run_all;
+use altiplano_ir::graph::{Graph, Node, ValueId};
+use altiplano_ir::interpret::{Allowance, run_all};
 use altiplano_ir::op::{Binary, Direction, Op};
 use altiplano_ir::tensor::Tensor;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The largest number of elements of a mask that is computed to inspect it.
 const MAX_ELEMENTS: u64 = 1 << 22;
+
+/// The limits of work for one mask and for all masks of a graph. A mask that takes more is like any other value.
+const MAX_WORK: (u64, u64) = (1 << 27, 1 << 29);
+
+/// The work that each op takes besides that of its elements.
+const WORK_OF_OP: u64 = 1 << 10;
+
+/// The largest depth of ops in a mask that is recognised without its elements.
+const DEPTH: u32 = 512;
 
 /// A number added to a score, at or below which the exponential vanishes.
 const HIDDEN: f64 = -1e4;
@@ -36,7 +45,13 @@ impl Facts {
         let constant: Vec<bool> = graph.depends_on(|v| graph.node(v).op.is_leaf()).into_iter().map(|d| !d).collect();
         let mut facts = Facts { constant, known: BTreeMap::new() };
         let users = graph.users();
-        let mut masks = Masks { graph, affine: BTreeMap::new() };
+        let mut masks = Masks {
+            graph,
+            affine: BTreeMap::new(),
+            facts: BTreeMap::new(),
+            depth: 0,
+            allowance: Allowance::new(MAX_WORK.0, MAX_WORK.1),
+        };
         for v in graph.values().filter(|&v| facts.constant[v.index()]) {
             if !users[v.index()].iter().any(|u| !facts.constant[u.index()]) {
                 continue;
@@ -74,10 +89,22 @@ struct Affine {
 struct Masks<'a> {
     graph: &'a Graph,
     affine: BTreeMap<ValueId, Option<Affine>>,
+    facts: BTreeMap<ValueId, Option<Fact>>,
+    depth: u32,
+    allowance: Allowance,
 }
 
 impl Masks<'_> {
     fn fact(&mut self, v: ValueId) -> Option<Fact> {
+        if let Some(known) = self.facts.get(&v) {
+            return known.clone();
+        }
+        let found = self.deeper(|masks| masks.find_fact(v));
+        self.facts.insert(v, found.clone());
+        found
+    }
+
+    fn find_fact(&mut self, v: ValueId) -> Option<Fact> {
         let (graph, ty) = (self.graph, self.graph.ty(v));
         if ty.dtype != DType::Bool && !ty.dtype.is_float() {
             let affine = self.affine(v).filter(|a| a.start == 0.0)?;
@@ -124,6 +151,17 @@ impl Masks<'_> {
         }
     }
 
+    /// Looks one op deeper, up to a limit.
+    fn deeper<T>(&mut self, find: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        if self.depth == DEPTH {
+            return None;
+        }
+        self.depth += 1;
+        let found = find(self);
+        self.depth -= 1;
+        found
+    }
+
     /// A mask by comparison of two indices.
     fn compared(&mut self, v: ValueId) -> Option<Fact> {
         let node = self.graph.node(v);
@@ -152,7 +190,7 @@ impl Masks<'_> {
         if let Some(known) = self.affine.get(&v) {
             return known.clone();
         }
-        let found = self.find_affine(v);
+        let found = self.deeper(|masks| masks.find_affine(v));
         self.affine.insert(v, found.clone());
         found
     }
@@ -208,7 +246,7 @@ impl Masks<'_> {
     }
 
     /// A mask recognised from its computed elements.
-    fn computed(&self, v: ValueId) -> Option<Fact> {
+    fn computed(&mut self, v: ValueId) -> Option<Fact> {
         let shape = self.graph.shape(v);
         if shape.len() < 2 {
             return None;
@@ -234,26 +272,34 @@ impl Masks<'_> {
         }
     }
 
-    /// The value of a constant, if neither it nor any value that it is computed from is large.
-    fn value(&self, v: ValueId) -> Option<Tensor> {
-        let mut needed = vec![false; self.graph.len()];
-        needed[v.index()] = true;
-        let mut total = 0u64;
-        for u in self.graph.values().rev().filter(|u| u.0 <= v.0) {
-            if needed[u.index()] {
-                total = total.saturating_add(self.graph.ty(u).elements());
-                self.graph.node(u).operands.iter().for_each(|o| needed[o.index()] = true);
+    /// The value of a constant, if neither its size nor the work of computing it is large.
+    fn value(&mut self, v: ValueId) -> Option<Tensor> {
+        let graph = self.graph;
+        if graph.ty(v).elements() > MAX_ELEMENTS {
+            return None;
+        }
+        let mut needed = BTreeSet::new();
+        let mut pending = vec![v];
+        let (mut elements, mut work) = (0u64, 0u64);
+        while let Some(u) = pending.pop() {
+            if needed.insert(u) {
+                elements = elements.saturating_add(graph.ty(u).elements());
+                work = work.saturating_add(graph.work(u));
+                if elements > 8 * MAX_ELEMENTS || !self.allowance.take(WORK_OF_OP) {
+                    return None;
+                }
+                pending.extend(&graph.node(u).operands);
             }
         }
-        if self.graph.ty(v).elements() > MAX_ELEMENTS || total > 8 * MAX_ELEMENTS {
+        if !self.allowance.take(work) {
             return None;
         }
         let mut part = Graph::new("mask");
         let mut map = BTreeMap::new();
-        for u in self.graph.values().filter(|u| needed[u.index()]) {
-            let node = self.graph.node(u);
+        for u in needed {
+            let node = graph.node(u);
             let operands = node.operands.iter().map(|o| map[o]).collect();
-            map.insert(u, part.append(altiplano_ir::graph::Node { operands, ..node.clone() }));
+            map.insert(u, part.append(Node { operands, ..node.clone() }));
         }
         run_all(&part, |u| Tensor::splat(part.ty(u).clone(), f64::NAN)).pop()
     }

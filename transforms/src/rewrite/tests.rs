@@ -2,6 +2,7 @@
 
 use super::egraph::{Builder, Leaf};
 use super::extract::extract;
+use super::facts::Fact;
 use super::region::{Child, Rewritten};
 use super::rules::{RULES, saturate_with};
 use super::{Facts, rewrite};
@@ -9,7 +10,7 @@ use altiplano_ir::array::{self, Built, RotaryHalves};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::interpret::run;
-use altiplano_ir::op::{Binary, Direction, Function, Input, Op, Unary};
+use altiplano_ir::op::{Binary, Direction, Function, Input, Iota, Op, ReduceWindow, Reducer, Unary, WindowDim};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::testing::numbers::Rng;
@@ -533,4 +534,52 @@ fn one_sample_is_moved_like_many() {
     let rewritten = rewrite(&graph, &[]);
     assert!(rewritten.nodes.iter().any(|n| n.op.name() == "softmax"), "{rewritten}");
     assert!(altiplano_ir::batch::rebatch(&rewritten, 4).is_ok(), "{rewritten}");
+}
+
+/// `x` where a constant mask is true, and zeros elsewhere. The mask follows from the positions along both dimensions.
+fn masked(mask: impl FnOnce(&mut Graph, [ValueId; 2]) -> ValueId) -> (Graph, ValueId) {
+    let mut w = Writer { g: Graph::new("masked"), sizes: Rng::new(5) };
+    let x = w.leaf(&[8, 8]);
+    let ty = TensorType::new(DType::I32, [8, 8]);
+    let positions = [0, 1].map(|dim| w.g.emit(Op::Iota(Iota { ty: ty.clone(), dim }), &[]));
+    let mask = mask(&mut w.g, positions);
+    let zero = w.g.splat_like(x, 0.0);
+    w.g.outputs = vec![w.g.select(mask, x, zero)];
+    (w.g, mask)
+}
+
+/// A small mask may be computed by a window of any size. Beyond the limit, it stays as it is.
+#[test]
+fn masks_are_computed_up_to_a_limit_of_work() {
+    for (size, fact) in [(4, Some(Fact::Open)), (1 << 32, None)] {
+        let (pad_low, pad_high) = (size / 2, (size - 1) / 2);
+        let rows = WindowDim { size: size as u64, pad_low, pad_high, ..WindowDim::one() };
+        let window = vec![rows, WindowDim::one()];
+        let (graph, mask) = masked(|g, [row, _]| {
+            let all = g.compare(Direction::Ge, row, row);
+            g.emit(Op::ReduceWindow(ReduceWindow { reducer: Reducer::And, window }), &[all])
+        });
+        assert_eq!(Facts::new(&graph).of(mask), fact.as_ref(), "a window of {size} rows");
+        let kept = rewrite(&graph, &[]);
+        assert!(kept.nodes.iter().any(|n| n.op.name() == "reduce_window"), "{kept}");
+    }
+}
+
+/// Each of these masks could be computed, but all together would take a quarter of a million evaluations of each op, and
+/// their depth more stack than there is.
+#[test]
+fn long_chains_of_masks_are_bounded_too() {
+    let (graph, _) = masked(|g, [row, column]| {
+        let sum = (0..20_000).fold(row, |sum, _| g.add(sum, column));
+        g.compare(Direction::Ge, sum, column)
+    });
+    Facts::new(&graph);
+    let (graph, _) = masked(|g, [row, column]| {
+        let causal = g.compare(Direction::Ge, row, column);
+        (0..20_000).fold(causal, |mask, _| {
+            let turned = g.broadcast(mask, &[8, 8], &[1, 0]);
+            g.emit(Op::Binary(Binary::And), &[mask, turned])
+        })
+    });
+    Facts::new(&graph);
 }
