@@ -221,7 +221,7 @@ impl Printer {
     }
 }
 
-/// What XLA wants to know of a kernel.
+/// The description of a kernel that XLA asks for.
 fn configuration(of: &Attention, backward: bool) -> Json {
     let Sizes { batch, key_heads, group, queries, keys, .. } = of.sizes;
     let text = |numbers: &[u64]| numbers.iter().map(|n| n.to_string()).collect::<Vec<_>>();
