@@ -456,7 +456,7 @@ fn what_is_sent_overlaps_with_what_is_computed() {
     let gpt2 = transformer(&scratch, "gpt2", GPT2);
     let plan = |words| planned(&gpt2.file, &gpt2.import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
     let stream = |tape: &Tape, at: usize| tape.streams[tape.commands[at].stream.0 as usize];
-    let tape = &tapes(&plan("local:2 dp2 tp1 pp1 sgd"))[0];
+    let tape = &tapes(&plan("local:2 dp2 tp1 pp1 zero3 sgd"))[0];
     let recorder = |event| tape.commands.iter().position(|c| c.records == Some(event)).expect("it is recorded");
     let collectives: Vec<usize> =
         (0..tape.commands.len()).filter(|&at| stream(tape, at) == Stream::Collectives).collect();
