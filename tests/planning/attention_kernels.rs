@@ -2,7 +2,9 @@
 
 use crate::common::{Scratch, planned};
 use altiplano::ImportOptions;
+use altiplano::ir::program::Program;
 use altiplano_xla::attention::{Backward, Forward, Pass, find};
+use altiplano_xla::program::{begun_sums, body_text};
 use std::path::PathBuf;
 
 const GPT2: &str =
@@ -18,6 +20,7 @@ fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
     let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
     let programs = altiplano::programs(&plan).expect("programs");
     let (mut forward, mut backward) = (Vec::new(), Vec::new());
+    programs.programs.iter().for_each(|program| every_operand_is_printed(program, words));
     for pass in programs.programs.iter().flat_map(find).flatten() {
         match pass {
             Pass::Forward(pass) => forward.push(pass),
@@ -25,6 +28,16 @@ fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
         }
     }
     (forward, backward)
+}
+
+/// Ops that kernels replace are not printed, so that nothing may use them.
+fn every_operand_is_printed(program: &Program, words: &str) {
+    for ((body, passes), begun) in program.bodies.iter().zip(find(program)).zip(begun_sums(program)) {
+        let text = body_text(program, body, &begun, &passes);
+        assert!(text.matches("__cudnn$fmha").count() >= passes.len(), "{words}: {}", body.name);
+        let lacks = |line: &&str| ["( ", "(,", ", ,", " , ", ", :"].iter().any(|gap| line.contains(gap));
+        assert_eq!(text.lines().find(lacks), None, "{words}: {}", body.name);
+    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ impl<'a> Calls<'a> {
         Calls { legal, passes: at, results: BTreeMap::new(), arguments }
     }
 
-    /// Marks the values that results depend on, given that kernels compute what they compute.
+    /// Marks the values that have to be printed: those that results depend on and no kernel computes.
     pub(super) fn live(&self) -> Vec<bool> {
         let graph = self.graph();
         let mut live = vec![self.passes.is_empty(); graph.len()];
@@ -60,6 +60,7 @@ impl<'a> Calls<'a> {
                 None => open.extend(&graph.node(v).operands),
             }
         }
+        computed.keys().for_each(|v| live[v.index()] = false);
         live
     }
 

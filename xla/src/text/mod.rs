@@ -111,7 +111,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             continue;
         }
         if !live[v.index()] {
-            // A kernel computes it, or what it is for.
+            // A kernel computes it, or all that it is for.
             values.push(Value { name: String::new(), ty: node.ty.clone() });
             continue;
         }
