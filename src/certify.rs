@@ -50,7 +50,7 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
     }
     let mut certifier = Certifier::new(plugin, target);
     let mut programs = programs(plan)?;
-    programs.programs.iter_mut().for_each(|program| *program = joined(program, false));
+    programs.programs.iter_mut().for_each(|program| *program = joined(program));
     let total: usize = programs.programs.iter().map(|program| program.bodies.len()).sum();
     let done = Cell::new(0);
     let (mut stages, mut refusals) = (Vec::new(), Vec::new());

@@ -788,7 +788,7 @@ impl Start {
             Some(platform) => find(self.plugin.as_deref(), platform)?,
             None => find_any(self.plugin.as_deref())?,
         };
-        Ok(Some(XlaOptions { plugin, platform, check_nan: false, gradients: false, cache: program_cache() }))
+        Ok(Some(XlaOptions { plugin, platform, check_nan: false, cache: program_cache() }))
     }
 
     pub(crate) fn is_cuda(&self) -> bool {

@@ -5,7 +5,6 @@ use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::ir::plan::Plan;
 use altiplano::planner::Progress;
-use altiplano::runtime::devices::xla::XlaOptions;
 use altiplano::training::Training;
 use altiplano::verify::{Comparison, Verdict, verify};
 use altiplano::{Error, GivenStep, one_line};
@@ -45,7 +44,6 @@ impl Verify {
         progress: &dyn Progress,
     ) -> Result<(String, Result<(), Error>), Error> {
         let (xla, cuda) = (self.start.xla()?, self.start.cuda()?);
-        let xla = xla.map(|options| XlaOptions { gradients: true, ..options });
         if !plan.schedule.trains() {
             self.start.expect_no_cuda()?;
         }

@@ -25,7 +25,7 @@ pub const GPT2: &str =
 
 fn plugin() -> XlaOptions {
     let plugin = find(None, Platform::Cpu).expect("a plugin for CPUs");
-    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, gradients: true, cache: None }
+    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, cache: None }
 }
 
 fn gpt2(scratch: &Scratch, words: &str) -> Plan {
@@ -200,9 +200,7 @@ fn steps_follow_each_other_as_on_cpu_workers() {
         let (weights, mut batches) = start(&plan, &training).expect("weights and batches");
         let batches: Vec<Batch> = (0..5).map(|_| batches.take().expect("a batch")).collect();
         let cpu = Session::new(&programs, &Options::default()).expect("it runs");
-        // Gradients that nobody reads are not kept.
-        let options = XlaOptions { gradients: false, ..plugin() };
-        let xla = Session::on_xla(&programs, &options).unwrap_or_else(|error| panic!("{words}: {error}"));
+        let xla = Session::on_xla(&programs, &plugin()).unwrap_or_else(|error| panic!("{words}: {error}"));
         let (expected, weights_expected) = trained(cpu, &weights, &batches, 1e-2);
         let (losses, after) = trained(xla, &weights, &batches, 1e-2);
         for (loss, expected) in losses.iter().zip(&expected) {

@@ -1,25 +1,23 @@
 //! Bodies that one call of a step runs after another become one program for the compiler, which then fuses across them.
 //!
-//! With one microbatch these are the backward pass and all that follows it up to the update, so that gradients need not
-//! be written as sums and read again. With several microbatches they are what follows the last backward pass.
+//! They are the bodies after the last backward pass: reductions of gradients, their norm, and updates. Backward passes
+//! stay apart. Joined with the update, XLA ordered a pass that recomputes layers so that it held twice as much.
 
 use altiplano_ir::graph::{Graph, Node, ValueId};
-use altiplano_ir::literal::Literal;
 use altiplano_ir::op::{Input, Op, Parameter};
-use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Phase, Program};
+use altiplano_ir::program::{Body, BufferId, Call, Phase, Program};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// The program with such bodies joined. Unless it `keeps_sums`, sums of gradients that only one joined body uses are
-/// values inside it, which nothing else can read.
-pub fn joined(program: &Program, keeps_sums: bool) -> Program {
+/// The program with such bodies joined.
+pub fn joined(program: &Program) -> Program {
     let mut result = program.clone();
     // Calls that overlap the next step stay apart, as do those that other calls repeat.
     if program.runs_ahead() {
         return result;
     }
     let groups = groups(program);
-    let bodies: Vec<Joined> = groups.iter().map(|calls| Joined::new(program, calls, keeps_sums)).collect();
+    let bodies: Vec<Joined> = groups.iter().map(|calls| Joined::new(program, calls)).collect();
     let (mut schedule, mut next) = (Vec::new(), 0);
     let mut new_bodies: Vec<Body> = Vec::new();
     let mut places = BTreeMap::new();
@@ -28,9 +26,6 @@ pub fn joined(program: &Program, keeps_sums: bool) -> Program {
         schedule.extend(apart.iter().map(|&call| moved(program, call, &mut new_bodies, &mut places)));
         schedule.push(Call::Run { body: new_bodies.len() as u32, microbatch: joined.microbatch });
         new_bodies.push(joined.body);
-        for id in joined.inside {
-            result.buffers[id.0 as usize].kind = BufferKind::Value;
-        }
         next = calls.end;
     }
     let rest = &program.schedule[next..];
@@ -60,7 +55,7 @@ fn groups(program: &Program) -> Vec<Range<usize>> {
     let follows = |call: &Call| match call {
         Call::Run { body, .. } => {
             let phase = program.bodies[*body as usize].phase;
-            times[body] == 1 && !matches!(phase, Phase::Totals | Phase::Forward)
+            times[body] == 1 && matches!(phase, Phase::Reduce | Phase::Norm | Phase::Update)
         }
         _ => false,
     };
@@ -98,23 +93,14 @@ fn keeps_microbatches(program: &Program, calls: &Range<usize>) -> bool {
 struct Joined {
     body: Body,
     microbatch: Option<u32>,
-    /// Buffers that nothing reads or writes any more.
-    inside: Vec<BufferId>,
 }
 
 impl Joined {
-    fn new(program: &Program, calls: &Range<usize>, keeps_sums: bool) -> Joined {
+    fn new(program: &Program, calls: &Range<usize>) -> Joined {
         let all: Vec<(u32, Option<u32>)> = program.schedule[calls.clone()].iter().filter_map(run).collect();
         let bodies: Vec<&Body> = all.iter().map(|(body, _)| &program.bodies[*body as usize]).collect();
-        let members: BTreeSet<u32> = all.iter().map(|(body, _)| *body).collect();
-        let others = program.bodies.iter().enumerate().filter(|(at, _)| !members.contains(&(*at as u32)));
-        let used: BTreeSet<BufferId> = others
-            .flat_map(|(_, body)| body.reads.iter().map(|(_, id)| *id).chain(body.writes.iter().map(|(id, _)| *id)))
-            .collect();
-        let is_sum = |id: &BufferId| matches!(program.buffer(*id).kind, BufferKind::Accumulator { .. });
-        let is_inside = |id: &BufferId| !keeps_sums && is_sum(id) && !used.contains(id);
         let mut graph = Graph::new("joined");
-        let (mut reads, mut inside) = (Vec::new(), BTreeSet::new());
+        let mut reads = Vec::new();
         let (mut held, mut written) = (BTreeMap::new(), BTreeSet::new());
         for body in &bodies {
             let leaves: BTreeMap<ValueId, BufferId> = body.reads.iter().copied().collect();
@@ -122,14 +108,6 @@ impl Joined {
             for (v, node) in body.graph.values().zip(&body.graph.nodes) {
                 let value = match leaves.get(&v) {
                     Some(id) => *held.entry(*id).or_insert_with(|| {
-                        if is_inside(id) {
-                            inside.insert(*id);
-                            return graph.append(Node {
-                                op: Op::Constant(Literal::splat(node.ty.clone(), 0.0)),
-                                operands: Vec::new(),
-                                ..node.clone()
-                            });
-                        }
                         let mut leaf = node.clone();
                         if let Op::Input(Input { name, .. }) | Op::Parameter(Parameter { name, .. }) = &mut leaf.op {
                             // Stages of one program number their own buffers.
@@ -152,13 +130,12 @@ impl Joined {
             }
         }
         let freed: BTreeSet<BufferId> = bodies.iter().flat_map(|body| &body.frees).copied().collect();
-        let outlives = |id: &BufferId| !(is_inside(id) || written.contains(id) && freed.contains(id));
+        let outlives = |id: &BufferId| !(written.contains(id) && freed.contains(id));
         let writes = written.iter().copied().filter(outlives).map(|id| (id, held[&id])).collect();
         let frees = freed.iter().copied().filter(|id| !written.contains(id)).collect();
-        inside.extend(written.iter().copied().filter(is_inside));
         let names: Vec<&str> = bodies.iter().map(|body| body.name.as_str()).collect();
         let first = bodies[0];
         let body = Body { name: names.join(", "), stage: first.stage, phase: first.phase, graph, reads, writes, frees };
-        Joined { body, microbatch: all[0].1, inside: inside.into_iter().collect() }
+        Joined { body, microbatch: all[0].1 }
     }
 }

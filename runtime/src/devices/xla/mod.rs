@@ -37,8 +37,6 @@ pub struct XlaOptions {
     pub platform: Option<Platform>,
     /// Stop at the first op that makes a NaN from inputs without one.
     pub check_nan: bool,
-    /// Keep sums of gradients after a step, so that they can be read.
-    pub gradients: bool,
     /// The folder of compiled programs, created on demand; nothing is kept without one.
     pub cache: Option<PathBuf>,
 }
@@ -88,7 +86,7 @@ impl Session {
 fn joined_bodies(programs: &Programs, options: &XlaOptions) -> Programs {
     let mut joined = programs.clone();
     if !options.check_nan {
-        joined.programs.iter_mut().for_each(|program| *program = join::joined(program, options.gradients));
+        joined.programs.iter_mut().for_each(|program| *program = join::joined(program));
     }
     joined
 }
