@@ -98,6 +98,7 @@ def measured(certificate, wall):
         f"{worst['predicted_bytes'] / 1e9:.2f}",
         f"{worst['peak_bytes'] / 1e9:.2f}",
         f"{100 * (worst['predicted_bytes'] / worst['peak_bytes'] - 1):+.1f} %",
+        f"{worst['overlapped_bytes'] / 1e9:.2f}",
         f"{worst['lasting_bytes'] / 1e9:.2f} + {worst['held_bytes'] / 1e9:.2f} + {worst['body_bytes'] / 1e9:.2f} ({worst['fullest']})",
         "; ".join(words) or "none",
         f"{wall:.0f}",
@@ -117,13 +118,13 @@ def case(name, model, nodes, options, tools, folder):
         options += " --target xla"
     done, problem = ran([planner, "plan", file, "--cluster", f"dgx-h100:{nodes}", *options.split(), "-o", plan])
     if not plan.exists():
-        return [name, options, f"no plan: {problem}", "", "", "", "", "", ""]
+        return [name, options, f"no plan: {problem}", *[""] * 7]
     begun = time.monotonic()
     done, problem = ran([altiplano, "certify", plan, "--for", TARGET, "--json"])
     wall = time.monotonic() - begun
     start = done.stdout.find("{") if done else -1
     if start < 0:
-        return [name, options, f"not certified: {problem}", "", "", "", "", "", f"{wall:.0f}"]
+        return [name, options, f"not certified: {problem}", *[""] * 6, f"{wall:.0f}"]
     return [name, options, *measured(json.loads(done.stdout[start:]), wall)]
 
 
@@ -131,15 +132,16 @@ HEAD = """# Predictions of memory beside XLA's compiler
 
 `benches/certify.py` plans each case for nodes of eight H100 and compiles the plan with `altiplano certify --for {target}` on a machine
 without a GPU: {machine}, {date}, {compiler}. Bytes are those of a device, in GB. The stage whose prediction is farthest off speaks for
-its plan. The compiler's bytes are those that last (parameters, state, sums of gradients), those held between bodies, and what the
+its plan. `compiled` is in the order that holds few bytes, `overlapped` in the one that starts communication early, which XLA's scheduler
+fills with values as far as a whole device has room; runs take it where it fits. The compiler's bytes are those that last (parameters, state, sums of gradients), those held between bodies, and what the
 fullest body takes beside its arguments. Collectives are those of a step: how many / GB, of the plan -> compiled; XLA joins small ones.
 Seconds are those of the whole command, mostly compiling.
 
 Of {plans} plans, {compiled} compile: predictions are off by {median:.1f} % in the median and by {worst:.1f} % at worst; the largest
 shortfall is {under:.1f} %.
 
-| plan | options | stages | predicted | compiled | error | lasting + held + body | collectives | seconds |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| plan | options | stages | predicted | compiled | error | overlapped | lasting + held + body | collectives | seconds |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 

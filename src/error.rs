@@ -403,7 +403,9 @@ impl Error {
     pub fn follows(&self) -> bool {
         let of_carrier = |error: &RuntimeError| match error {
             RuntimeError::Carrier(_) => true,
-            RuntimeError::Device { error, .. } => matches!(error, KernelError::Carrier { .. }),
+            RuntimeError::Device { error, .. } => {
+                matches!(error, KernelError::Carrier { .. } | KernelError::Disconnected)
+            }
             RuntimeError::Cuda(error) => matches!(**error, CudaError::Group { .. }),
             RuntimeError::Executor(error) => error.is_of_group(),
             _ => false,

@@ -25,8 +25,12 @@ pub struct Certificate {
 #[serde(deny_unknown_fields)]
 pub struct CertifiedStage {
     pub stages: Vec<u32>,
-    /// Most bytes at a time: those that last, those that are held, and those of the fullest body.
+    /// Most bytes at a time: those that last, those that are held, and those of the fullest body, compiled to hold little.
     pub peak_bytes: u64,
+    /// As [`CertifiedStage::peak_bytes`], compiled to start communication early, for which more values are held. Runs take
+    /// this order where it fits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlapped_bytes: Option<u64>,
     /// Parameters, optimizer state and sums of gradients.
     pub lasting_bytes: u64,
     /// Values that other bodies have left when the fullest body begins.

@@ -198,6 +198,10 @@ pub enum RanksError {
         "rank {rank} on {host} runs {devices} of the plan's {on_node} devices per node, but the number of GPUs that it sees is {gpus}; give each process its own GPUs, or all of the node's (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
     )]
     Gpus { rank: usize, host: String, devices: usize, on_node: usize, gpus: usize },
+    #[error(
+        "the devices of stage {stage} are in {processes} processes, and collectives of XLA's devices stay in one; start at most one process for each stage, or plan at least as many stages as processes (--pp)"
+    )]
+    Split { stage: usize, processes: usize },
     #[error("rank {rank} has {what} than rank 0; give all ranks the same files and options")]
     Differs { rank: usize, what: &'static str },
     #[error("this MPI supports only single-threaded programs; use a build with thread support")]

@@ -32,7 +32,6 @@ pub enum Tag {
     Report,
 }
 
-#[cfg(any(test, feature = "mpi"))]
 impl Tag {
     /// A tag as the head of a message between processes.
     pub(crate) fn encode(self) -> [u64; 2] {

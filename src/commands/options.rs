@@ -1,6 +1,7 @@
 //! Options shared by several subcommands, and their translation for the library.
 
 use crate::commands::fixed::FixedOptions;
+use crate::commands::ranks::Kind;
 use crate::commands::{keep_searches, warn};
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
@@ -767,7 +768,7 @@ enum DeviceKind {
 impl Start {
     /// The options of GPUs, if requested. Unusable GPUs are an error before anything is planned.
     pub(crate) fn cuda(&self) -> Result<Option<CudaOptions>, Error> {
-        self.is_cuda().then(gpus).transpose()
+        (self.kind() == Kind::Gpus).then(gpus).transpose()
     }
 
     /// The plugin of XLA's devices, if these are requested: the one that is named, or the one that is found.
@@ -788,20 +789,27 @@ impl Start {
             Some(platform) => find(self.plugin.as_deref(), platform)?,
             None => find_any(self.plugin.as_deref())?,
         };
-        Ok(Some(XlaOptions { plugin, platform, check_nan: false, cache: program_cache() }))
+        Ok(Some(XlaOptions {
+            plugin,
+            platform,
+            check_nan: false,
+            record: false,
+            memory_bytes: None,
+            cache: program_cache(),
+        }))
     }
 
-    pub(crate) fn is_cuda(&self) -> bool {
-        self.device == DeviceKind::Cuda
-    }
-
-    pub(crate) fn is_xla(&self) -> bool {
-        !matches!(self.device, DeviceKind::Cpu | DeviceKind::Cuda)
+    pub(crate) fn kind(&self) -> Kind {
+        match self.device {
+            DeviceKind::Cpu => Kind::Cpus,
+            DeviceKind::Cuda => Kind::Gpus,
+            _ => Kind::Xla,
+        }
     }
 
     /// Fails if GPUs are requested for work that does not run on them.
     pub(crate) fn expect_no_cuda(&self) -> Result<(), Error> {
-        if !self.is_cuda() {
+        if self.kind() != Kind::Gpus {
             return Ok(());
         }
         Err(Error::Option {

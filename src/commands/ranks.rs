@@ -20,9 +20,9 @@ const LONGEST_S: u64 = 7 * 24 * 3600;
 /// The engine of a plan, and the coordination of processes that run it together.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RankArguments {
-    /// Run all devices as threads of this process (threads); GPUs of processes that srun or torchrun started
-    /// (processes); or one device per MPI rank (mpi); see docs/cluster.md [default: threads; after a launcher:
-    /// processes with --device cuda, else none, which is an error]
+    /// Run all devices in this process, CPU workers as threads (threads); GPUs or XLA's devices of processes that srun or
+    /// torchrun started (processes); or one device per MPI rank (mpi); see docs/cluster.md [default: threads; after a
+    /// launcher: processes with --device cuda or xla, else none, which is an error]
     #[arg(long, value_name = "ENGINE", value_enum)]
     engine: Option<EngineName>,
     #[command(flatten)]
@@ -44,6 +44,14 @@ pub(crate) struct RankArguments {
     /// Assign ranks to devices in order, regardless of the plan's nodes
     #[arg(long)]
     ranks_anywhere: bool,
+}
+
+/// The devices that run a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Cpus,
+    Gpus,
+    Xla,
 }
 
 /// Measures in this process alone, or with the other MPI ranks.
@@ -78,11 +86,11 @@ enum MeasuringEngine {
 
 impl RankArguments {
     /// The engine of the plan, for which launchers set a default.
-    fn engine(&self, cuda: bool) -> Result<EngineName, Error> {
+    fn engine(&self, kind: Kind) -> Result<EngineName, Error> {
         match self.engine {
             Some(engine) => Ok(engine),
             None => match place()?.filter(|place| place.size > 1) {
-                Some(_) if cuda => Ok(EngineName::Processes),
+                Some(_) if kind != Kind::Cpus => Ok(EngineName::Processes),
                 Some(place) => Err(refused(&place, &["--engine", "mpi"])),
                 None => Ok(EngineName::Threads),
             },
@@ -90,27 +98,28 @@ impl RankArguments {
     }
 
     /// The option that makes this process one of several, as the user would type it.
-    pub(crate) fn option_of_many(&self, cuda: bool) -> Result<Option<&'static str>, Error> {
-        Ok(match self.engine(cuda)? {
+    pub(crate) fn option_of_many(&self, kind: Kind) -> Result<Option<&'static str>, Error> {
+        Ok(match self.engine(kind)? {
             EngineName::Threads => None,
             EngineName::Processes => Some("--engine processes"),
             EngineName::Mpi => Some("--engine mpi"),
         })
     }
 
-    /// Runs a function on the processes that run the plan, on GPUs or not. If there are several and it fails on one, it
-    /// ends all of them and does not return.
-    pub(crate) fn on_team(self, cuda: bool, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
-        let engine = self.engine(cuda)?;
+    /// Runs a function on the processes that run the plan. If there are several and it fails on one, it ends all of them
+    /// and does not return.
+    pub(crate) fn on_team(self, kind: Kind, run: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
+        let engine = self.engine(kind)?;
         let of_ranks = "applies only to MPI ranks; it needs --engine mpi";
-        let of_cpus = "applies only to CPUs; NCCL chooses its own order of summation";
+        let of_cpus = "applies only to CPU workers; NCCL and XLA choose their own order of summation";
         let of_many = "applies only to several processes; it needs --engine processes or mpi";
-        let of_gpus = "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
+        let of_gpus =
+            "needs --device cuda or xla; CPU workers of several processes communicate over MPI, with --engine mpi";
         let of_processes = "applies only to --engine processes";
         let refused = [
-            (engine == EngineName::Processes && !cuda, "--engine processes", of_gpus),
+            (engine == EngineName::Processes && kind == Kind::Cpus, "--engine processes", of_gpus),
             (self.reduce_in_order && engine != EngineName::Mpi, "--reduce-in-order", of_ranks),
-            (self.reduce_in_order && cuda, "--reduce-in-order", of_cpus),
+            (self.reduce_in_order && kind != Kind::Cpus, "--reduce-in-order", of_cpus),
             (self.ranks_anywhere && engine == EngineName::Threads, "--ranks-anywhere", of_many),
             (self.rendezvous.is_some() && engine != EngineName::Processes, "--rendezvous", of_processes),
             (self.listen.is_some() && engine != EngineName::Processes, "--listen", of_processes),
@@ -194,7 +203,7 @@ fn on_world(world: World, run: impl FnOnce(World) -> Result<(), Error>) -> Resul
 
 #[cfg(not(feature = "mpi"))]
 fn on_ranks(_: LostArguments, _: bool, _: bool, _: impl FnOnce(Team) -> Result<(), Error>) -> Result<(), Error> {
-    let problem = "this altiplano was built without MPI; where one is installed (Debian: libopenmpi-dev openmpi-bin libclang-dev), build it by `cargo build --release --features mpi`; GPUs of several nodes need none, with --engine processes";
+    let problem = "this altiplano was built without MPI; where one is installed (Debian: libopenmpi-dev openmpi-bin libclang-dev), build it by `cargo build --release --features mpi`; GPUs and XLA's devices of several nodes need none, with --engine processes";
     Err(Error::Option { option: "--engine mpi", problem })
 }
 

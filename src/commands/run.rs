@@ -90,17 +90,9 @@ pub(crate) struct Run {
 
 impl Run {
     pub(crate) fn run(self) -> Result<(), Error> {
-        let cuda = self.start.is_cuda();
-        let of_many = self.ranks.option_of_many(cuda)?;
-        if self.start.is_xla() {
-            let problem = "runs on CPUs and with --device cuda; XLA's devices belong to one process so far";
-            of_many.map_or(Ok(()), |option| Err(Error::Option { option, problem }))?;
-            if self.trace.is_some() {
-                let problem = "is not recorded on XLA's devices so far; leave it out, or run without --device";
-                return Err(Error::Option { option: "--trace", problem });
-            }
-        }
-        self.ranks.clone().on_team(cuda, |team| self.run_on(team, of_many))
+        let kind = self.start.kind();
+        let of_many = self.ranks.option_of_many(kind)?;
+        self.ranks.clone().on_team(kind, |team| self.run_on(team, of_many))
     }
 
     /// `of_many` is the option that makes this process one of several, if any.
@@ -125,7 +117,8 @@ impl Run {
                 return Err(Error::Option { option, problem });
             }
         }
-        let xla = xla.map(|options| XlaOptions { check_nan: self.check_nan, ..options });
+        let (check_nan, record) = (self.check_nan, self.trace.is_some());
+        let xla = xla.map(|options| XlaOptions { check_nan, record, ..options });
         let training = Training { xla, ..self.training(&plan, cuda, given.as_ref())? };
         say(format!("{}: {}", plan.model, one_line(&plan)))?;
         if let Some(profile) = &plan.profile {

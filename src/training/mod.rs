@@ -328,7 +328,13 @@ pub fn session(plan: &Plan, options: &Options) -> Result<Session, Error> {
 fn xla_session(plan: &Plan, options: &XlaOptions) -> Result<Session, Error> {
     let on_cpu = options.platform == Some(Platform::Cpu);
     let programs = if on_cpu { programs_here(plan)? } else { programs(plan)? };
-    Ok(Session::on_xla(&programs, options)?)
+    Ok(Session::on_xla(&programs, &with_memory(plan, options))?)
+}
+
+/// The options with the memory of the plan's devices, unless another limit is given.
+fn with_memory(plan: &Plan, options: &XlaOptions) -> XlaOptions {
+    let of_plan = || plan.cluster.groups.iter().map(|group| group.device.memory_bytes).min();
+    XlaOptions { memory_bytes: options.memory_bytes.or_else(of_plan), ..options.clone() }
 }
 
 /// The programs of a plan, all devices of which have to fit into this machine.

@@ -1,8 +1,8 @@
 //! The processes that run a plan together, and their sessions: CPU workers, GPUs or XLA's devices of one process, this
-//! process's share of the GPUs of many, or one device of many ranks.
+//! process's share of the GPUs or of XLA's devices of many, or one device of many ranks.
 
 use crate::error::Error;
-use crate::training::{Training, session, xla_session};
+use crate::training::{Training, programs_here, session, with_memory, xla_session};
 use altiplano_ir::plan::Plan;
 use altiplano_planner::programs;
 use altiplano_runtime::devices::cuda::CudaOptions;
@@ -10,6 +10,7 @@ use altiplano_runtime::devices::cuda::CudaOptions;
 use altiplano_runtime::mpi::{Communicator, RankOptions};
 use altiplano_runtime::ranks::{Layout, World};
 use altiplano_runtime::{Options, Session};
+use altiplano_xla::pjrt::Platform;
 #[cfg(feature = "mpi")]
 use std::sync::Arc;
 
@@ -43,7 +44,9 @@ impl Team {
         world.expect_same("another plan", &fingerprint(&plan.to_json()))?;
         // Library locations differ between hosts, and free GPU memory is no option.
         let cuda = training.cuda.as_ref().map(|options| options.running);
-        let said = format!("{:?} {cuda:?} {anywhere}{}", Training { cuda: None, ..training.clone() }, self.of_mpi());
+        let xla = training.xla.as_ref().map(|options| options.platform);
+        let alike = Training { cuda: None, xla: None, ..training.clone() };
+        let said = format!("{alike:?} {cuda:?} {xla:?} {anywhere}{}", self.of_mpi());
         Ok(world.expect_same("other options", &fingerprint(&said))?)
     }
 
@@ -74,20 +77,31 @@ impl Team {
                 };
             }
             #[cfg(feature = "mpi")]
-            Team::Ranks { world, anywhere, mpi: Some((all, options)) } if training.cuda.is_none() => {
+            Team::Ranks { world, anywhere, mpi: Some((all, options)) }
+                if training.cuda.is_none() && training.xla.is_none() =>
+            {
                 let options = RankOptions { check_nan: training.check_nan, ..options };
                 let layout = Layout { nodes: nodes(plan), anywhere };
                 return Ok(Session::on_ranks(world, &all, &programs(plan)?, &layout, &options)?);
             }
             Team::Ranks { world, anywhere, .. } => (world, anywhere),
         };
-        let Some(options) = &training.cuda else {
-            let problem =
-                "needs GPUs (--device cuda); CPUs of several processes communicate over MPI, with --engine mpi";
-            return Err(Error::Option { option: "--engine processes", problem });
-        };
         let layout = Layout { nodes: nodes(plan), anywhere };
-        Ok(Session::on_gpus_of(world, &programs(plan)?, &layout, &of_plan(plan, options))?)
+        match (&training.cuda, &training.xla) {
+            (_, Some(options)) => {
+                // Processes of one machine share its memory.
+                let here = options.platform == Some(Platform::Cpu) && world.local() == world.size();
+                let programs = if here { programs_here(plan)? } else { programs(plan)? };
+                Ok(Session::on_xla_of(world, &programs, &layout, &with_memory(plan, options))?)
+            }
+            (Some(options), None) => {
+                Ok(Session::on_gpus_of(world, &programs(plan)?, &layout, &of_plan(plan, options))?)
+            }
+            (None, None) => {
+                let problem = "needs --device cuda or xla; CPU workers of several processes communicate over MPI, with --engine mpi";
+                Err(Error::Option { option: "--engine processes", problem })
+            }
+        }
     }
 }
 

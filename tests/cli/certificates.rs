@@ -16,6 +16,7 @@ pub fn certified(file: &str) -> Plan {
     let stage = CertifiedStage {
         stages: vec![0],
         peak_bytes: 6_000_000_000,
+        overlapped_bytes: Some(7_500_000_000),
         lasting_bytes: 1_000_000_000,
         held_bytes: 2_000_000_000,
         body_bytes: 3_000_000_000,
@@ -45,9 +46,14 @@ fn a_plan_keeps_its_certificate_until_it_changes() {
     let plan = certified(&file);
     std::fs::write(&file, plan.to_json()).expect("a file");
     let text = succeeds(&["inspect", &file]);
-    for part in
-        ["compiled for cuda:H100 (84.9 GB) by some-compiler 1.2", "fits", "6.00 GB", "7 with 70.0 MB", "2 with 70.0 MB"]
-    {
+    for part in [
+        "compiled for cuda:H100 (84.9 GB) by some-compiler 1.2",
+        "fits",
+        "6.00 GB",
+        "7.50 GB",
+        "7 with 70.0 MB",
+        "2 with 70.0 MB",
+    ] {
         assert!(text.contains(part), "'{part}' is missing:\n{text}");
     }
     let page = scratch.path("plan.html");
@@ -72,6 +78,7 @@ fn compiled(plan: &Plan, times: f64, device_bytes: u64) -> Certificate {
     let stage = |(s, stage): (usize, &Stage)| CertifiedStage {
         stages: vec![s as u32],
         peak_bytes: (times * stage.predicted.peak_bytes as f64) as u64,
+        overlapped_bytes: None,
         lasting_bytes: 0,
         held_bytes: 0,
         body_bytes: 0,

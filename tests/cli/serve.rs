@@ -161,6 +161,11 @@ fn a_judgement_is_the_plan_that_software_of_fixed_degrees_has() {
         }
     }
     assert!(fitting >= 6, "{fitting} configurations fit");
+    // A configuration of which the options alone say that it cannot be.
+    let odd = json!({"model": model, "cluster": "dgx-a100:1", "global_batch": 48, "dp": 8, "micro_batch_size": 4});
+    let judged = server.result("judge", odd);
+    assert_eq!(judged["fits"], false, "{judged}");
+    assert!(judged["reason"].as_str().is_some_and(|reason| reason.contains("--micro-batch-size: 4")), "{judged}");
     server.end();
 }
 

@@ -3,6 +3,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub mod offloading;
+pub mod processes;
 pub mod steps;
 
 use altiplano::ir::dtype::DType;

@@ -127,6 +127,7 @@ class Asker:
             assert error.message and "\n" not in error.message.split(":")[0], error.message
         if method == "judge" and outcome == "answered":
             outcome = "fits" if answer["fits"] else "does not fit" if "step_time_s" in answer else "cannot be"
+        assert kind != "judge" or not isinstance(answer, altiplano.Error), (params, answer)
         assert kind != "bad" or outcome not in ("answered", "fits"), (method, params, answer)
         self.counts[kind, outcome] += 1
         if kind == "plan" and outcome == "answered":
@@ -137,7 +138,8 @@ class Asker:
             same, said = agrees(kind, answer, line)
             if same and kind == "judge":
                 model = next(model for model in self.models if model.handle == params["model"])
-                same, said = judged_alone(model, params) == answer, "another answer of a fresh process"
+                alone = judged_alone(model, params)
+                same, said = alone == answer, f"a fresh process answers {alone}"
             if not same:
                 self.differ.append((params, line, said))
 
@@ -148,7 +150,7 @@ def words(options):
 
 
 def judged_alone(model, params):
-    """The judgement of a process that has answered nothing else."""
+    """The judgement of a process that has answered nothing else, or its error."""
     load = {"id": 1, "method": "load_model", "params": {"model": model.file, **model.read}}
     judge = {"id": 2, "method": "judge", "params": {**params, "model": "model:1"}}
     with subprocess.Popen([_process.binary(), "serve", "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as alone:
@@ -157,7 +159,7 @@ def judged_alone(model, params):
             alone.stdin.flush()
             answer = json.loads(alone.stdout.readline())
         alone.stdin.close()
-    return answer["result"]
+    return answer.get("result", answer.get("error"))
 
 
 def agrees(kind, answer, line):

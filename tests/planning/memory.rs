@@ -7,8 +7,10 @@
 use crate::common::{DEMO, Scratch, altiplano, planned, shared_model, succeeds};
 use altiplano::ImportOptions;
 use altiplano::inference::infer;
+use altiplano::ir::cluster::DeviceKind;
 use altiplano::ir::plan::Plan;
-use altiplano::planner::predict::memory::cpu_peaks;
+use altiplano::planner::predict::memory::{CallKind, Category, LaneMemory, cpu_peaks, cpu_steps};
+use altiplano::planner::programs;
 use altiplano::simulate::Simulation;
 use altiplano::training::{Training, train};
 use altiplano_transforms::downscale::Goal;
@@ -228,5 +230,38 @@ fn a_run_says_what_each_worker_held() {
     for line in lines[2..].iter().take_while(|l| !l.starts_with("seconds of")) {
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(words[2..4], words[4..6], "held is predicted: {line}");
+    }
+}
+
+/// XLA keeps the arguments of a body to its end, and has its results from its start.
+#[test]
+fn values_between_bodies_of_xla_last_for_all_of_each() {
+    let scratch = Scratch::new();
+    let file = scratch.file("gpt2.json", GPT2);
+    let import = ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() };
+    let words = "local:2 dp1 tp1 pp2 micro4";
+    let plan = planned(Path::new(&file), &import, words).unwrap_or_else(|error| panic!("{error}"));
+    let programs = programs(&plan).expect("programs");
+    for program in &programs.programs {
+        let of = |whole| {
+            let steps = cpu_steps(program);
+            LaneMemory::of([program, program], &programs.transfers, &steps, DeviceKind::Cpu, whole)
+        };
+        let (ours, whole) = (of(false), of(true));
+        let mut changed = 0;
+        for (before, tensor) in ours.tensors.iter().zip(&whole.tensors) {
+            changed += usize::from(before != tensor);
+            let [born, gone] = [tensor.born, tensor.gone].map(|moment| moment.map(|moment| moment.kind));
+            let is_body = |kind: u32| matches!(whole.kinds[kind as usize].call, CallKind::Run(_));
+            if tensor.category != Category::Activations || born == gone {
+                continue;
+            }
+            let born = tensor.born.filter(|born| is_body(born.kind));
+            assert!(born.is_none_or(|born| born.point == 0), "{tensor:?}");
+            let gone = tensor.gone.filter(|gone| is_body(gone.kind));
+            assert!(gone.is_none_or(|gone| gone.point > whole.kinds[gone.kind as usize].points), "{tensor:?}");
+        }
+        assert!(changed > 0 && whole.peak_bytes > ours.peak_bytes, "{} and {}", whole.peak_bytes, ours.peak_bytes);
+        assert_eq!(whole.lasting_bytes, ours.lasting_bytes);
     }
 }

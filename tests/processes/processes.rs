@@ -2,6 +2,7 @@
 //! report in one line why not. They train like the threads of one process, bit by bit, each on its part of the data,
 //! and end together. The GPUs are emulated and communicate through files.
 
+use crate::common::processes::{Ended, Process, losses, processes};
 use crate::common::{Scratch, emulator, succeeds};
 use altiplano::load_plan;
 use altiplano::planner::programs;
@@ -9,80 +10,11 @@ use altiplano::runtime::layout::mark_rows;
 use altiplano::training::{Batches, DataOptions};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 13, "n_positions": 4, "n_embd": 8, "n_layer": 2, "n_head": 2}"#;
-
-/// One of several processes, with files for its output.
-struct Process {
-    child: Child,
-    name: PathBuf,
-    start: Instant,
-}
-
-/// The exit of a process.
-#[derive(Debug)]
-struct Ended {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-    seconds: f64,
-}
-
-impl Process {
-    /// Starts rank `rank` of `size`, with torchrun's variables.
-    fn start(scratch: &Scratch, (rank, size): (u32, u32), arguments: &[&str]) -> Process {
-        let name = (0..).map(|i| scratch.path(&format!("said-{rank}-{i}"))).find(|name| !name.exists());
-        let name = name.expect("a name");
-        let file = |name: PathBuf| std::fs::File::create(name).expect("a file in the scratch directory");
-        let child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
-            .args(arguments)
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", size.to_string())
-            .env("ALTIPLANO_CUDA", scratch.path(""))
-            .env("XDG_CACHE_HOME", scratch.path("cache"))
-            .env("EMULATED_NCCL", scratch.path(""))
-            .stdin(Stdio::null())
-            .stdout(file(name.clone()))
-            .stderr(file(name.with_extension("stderr")))
-            .spawn()
-            .expect("the binary starts");
-        Process { child, name, start: Instant::now() }
-    }
-
-    fn stdout(&self) -> String {
-        std::fs::read_to_string(&self.name).unwrap_or_default()
-    }
-
-    fn signal(&self, name: &str) {
-        let sent = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
-        assert!(sent.is_ok_and(|status| status.success()), "kill -{name}");
-    }
-
-    /// Waits until the output contains a text.
-    fn wait_for(&mut self, said: &str) {
-        while !self.stdout().contains(said) {
-            assert!(self.start.elapsed() < Duration::from_secs(120), "never said {said}: {}", self.stdout());
-            assert!(self.child.try_wait().expect("it can be waited for").is_none(), "ended: {}", self.stdout());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    fn end(mut self) -> Ended {
-        while self.child.try_wait().expect("it can be waited for").is_none() {
-            if self.start.elapsed() > Duration::from_secs(120) {
-                self.signal("KILL");
-                panic!("it hangs: {}", self.stdout());
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        let code = self.child.wait().expect("it can be waited for").code();
-        let stderr = std::fs::read_to_string(self.name.with_extension("stderr")).unwrap_or_default();
-        Ended { code, stdout: self.stdout(), stderr, seconds: self.start.elapsed().as_secs_f64() }
-    }
-}
 
 fn plan(scratch: &Scratch, cluster: &str, degrees: &[&str]) -> String {
     let model = scratch.file("gpt2.json", GPT2);
@@ -221,23 +153,10 @@ fn processes_that_do_not_fit_are_named() {
         String::from_utf8_lossy(&bare.expect("the binary starts").stderr).into_owned()
     };
     assert!(started(&["--device", "cuda", "--engine", "processes"]).contains("srun, mpirun or torchrun"));
-    assert!(started(&["--engine", "processes"]).contains("needs GPUs (--device cuda)"));
+    assert!(started(&["--engine", "processes"]).contains("needs --device cuda or xla"));
     assert!(started(&["--rendezvous", "d"]).contains("--rendezvous"));
     let no_directory = Process::start(&scratch, (1, 2), &["run", "p.json", "--device", "cuda"]).end();
     refused(&no_directory, &["rank 1 of 2 cannot find the others", "--rendezvous DIR"]);
-}
-
-/// Starts all processes of a run; each sees its own GPUs.
-fn processes(scratch: &Scratch, count: u32, arguments: &[&str]) -> Vec<Process> {
-    let directory = scratch.path("meeting").display().to_string();
-    let all = [arguments, &["--rendezvous", &directory, "--lost-after", "2"]].concat();
-    (0..count).map(|rank| Process::start(scratch, (rank, count), &all)).collect()
-}
-
-fn losses(metrics: &Path) -> Vec<f64> {
-    let text = std::fs::read_to_string(metrics).expect("metrics");
-    let loss = |line: &str| serde_json::from_str::<serde_json::Value>(line).ok()?["loss"].as_f64();
-    text.lines().map(|line| loss(line).expect("a loss")).collect()
 }
 
 /// The files of the newest checkpoint.

@@ -75,6 +75,39 @@ fn verify_runs_a_pipeline() {
     assert!(text.contains("the numbers agree"), "{text}");
 }
 
+/// Every body of a pipeline is in the trace, one after another on its devices, as on CPU workers.
+#[test]
+#[ignore = "needs a PJRT plugin"]
+fn a_trace_has_every_call() {
+    let scratch = Scratch::new();
+    let calls = |device: &str| {
+        let trace = scratch.path(&format!("trace-{device}.json")).display().to_string();
+        let plan = [DEMO, "--cluster", "local:4", "--dp", "2", "--pp", "2", "--num-microbatches", "4", "--steps", "2"];
+        succeeds(&[&["run"], &plan[..], &["--device", device, "--trace", &trace]].concat());
+        let text = std::fs::read_to_string(&trace).expect("a trace");
+        let trace: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let mut calls: Vec<(u64, String, f64, f64)> = Vec::new();
+        for event in trace["traceEvents"].as_array().expect("events") {
+            let name = event["name"].as_str().unwrap_or_default();
+            let is_call = ["forward ", "backward ", "reduce and update"].iter().any(|call| name.starts_with(call));
+            if let (true, Some(at), Some(for_us)) = (is_call, event["ts"].as_f64(), event["dur"].as_f64()) {
+                calls.push((event["pid"].as_u64().expect("a lane"), name.to_string(), at, for_us));
+            }
+        }
+        let named: std::collections::BTreeSet<(u64, String)> = calls.iter().map(|c| (c.0, c.1.clone())).collect();
+        (calls, named)
+    };
+    let ((calls, named), (_, expected)) = (calls("xla:cpu"), calls("cpu"));
+    assert_eq!(named, expected);
+    assert_eq!(named.len(), 2 * (4 + 4 + 1), "{named:?}");
+    for lane in [calls[0].0, calls[calls.len() - 1].0] {
+        let mut of_lane: Vec<_> = calls.iter().filter(|call| call.0 == lane).collect();
+        of_lane.sort_by(|a, b| a.2.total_cmp(&b.2));
+        assert!(of_lane.windows(2).all(|two| two[0].2 + two[0].3 <= two[1].2 + 1e-3), "{of_lane:?}");
+        assert!(of_lane.iter().all(|call| call.3 > 0.0), "{of_lane:?}");
+    }
+}
+
 /// A NaN is found where it is made.
 #[test]
 #[ignore = "needs a PJRT plugin"]
@@ -116,12 +149,11 @@ fn refusals_are_one_message() {
     let scratch = Scratch::new();
     let text = scratch.file("text.so", "no library");
     let missing = scratch.path("missing.so").display().to_string();
-    let cases: [(Vec<&str>, &str); 7] = [
+    let cases: [(Vec<&str>, &str); 6] = [
         (run(&["--device", "xla", "--plugin", &missing]), "there is no such file"),
         (run(&["--device", "xla:cpu", "--plugin", &text]), "cannot be opened as a PJRT plugin"),
         (run(&["--device", "xla:tpu"]), "is a plugin for cpu, not for tpu"),
         (run(&["--device", "cpu", "--plugin", &text]), "--plugin: applies only to XLA's devices"),
-        (run(&["--device", "xla", "--trace", "trace.json"]), "--trace: is not recorded on XLA's devices"),
         (run(&["--device", "xla", "--engine", "mpi"]), "--engine mpi: "),
         (vec!["verify", DEMO, "--cluster", "local:2", "--device", "xla:cuda"], "is a plugin for cpu, not for cuda"),
     ];

@@ -6,6 +6,7 @@ mod common;
 
 mod attention;
 mod command_line;
+mod processes;
 
 use altiplano::ImportOptions;
 use altiplano::ir::plan::Plan;
@@ -25,7 +26,14 @@ pub const GPT2: &str =
 
 fn plugin() -> XlaOptions {
     let plugin = find(None, Platform::Cpu).expect("a plugin for CPUs");
-    XlaOptions { plugin, platform: Some(Platform::Cpu), check_nan: false, cache: None }
+    XlaOptions {
+        plugin,
+        platform: Some(Platform::Cpu),
+        check_nan: false,
+        record: false,
+        memory_bytes: None,
+        cache: None,
+    }
 }
 
 fn gpt2(scratch: &Scratch, words: &str) -> Plan {

@@ -268,10 +268,16 @@ fn inside(g: &mut Graph, dims: &GatherDims, table: &[u64], index: ValueId) -> Va
     if explicit { g.reduce(both, Reducer::And, &[dims.index_vector_dim]) } else { both }
 }
 
-/// A sum of updates in f32 if their type has at most 16 bits, at indices of at least 32 bits.
+/// A sum of updates in f32 if their type has at most 16 bits, at indices of at least 32 bits. With one update a row there
+/// is no sum; XLA writes the result of a scatter to memory, and fuses a comparison with its users.
 fn scattered(g: &mut Graph, op: &ScatterAdd, indices: ValueId, updates: ValueId) -> Option<ValueId> {
     let dtype = g.ty(updates).dtype;
     let wide = wide_index(g, indices);
+    if op.shape.iter().product::<u64>() > 0
+        && let Some(compared) = op.compared(g, wide.unwrap_or(indices), updates)
+    {
+        return Some(compared);
+    }
     let dims = sorted(&op.dims);
     if wide.is_none() && !dtype.is_half() && dims == op.dims {
         return None;
@@ -334,6 +340,39 @@ mod tests {
     use altiplano_ir::op::Input;
     use altiplano_ir::tensor::Tensor;
     use altiplano_ir::testing::numbers::{Rng, difference, random};
+
+    /// A row's only update is selected by its position, also where its index is beyond the row.
+    #[test]
+    fn one_update_a_row_is_scattered_by_a_comparison() {
+        let dims = |batch: &[usize]| GatherDims {
+            offset_dims: Vec::new(),
+            collapsed_slice_dims: vec![1],
+            operand_batching_dims: vec![0],
+            indices_batching_dims: vec![0],
+            start_index_map: vec![1],
+            index_vector_dim: batch.len(),
+            slice_sizes: vec![1, 1],
+        };
+        for (shape, per_row, is_compared) in [([3, 5], 1, true), ([3, 5], 2, false)] {
+            let mut graph = Graph::new("scatter");
+            let mut input = |name: &str, dtype| {
+                let ty = TensorType::new(dtype, [shape[0], per_row]);
+                graph.emit(Op::Input(Input { name: name.into(), ty }), &[])
+            };
+            let (indices, updates) = (input("indices", DType::I8), input("updates", DType::BF16));
+            let op = ScatterAdd { dims: dims(&[0, 1]), shape: shape.to_vec() };
+            graph.outputs = vec![graph.emit(Op::ScatterAdd(op), &[indices, updates])];
+            let mut rng = Rng::new(5);
+            let updates = random(graph.ty(updates), (-2.0, 2.0), (0, 1), &mut rng);
+            let places = [4.0, 0.0, 7.0, 2.0, 2.0, -1.0];
+            let indices =
+                Tensor::new(graph.ty(indices).clone(), places[..graph.ty(indices).elements() as usize].to_vec());
+            let of = |g: &Graph| run(g, |v| if v.index() == 0 { indices.clone() } else { updates.clone() });
+            let legal = legalise(&graph).graph;
+            assert_eq!(legal.nodes.iter().any(|node| matches!(node.op, Op::ScatterAdd(_))), !is_compared);
+            assert_eq!(difference(&of(&legal)[0], &of(&graph)[0], 1e-12), None, "{per_row} a row");
+        }
+    }
 
     /// The gradient of pooling with gaps between the elements of a window, between those of the operand, and with
     /// negative padding.

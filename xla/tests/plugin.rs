@@ -301,7 +301,7 @@ fn programs_and_tensors_move_to_other_devices() {
     let x = graph.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[]);
     graph.outputs = vec![graph.add(x, x)];
     let text = module(&graph, &Options { donated: vec![(0, 0)], ..Options::default() });
-    let first = client.compile_on(&text, Launch::default(), &[2]).expect("it compiles");
+    let first = client.compile_on(&text, Launch::default(), &[2], &[]).expect("it compiles");
     assert_eq!(first.devices(), [2]);
     let other = client.load(&first.to_bytes().expect("bytes"), Launch::default(), &[3]).expect("it moves");
     assert_eq!(other.devices(), [3]);

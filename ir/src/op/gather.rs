@@ -54,6 +54,20 @@ pub struct ScatterAdd {
     pub shape: Vec<u64>,
 }
 
+impl ScatterAdd {
+    /// Returns true if [`ScatterAdd::compared`] has a value for indices of this shape.
+    pub fn is_compared(&self, indices: &[u64]) -> bool {
+        once_a_row(&self.dims, &self.shape, indices).is_some()
+    }
+
+    /// The same value as a comparison of positions with the index, if each place in the other dimensions has one update.
+    /// Its users can compute it on the fly.
+    pub fn compared(&self, graph: &mut Graph, indices: ValueId, updates: ValueId) -> Option<ValueId> {
+        let dim = once_a_row(&self.dims, &self.shape, graph.shape(indices))?;
+        Some(placed(graph, &self.dims, dim, &self.shape, indices, updates))
+    }
+}
+
 impl GatherDims {
     /// A lookup of rows of a table of this shape, by `batch_rank` dimensions of single indices. These come first in the
     /// result.

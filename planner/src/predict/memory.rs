@@ -10,6 +10,7 @@
 use crate::predict::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::{Op, Unary};
 use altiplano_ir::plan::Memory;
 use altiplano_ir::program::{
     Body, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
@@ -254,22 +255,25 @@ struct Walk<'a> {
     holders: Vec<u32>,
     buffers: BTreeMap<(BufferId, bool), usize>,
     kind: u32,
+    /// See [`LaneMemory::of`].
+    whole: bool,
 }
 
 impl LaneMemory {
     /// Simulates the schedule of a lane's program, whose bodies run in these steps on devices of a kind.
     pub fn new(programs: &Programs, lane: usize, steps: &[Steps<()>], device: DeviceKind) -> LaneMemory {
         let program = &programs.programs[lane];
-        LaneMemory::of(program, program, &programs.transfers, steps, device)
+        LaneMemory::of([program, program], &programs.transfers, steps, device, false)
     }
 
-    /// Like [`LaneMemory::new`], with the bodies of one program and the schedule of an equal one.
+    /// Like [`LaneMemory::new`], with the bodies of the first program and the schedule of an equal one. `whole`: XLA compiles
+    /// each body, whose arguments then last to its end, and whose results take memory from its start.
     pub fn of(
-        program: &Program,
-        scheduled: &Program,
+        [program, scheduled]: [&Program; 2],
         transfers: &[Transfer],
         steps: &[Steps<()>],
         device: DeviceKind,
+        whole: bool,
     ) -> LaneMemory {
         let mut kinds: Vec<Kind> = Vec::new();
         let mut number: BTreeMap<CallKind, u32> = BTreeMap::new();
@@ -284,6 +288,7 @@ impl LaneMemory {
             holders: Vec::new(),
             buffers: BTreeMap::new(),
             kind: 0,
+            whole,
         };
         walk.start();
         // Transfers into one buffer are alike, whoever sends them.
@@ -317,7 +322,10 @@ impl LaneMemory {
             };
             kinds.push(Kind { call: kind, points, most_bytes: 0, most_at: 0, left_bytes: 0 });
         }
-        let tensors = walk.tensors;
+        let mut tensors = walk.tensors;
+        if whole {
+            tensors.iter_mut().for_each(|tensor| tensor.last_for_bodies(&kinds));
+        }
         sum_up(&mut kinds, &tensors);
         let lasts = |t: &&Tensor| t.born.is_none() && t.category != Category::Stashed;
         let lasting_bytes = tensors.iter().filter(lasts).map(|t| t.bytes).sum();
@@ -551,6 +559,25 @@ pub fn name(programs: &Programs, lane: usize, origin: Origin) -> String {
 }
 
 impl Tensor {
+    /// Lets a value that bodies exchange last for all of each of these bodies. Lasting buffers keep their memory anyway.
+    fn last_for_bodies(&mut self, kinds: &[Kind]) {
+        use Category::{Gradients, OptimizerState, Parameters, Stashed};
+        if matches!(self.category, Parameters | Stashed | Gradients | OptimizerState) {
+            return;
+        }
+        let [born, gone] = [self.born, self.gone].map(|moment| moment.map(|moment| moment.kind));
+        let is_body = |moment: &Moment| matches!(kinds[moment.kind as usize].call, CallKind::Run(_));
+        if born == gone {
+            return;
+        }
+        if let Some(born) = self.born.as_mut().filter(|born| is_body(born)) {
+            born.point = 0;
+        }
+        if let Some(gone) = self.gone.as_mut().filter(|gone| is_body(gone)) {
+            gone.point = kinds[gone.kind as usize].points + 1;
+        }
+    }
+
     /// Points of kinds of calls at which the tensor comes and goes, and the change of the bytes held.
     fn changes(&self) -> impl Iterator<Item = (u32, u32, i64)> {
         let bytes = self.bytes as i64;
@@ -689,7 +716,7 @@ impl Walk<'_> {
                     None => {
                         if let Some(old) = replaced {
                             // Taken over, or copied because it has another holder as well.
-                            let shared = self.holders[old] > 1;
+                            let shared = self.whole || self.holders[old] > 1;
                             self.release(old, point + u32::from(shared));
                         }
                         let value = || Origin::Value { body, value: self.named(body, step.node, output.value) };
@@ -698,7 +725,8 @@ impl Walk<'_> {
                             Some(&b) => (Origin::Buffer(b), self.category(b)),
                             None => (value(), Category::Temporaries),
                         };
-                        let tensor = self.tensor(origin, category, output.bytes, Some(point));
+                        let bytes = if self.is_compared(body, output.value) { 0 } else { output.bytes };
+                        let tensor = self.tensor(origin, category, bytes, Some(point));
                         self.holders[tensor] = 1;
                         tensor
                     }
@@ -737,6 +765,21 @@ impl Walk<'_> {
             self.release(tensor, end);
         }
         end - 1
+    }
+
+    /// Returns true if XLA computes a value on the fly: a scatter of one update a row becomes a comparison.
+    fn is_compared(&self, body: u32, value: ValueId) -> bool {
+        let graph = &self.program.bodies[body as usize].graph;
+        let mut at = Some(value).filter(|v| self.whole && v.index() < graph.len());
+        while let Some(v) = at {
+            let node = graph.node(v);
+            at = match &node.op {
+                Op::ScatterAdd(op) => return op.is_compared(graph.shape(node.operands[0])),
+                Op::Convert(_) | Op::Unary(Unary::Negate) => node.operands.first().copied(),
+                _ => None,
+            };
+        }
+        false
     }
 
     /// Reads the leaves of a body into `values`. Returns the tensors of the buffers that the body takes over.

@@ -22,7 +22,7 @@ use crate::timings::{Phase, part_of, timed};
 use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
-use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Update};
+use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
@@ -359,7 +359,8 @@ pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<Bod
     let steps: Vec<_> = (0..programs.len()).into_par_iter().map(steps_of).collect();
     let memory = |lane: usize| {
         let (written, steps) = (deduped.program_of(lane), &steps[deduped.same_as[lane]]);
-        LaneMemory::of(written, &programs[lane], &deduped.programs.transfers, steps, kind(lane))
+        let both = [written, &programs[lane]];
+        LaneMemory::of(both, &deduped.programs.transfers, steps, kind(lane), plan.target == Target::Xla)
     };
     (0..programs.len()).into_par_iter().map(memory).collect()
 }

@@ -12,7 +12,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sha2::Sha256;
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -440,19 +440,24 @@ impl Hub {
 
     /// Accepts the connections of all other ranks, which know where the hub is.
     pub fn all(&self, ranks: usize) -> Result<Vec<(usize, TcpStream)>, WatchError> {
+        self.those(&(1..ranks).collect())
+    }
+
+    /// Accepts the connections of these ranks, which know where the hub is.
+    pub fn those(&self, ranks: &BTreeSet<usize>) -> Result<Vec<(usize, TcpStream)>, WatchError> {
         let end = Instant::now() + CONNECT;
         let mut links: Vec<(usize, TcpStream)> = Vec::new();
-        while links.len() + 1 < ranks {
+        while links.len() < ranks.len() {
             match self.next().map_err(WatchError::Listen)? {
                 Some((Hello { rank, .. }, stream)) => {
-                    if rank > 0 && rank < ranks && links.iter().all(|(other, _)| *other != rank) {
+                    if ranks.contains(&rank) && links.iter().all(|(other, _)| *other != rank) {
                         links.push((rank, stream));
                     }
                 }
                 None => std::thread::sleep(Duration::from_millis(2)),
             }
             if Instant::now() > end {
-                return Err(WatchError::NotAll { joined: links.len() + 1, ranks });
+                return Err(WatchError::NotAll { joined: links.len() + 1, ranks: ranks.len() + 1 });
             }
         }
         Ok(links)

@@ -3,7 +3,7 @@
 //!
 //! All of it goes through a [`World`]. It uses MPI if the processes are its ranks (`crate::mpi`). Otherwise it uses
 //! connections to the first process, found through a shared directory ([`rendezvous`]). The tensors of devices travel
-//! separately, over MPI or NCCL.
+//! separately: over MPI, over NCCL, or over connections between the processes (`post`).
 //!
 //! No process decides alone what the others must do too: signals, checkpoints and losses are agreed on through the [`World`].
 
@@ -13,6 +13,7 @@ mod failover;
 mod gather;
 mod hub;
 pub mod place;
+pub(crate) mod post;
 pub mod rendezvous;
 #[cfg(test)]
 mod simulated;

@@ -3,10 +3,11 @@
 
 use crate::collective::words_of;
 use crate::error::{KernelError, RanksError, RuntimeError};
-use crate::ranks::connect::{Address, Hub, Listen};
+use crate::ranks::connect::{Address, Hub, Listen, host_name};
 use crate::ranks::failover::{Failover, Tcp};
 use crate::ranks::watch::Watch;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Exchanges words between processes. All of them must make the same calls in the same order.
@@ -42,6 +43,8 @@ pub struct World {
     watch: Arc<Watch>,
     /// For each rank, the first rank of its machine.
     nodes: Vec<usize>,
+    /// The interfaces on which processes listen.
+    at: Listen,
     /// Keeps the type on its thread: all calls to MPI come from the thread that initialised it.
     _thread: PhantomData<*const ()>,
 }
@@ -55,7 +58,7 @@ impl World {
         let addresses: Vec<Option<Address>> = addresses.iter().map(|text| Address::decode(text)).collect();
         let me = carrier.rank();
         watch.failover(Failover::new(me, &nodes, Tcp::new(me, hub, addresses)));
-        Ok(World { carrier, watch: Arc::new(watch), nodes, _thread: PhantomData })
+        Ok(World { carrier, watch: Arc::new(watch), nodes, at, _thread: PhantomData })
     }
 
     pub fn rank(&self) -> usize {
@@ -85,9 +88,37 @@ impl World {
         self.nodes.iter().filter(|&&node| node == self.nodes[self.rank()]).count()
     }
 
+    /// The GPUs of this process among the `seen` ones: a process sees all of its node, or only its own. `shares` has the
+    /// devices of each process.
+    pub(crate) fn gpus(&self, shares: &[Vec<u32>], seen: usize) -> Result<Range<usize>, RanksError> {
+        let me = self.rank();
+        let on_node = |ranks: Range<usize>| {
+            ranks.filter(|&rank| self.nodes[rank] == self.nodes[me]).map(|rank| shares[rank].len()).sum::<usize>()
+        };
+        let (before, all, count) = (on_node(0..me), on_node(0..self.size()), shares[me].len());
+        match seen {
+            seen if seen >= all => Ok(before..before + count),
+            seen if seen >= count => Ok(0..count),
+            _ => {
+                let host = host_name();
+                Err(RanksError::Gpus { rank: me, host, devices: count, on_node: all, gpus: seen })
+            }
+        }
+    }
+
     /// See [`Carrier::tell`].
     pub fn tell(&self, words: &[u64]) -> Result<Vec<Vec<u64>>, RuntimeError> {
         self.carrier.tell(words).map_err(RuntimeError::Carrier)
+    }
+
+    /// See [`Carrier::tell_text`].
+    pub fn tell_text(&self, text: &str) -> Result<Vec<String>, RuntimeError> {
+        self.carrier.tell_text(text).map_err(RuntimeError::Carrier)
+    }
+
+    /// The interfaces on which the processes of the run listen.
+    pub(crate) fn listens_at(&self) -> Listen {
+        self.at
     }
 
     /// See [`Carrier::gather`].

@@ -3,6 +3,7 @@
 use crate::device::{Command, Reply};
 use crate::error::{KernelError, RuntimeError};
 use crate::ranks::World;
+use crate::roster::Roster;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -21,6 +22,9 @@ pub(crate) trait Devices {
 
     /// Peak bytes that each of [`Devices::ranks`] holds in its own memory and in that of its host.
     fn peak_bytes(&self) -> Vec<[u64; 2]>;
+
+    /// Tells the programs of an evaluation, before each device has its [`Command::Prepare`].
+    fn will_evaluate(&mut self, _roster: &Roster) {}
 
     /// The processes that run the devices, if there are several.
     fn world(&self) -> Option<&World> {

@@ -425,6 +425,7 @@ impl Session {
         if devices(&roster) != devices(&self.roster) {
             return Err(RuntimeError::Ranks(Box::new(RanksError::Devices)));
         }
+        self.devices.will_evaluate(&roster);
         for (p, plan) in roster.plans.iter().enumerate() {
             let receives = |id: BufferId| programs.transfers.iter().any(|t| t.target == (p as u32, id));
             let weights = shared_weights(&self.roster.plans[p].program, &plan.program, receives)?;

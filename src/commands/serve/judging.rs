@@ -44,17 +44,17 @@ impl Judge {
         let source = session.source(&self.model, &self.options)?;
         let judge = source.judge(&self.plan)?;
         let mut request = judge.request().clone();
-        self.plan.fixed.fix(&mut request)?;
+        match self.plan.fixed.fix(&mut request) {
+            Err(error @ Error::Plan(_)) => return Ok(cannot_be(&error)),
+            fixed => fixed?,
+        }
         if request.schedule == Some(Schedule::PipeDream) {
             let problem = "pipedream is not judged, but planned: `plan` takes it";
             return Err(Error::Option { option: "--schedule", problem }.into());
         }
         let plan = match judge.judged(&request, &Rooflines::of(&request.cluster)) {
             Ok(plan) => plan,
-            Err(failure) => {
-                let error = Error::from(failure);
-                return Ok(json!({"fits": false, "kind": error.kind(), "reason": error.to_string()}));
-            }
+            Err(failure) => return Ok(cannot_be(&failure.into())),
         };
         let mut figures = figures(&plan);
         if !fits(&plan) {
@@ -64,4 +64,9 @@ impl Judge {
         }
         Ok(figures)
     }
+}
+
+/// The judgement of a configuration that no plan has.
+fn cannot_be(why: &Error) -> Value {
+    json!({"fits": false, "kind": why.kind(), "reason": why.to_string()})
 }

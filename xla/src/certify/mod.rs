@@ -11,7 +11,7 @@ pub use targets::{TARGETS, Target};
 
 use crate::attention;
 use crate::hlo::{self, Collectives, Kind};
-use crate::pjrt::{Compiled, Launch, Memory, PjrtError, Platform, Plugin, Topology};
+use crate::pjrt::{Compiled, Launch, Memory, Order, PjrtError, Platform, Plugin, Topology};
 use crate::program::{anonymous, begun_sums, body_text};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
@@ -40,7 +40,10 @@ pub enum CertifyError {
 /// The compiler's figures for one body.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Certified {
+    /// In the order that holds few bytes.
     pub memory: Memory,
+    /// In the order that starts communication early; the same for a body without.
+    pub overlapped: Memory,
     /// Collectives that the compiler emitted.
     pub collectives: Collectives,
     /// Seconds of compiling.
@@ -131,29 +134,41 @@ impl Certifier {
     ) -> Result<Result<Certified, PjrtError>, CertifyError> {
         let launch = Launch { replicas: program.mesh.num_devices(), ..Launch::default() };
         let begun = Instant::now();
-        let topology = &self.topologies[&size];
-        let attempts = self.target.settings(self.plugin.path());
+        let little = match self.compiled(text, launch, size, Order::Memory)? {
+            Ok(compiled) => compiled,
+            Err(refused) => return Ok(Err(refused)),
+        };
+        let has_orders = self.target.platform == Platform::Cuda && !planned(body, &program.mesh).is_empty();
+        let early = has_orders.then(|| self.compiled(text, launch, size, Order::Overlap)).transpose()?;
+        // A program that does not compile in this order runs in the other one.
+        let early = early.and_then(Result::ok);
+        let taken = early.as_ref().unwrap_or(&little);
+        let seconds = begun.elapsed().as_secs_f64();
+        let collectives = emitted(taken)?.ok_or_else(|| CertifyError::Form(body.name.clone()))?;
+        Ok(Ok(Certified { memory: little.memory()?, overlapped: taken.memory()?, collectives, seconds, again: false }))
+    }
+
+    /// Compiles a text, with the first settings of the target that succeed.
+    fn compiled(
+        &self,
+        text: &str,
+        launch: Launch,
+        size: (u32, u32),
+        order: Order,
+    ) -> Result<Result<Compiled, PjrtError>, CertifyError> {
         let mut refused = None;
-        let mut compiled = None;
-        for settings in &attempts {
-            match topology.compile(text, launch, settings) {
-                Ok(done) => {
-                    compiled = Some(done);
-                    break;
-                }
+        for mut settings in self.target.settings(self.plugin.path()) {
+            if self.target.platform == Platform::Cuda {
+                settings.extend(order.settings());
+            }
+            match self.topologies[&size].compile(text, launch, &settings) {
+                Ok(compiled) => return Ok(Ok(compiled)),
                 // The last settings are those that most programs compile with.
                 Err(error @ PjrtError::Refused { .. }) => refused = Some(error),
                 Err(error) => return Err(error.into()),
             }
         }
-        let compiled = match (compiled, refused) {
-            (Some(compiled), _) => compiled,
-            (None, Some(error)) => return Ok(Err(error)),
-            (None, None) => return Err(CertifyError::Form(body.name.clone())),
-        };
-        let seconds = begun.elapsed().as_secs_f64();
-        let collectives = emitted(&compiled)?.ok_or_else(|| CertifyError::Form(body.name.clone()))?;
-        Ok(Ok(Certified { memory: compiled.memory()?, collectives, seconds, again: false }))
+        refused.map(Err).ok_or_else(|| CertifyError::Form("program".to_string()))
     }
 }
 
@@ -208,8 +223,12 @@ pub fn add(all: &mut Collectives, more: &Collectives, times: u64) {
     }
 }
 
-/// The fullest moment of each stage, if all its bodies compile.
-pub fn peak_of(programs: &Programs, index: usize, stage: &Stage) -> Option<Peak> {
-    let memory: Option<Vec<Memory>> = stage.bodies.iter().map(|body| Some(body.as_ref().ok()?.memory)).collect();
+/// The fullest moment of a stage in one of the orders, if all its bodies compile.
+pub fn peak_of(programs: &Programs, index: usize, stage: &Stage, order: Order) -> Option<Peak> {
+    let memory = |certified: &Certified| match order {
+        Order::Memory => certified.memory,
+        Order::Overlap => certified.overlapped,
+    };
+    let memory: Option<Vec<Memory>> = stage.bodies.iter().map(|body| Some(memory(body.as_ref().ok()?))).collect();
     Some(peak(&programs.programs[index], &programs.transfers, &memory?))
 }

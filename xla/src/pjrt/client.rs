@@ -130,13 +130,19 @@ impl Client {
 
     /// Compiles StableHLO text for devices that XLA chooses, the first ones.
     pub fn compile(&self, module: &str, launch: Launch) -> Result<Executable, PjrtError> {
-        self.compile_on(module, launch, &[])
+        self.compile_on(module, launch, &[], &[])
     }
 
-    /// Compiles StableHLO text for these devices, one for each replica.
-    pub fn compile_on(&self, module: &str, launch: Launch, devices: &[usize]) -> Result<Executable, PjrtError> {
+    /// Compiles StableHLO text for these devices, one for each replica, with XLA's own settings.
+    pub fn compile_on(
+        &self,
+        module: &str,
+        launch: Launch,
+        devices: &[usize],
+        settings: &[ClientOption],
+    ) -> Result<Executable, PjrtError> {
         let plugin = &self.inner.plugin;
-        let options = launch.encoded(&[], &self.ids(devices)?);
+        let options = launch.encoded(settings, &self.ids(devices)?);
         let program = sys::Program::of_text(module);
         let mut arguments = sys::ClientCompile {
             client: self.inner.client,

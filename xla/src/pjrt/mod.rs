@@ -20,7 +20,7 @@ pub use client::{Buffer, Client, Executable, Launched};
 pub use compiled::{Compiled, Memory};
 pub use error::PjrtError;
 pub use find::{Platform, at_hand, find, find_any, package, platform_of, site_packages};
-pub use options::{ClientOption, Launch};
+pub use options::{ClientOption, Launch, Order};
 pub use plugin::Plugin;
 pub use topology::Topology;
 

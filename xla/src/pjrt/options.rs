@@ -21,6 +21,23 @@ pub struct Launch {
     pub partitions: u32,
 }
 
+/// How XLA orders the ops of a program for GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Order {
+    /// Communication starts early. XLA holds more values for it, as far as a device's whole memory permits.
+    Overlap,
+    /// As few bytes as possible are held.
+    Memory,
+}
+
+impl Order {
+    /// XLA's settings for the order, under its default of starting communication early.
+    pub fn settings(self) -> Vec<ClientOption> {
+        let pass = || ClientOption::Text("xla_disable_hlo_passes".into(), "latency-hiding-scheduler".into());
+        (self == Order::Memory).then(pass).into_iter().collect()
+    }
+}
+
 impl Default for Launch {
     fn default() -> Self {
         Launch { replicas: 1, partitions: 1 }

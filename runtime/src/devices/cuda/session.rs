@@ -21,7 +21,6 @@ use crate::error::{RanksError, RuntimeError};
 use crate::host::HostTensor;
 use crate::layout::{held_indices, summand_of};
 use crate::mailbox::Mailbox;
-use crate::ranks::connect::host_name;
 use crate::ranks::{Layout, World};
 use crate::roster::Roster;
 use crate::session::{Answer, Devices, Session, Workers};
@@ -240,22 +239,9 @@ impl Shares {
         let process = |device: &u32| shares.iter().position(|share| share.contains(device));
         let process_of: Option<Vec<usize>> = devices.iter().map(process).collect();
         let process_of = process_of.ok_or_else(|| failed(RanksError::Devices))?;
-        // A process sees all GPUs of its node, or only its own.
-        let (me, nodes) = (world.rank(), world.nodes());
-        let on_node = |ranks: std::ops::Range<usize>| {
-            ranks.filter(|&rank| nodes[rank] == nodes[me]).map(|rank| shares[rank].len()).sum::<usize>()
-        };
-        let (before, all, count) = (on_node(0..me), on_node(0..world.size()), shares[me].len());
-        let first = match gpus {
-            gpus if gpus >= all => before,
-            gpus if gpus >= count => 0,
-            _ => {
-                let host = host_name();
-                return Err(failed(RanksError::Gpus { rank: me, host, devices: count, on_node: all, gpus }));
-            }
-        };
+        let (me, own_gpus) = (world.rank(), world.gpus(&shares, gpus).map_err(failed)?);
         let own = (0..devices.len()).filter(|&rank| process_of[rank] == me);
-        Ok(Shares { own: own.zip(first..).collect(), process_of })
+        Ok(Shares { own: own.zip(own_gpus).collect(), process_of })
     }
 }
 

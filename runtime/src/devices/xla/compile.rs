@@ -6,7 +6,7 @@ use altiplano_ir::graph::Graph;
 use altiplano_ir::literal::Literal;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::types::TensorType;
-use altiplano_xla::pjrt::{Client, Executable, Launch, Memory, PjrtError, Platform};
+use altiplano_xla::pjrt::{Client, Executable, Launch, Memory, Order, PjrtError, Platform};
 use altiplano_xla::program::{Printing, graph_text};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -28,11 +28,14 @@ pub(super) struct Compiler {
     pub client: Client,
     /// The ids of the plan's devices. The first one is the client's first device, and so on.
     ids: Vec<u32>,
-    done: RefCell<BTreeMap<String, Vec<Rc<Loaded>>>>,
+    /// Programs by order and text.
+    done: RefCell<BTreeMap<(Order, String), Vec<Rc<Loaded>>>>,
     /// Programs of earlier runs.
     cache: Option<CodeCache>,
     /// True if XLA has kernels for attention on these devices.
     pub has_attention: bool,
+    /// True if XLA compiles programs in either order for these devices.
+    pub has_orders: bool,
     /// The plugin and the machine, on which compiled code depends beside its text.
     machine: String,
 }
@@ -41,7 +44,9 @@ impl Compiler {
     /// Keeps compiled programs in a folder, if there is one.
     pub(super) fn new(client: Client, ids: Vec<u32>, cache: Option<PathBuf>) -> Result<Compiler, PjrtError> {
         let machine = machine(&client)?;
-        let has_attention = client.platform()? == Platform::Cuda.name();
+        let platform = client.platform()?;
+        let has_attention = platform == Platform::Cuda.name();
+        let has_orders = platform != Platform::Tpu.name();
         let cache = cache.filter(|_| machine.is_some()).map(|folder| CodeCache { folder, extension: "pjrt" });
         Ok(Compiler {
             client,
@@ -49,6 +54,7 @@ impl Compiler {
             done: RefCell::default(),
             cache,
             has_attention,
+            has_orders,
             machine: machine.unwrap_or_default(),
         })
     }
@@ -59,13 +65,15 @@ impl Compiler {
     }
 
     /// Compiles a text for these devices, one for each replica. Equal texts are compiled once, here and in earlier runs.
-    pub(super) fn program(&self, text: String, devices: &[usize]) -> Result<Rc<Loaded>, PjrtError> {
+    pub(super) fn program(&self, text: String, devices: &[usize], order: Order) -> Result<Rc<Loaded>, PjrtError> {
         let mut done = self.done.borrow_mut();
+        let settings = if self.has_orders { order.settings() } else { Vec::new() };
+        let text = (order, text);
         if let Some(found) = done.get(&text).and_then(|all| all.iter().find(|p| p.executable.devices() == devices)) {
             return Ok(found.clone());
         }
         let launch = Launch { replicas: devices.len() as u32, ..Launch::default() };
-        let key = format!("{}\n{} replicas\n{text}", self.machine, devices.len());
+        let key = format!("{}\n{} replicas, {settings:?}\n{}", self.machine, devices.len(), text.1);
         let copied = || {
             let first = done.get(&text)?.iter().find(|program| program.is_compiled)?;
             let executable = self.client.load(&first.executable.to_bytes().ok()?, launch, devices).ok()?;
@@ -75,7 +83,7 @@ impl Compiler {
         let loaded = match self.cached(&key, launch, devices).or_else(copied) {
             Some(loaded) => loaded,
             None => {
-                let executable = self.client.compile_on(&text, launch, devices)?;
+                let executable = self.client.compile_on(&text.1, launch, devices, &settings)?;
                 let none = Memory { arguments: 0, outputs: 0, aliased: 0, temporary: 0, code: 0 };
                 let memory = executable.compiled().and_then(|compiled| compiled.memory()).unwrap_or(none);
                 let loaded = Loaded { executable, memory, is_compiled: true };
@@ -113,7 +121,7 @@ impl Compiler {
     pub(super) fn zeros(&self, types: &[TensorType], mesh: &Mesh, devices: &[usize]) -> Result<Rc<Loaded>, PjrtError> {
         let mut graph = Graph::new("zeros");
         graph.outputs = types.iter().map(|ty| graph.constant(Literal::splat(ty.clone(), 0.0))).collect();
-        self.program(graph_text(graph, mesh, &Printing::default()), devices)
+        self.program(graph_text(graph, mesh, &Printing::default()), devices, Order::Memory)
     }
 }
 

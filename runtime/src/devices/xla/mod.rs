@@ -1,23 +1,28 @@
 //! Sessions on the devices of XLA, through a PJRT plugin for CPUs, GPUs or TPUs.
 //!
-//! The thread of the session drives all devices: it follows the schedules of all programs and starts their bodies without
-//! waiting for them, in an order in which every value exists when it is read. Parameters, optimizer state, gradients and
-//! values between bodies stay on the devices.
+//! The thread of the session drives all devices of its process: it follows the schedules of their programs and starts
+//! bodies without waiting for them, in an order in which every value exists when it is read. Parameters, optimizer state,
+//! gradients and values between bodies stay on the devices.
+//!
+//! Collectives stay in one process, so that each process runs whole programs, and sends what others read.
 
 mod bytes;
+mod clock;
 mod compile;
 mod nan;
 mod running;
 mod stage;
+mod team;
 mod transfer;
 
 use crate::check::check;
-use crate::device::{Command, Plan, Reply};
+use crate::device::{Command, Reply};
 use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::HostTensor;
+use crate::ranks::{Layout, World};
 use crate::roster::Roster;
 use crate::session::{Devices, Session};
-use altiplano_ir::program::{BufferId, Programs};
+use altiplano_ir::program::{BufferId, Program, Programs};
 use altiplano_xla::certify::peak;
 use altiplano_xla::join;
 use altiplano_xla::pjrt::{Client, ClientOption, Memory, PjrtError, Platform, Plugin, platform_of};
@@ -27,6 +32,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use team::Share;
 
 /// Options of a session on XLA's devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +43,10 @@ pub struct XlaOptions {
     pub platform: Option<Platform>,
     /// Stop at the first op that makes a NaN from inputs without one.
     pub check_nan: bool,
+    /// Record a timeline of each step.
+    pub record: bool,
+    /// The memory of a device. Programs that would take more are compiled to hold less, with less overlap.
+    pub memory_bytes: Option<u64>,
     /// The folder of compiled programs, created on demand; nothing is kept without one.
     pub cache: Option<PathBuf>,
 }
@@ -58,34 +68,54 @@ impl Session {
     /// Compiles the bodies of programs for the devices of a plugin. Parameters and state are zero. A plugin for CPUs makes
     /// as many devices as the programs need.
     pub fn on_xla(programs: &Programs, options: &XlaOptions) -> Result<Session, RuntimeError> {
-        check(programs)?;
-        let programs = &joined_bodies(programs, options);
-        let ids: BTreeSet<u32> = programs.programs.iter().flat_map(|program| &program.devices).copied().collect();
-        let client = open(options, ids.len())?;
-        let compiler =
-            Rc::new(Compiler::new(client, ids.into_iter().collect(), options.cache.clone()).map_err(XlaError::from)?);
-        let roster = Roster::new(programs, options.check_nan, |_| false);
-        let running = Running::new(&roster, &compiler)?;
-        let bodies: Vec<Vec<Memory>> = running.stages.iter().map(|stage| stage.memory()).collect();
-        let most = programs.programs.iter().zip(&bodies).map(|(p, bodies)| peak(p, &programs.transfers, bodies).bytes);
-        let devices = XlaDevices {
-            peaks: most.zip(&programs.programs).flat_map(|(bytes, p)| vec![[bytes, 0]; p.devices.len()]).collect(),
-            replies: (0..roster.num_ranks()).map(|_| VecDeque::new()).collect(),
-            roster: roster.clone(),
-            compiler,
-            running,
-            arrived: 0,
-            prepared: Vec::new(),
-            evaluation: None,
-        };
-        Ok(Session::over(roster, Box::new(devices), false))
+        start(programs, options, Share::whole(programs))
+    }
+
+    /// As [`Session::on_xla`], for this process's share of the programs. All processes of the world must call it.
+    pub fn on_xla_of(
+        world: World,
+        programs: &Programs,
+        layout: &Layout,
+        options: &XlaOptions,
+    ) -> Result<Session, RuntimeError> {
+        start(programs, options, Share::of(world, programs, layout)?)
     }
 }
 
-/// The programs with bodies joined that run one after another, unless each op has to be found again.
+fn start(programs: &Programs, options: &XlaOptions, share: Share) -> Result<Session, RuntimeError> {
+    check(programs)?;
+    let programs = &joined_bodies(programs, options);
+    let share = Rc::new(share);
+    let own = || share.own.iter().map(|&p| &programs.programs[p]);
+    let ids: BTreeSet<u32> = own().flat_map(|program| &program.devices).copied().collect();
+    let client = open(options, ids.len(), &share)?;
+    let compiler =
+        Rc::new(Compiler::new(client, ids.into_iter().collect(), options.cache.clone()).map_err(XlaError::from)?);
+    let roster = Roster::new(programs, options.check_nan, |_| false);
+    let limit = options.memory_bytes.map(|bytes| (bytes as f64 * f64::from(MEMORY_FRACTION)) as u64);
+    let running = Running::new(&roster, &compiler, &share, limit)?;
+    let bodies = running.stages.iter().map(|stage| stage.memory());
+    let peaks = own().zip(bodies).flat_map(|(program, bodies): (&Program, Vec<Memory>)| {
+        vec![[peak(program, &programs.transfers, &bodies).bytes, 0]; program.devices.len()]
+    });
+    let devices = XlaDevices {
+        peaks: peaks.collect(),
+        replies: share.own.iter().flat_map(|&p| roster.ranks(p)).map(|rank| (rank, VecDeque::new())).collect(),
+        roster: roster.clone(),
+        compiler,
+        running,
+        share,
+        arrived: 0,
+        prepared: (None, Vec::new()),
+        evaluation: None,
+    };
+    Ok(Session::over(roster, Box::new(devices), options.record))
+}
+
+/// The programs with bodies joined that run one after another, unless each op or body has to be found again.
 fn joined_bodies(programs: &Programs, options: &XlaOptions) -> Programs {
     let mut joined = programs.clone();
-    if !options.check_nan {
+    if !options.check_nan && !options.record {
         joined.programs.iter_mut().for_each(|program| *program = join::joined(program));
     }
     joined
@@ -95,29 +125,37 @@ fn joined_bodies(programs: &Programs, options: &XlaOptions) -> Programs {
 /// for libraries and the context.
 const MEMORY_FRACTION: f32 = 0.95;
 
-/// Opens the plugin and makes a client with enough devices.
-fn open(options: &XlaOptions, needed: usize) -> Result<Client, XlaError> {
+/// Opens the plugin and makes a client with enough devices for a process.
+fn open(options: &XlaOptions, needed: usize, share: &Share) -> Result<Client, RuntimeError> {
     let path = &options.plugin;
-    let plugin = Plugin::open(path)?;
+    let plugin = Plugin::open(path).map_err(XlaError::from)?;
     let count = [ClientOption::Number("cpu_device_count".to_string(), needed as i64)];
     let client = match options.platform.or_else(|| platform_of(path)) {
-        Some(Platform::Cpu) => plugin.client(&count)?,
-        Some(Platform::Cuda | Platform::Rocm) => {
-            plugin.client(&[ClientOption::Real("memory_fraction".to_string(), MEMORY_FRACTION)])?
-        }
-        Some(Platform::Tpu) => plugin.client(&[])?,
-        None => {
-            let client = plugin.client(&[])?;
-            match client.platform()? == Platform::Cpu.name() && client.num_devices() < needed {
-                true => plugin.client(&count)?,
-                false => client,
+        Some(Platform::Cpu) => plugin.client(&count),
+        Some(platform @ (Platform::Cuda | Platform::Rocm)) => {
+            let mut settings = vec![ClientOption::Real("memory_fraction".to_string(), MEMORY_FRACTION)];
+            if platform == Platform::Cuda {
+                // Processes of a node share its GPUs.
+                let gpus = share.gpus()?.map(|gpus| gpus.map(|gpu| gpu as i64).collect());
+                settings.extend(gpus.map(|gpus| ClientOption::Numbers("visible_devices".to_string(), gpus)));
             }
+            plugin.client(&settings)
         }
+        Some(Platform::Tpu) => plugin.client(&[]),
+        None => plugin.client(&[]).and_then(|client| {
+            match client.platform()? == Platform::Cpu.name() && client.num_devices() < needed {
+                true => plugin.client(&count),
+                false => Ok(client),
+            }
+        }),
     };
-    let (platform, found) = (client.platform()?, client.num_devices());
+    let client = client.map_err(XlaError::from)?;
+    let (platform, found) = (client.platform().map_err(XlaError::from)?, client.num_devices());
     match options.platform.map(Platform::name) {
-        Some(wanted) if wanted != platform => Err(XlaError::Platform { path: path.clone(), found: platform, wanted }),
-        _ if needed > found => Err(XlaError::Devices { path: path.clone(), platform, needed, found }),
+        Some(wanted) if wanted != platform => {
+            Err(XlaError::Platform { path: path.clone(), found: platform, wanted }.into())
+        }
+        _ if needed > found => Err(XlaError::Devices { path: path.clone(), platform, needed, found }.into()),
         _ => Ok(client),
     }
 }
@@ -137,17 +175,18 @@ impl From<PjrtError> for Fault {
 /// Pairs of a buffer of the trained program and the one of the evaluated program that reads it.
 type Weights = Vec<(BufferId, BufferId)>;
 
-/// All devices of a session.
+/// The devices of a session in this process.
 struct XlaDevices {
     roster: Roster,
     compiler: Rc<Compiler>,
+    share: Rc<Share>,
     running: Running,
     /// The replies of each rank that were not collected yet.
-    replies: Vec<VecDeque<Result<Reply, RuntimeError>>>,
+    replies: BTreeMap<usize, VecDeque<Result<Reply, RuntimeError>>>,
     /// The number of devices that have the command which all devices execute together.
     arrived: usize,
-    /// The plan of each program of an evaluation, and the weights that it shares, until all are known.
-    prepared: Vec<(Arc<Plan>, Weights)>,
+    /// The programs of the next evaluation, and the weights that those of this process share, until all are known.
+    prepared: (Option<Roster>, Vec<Weights>),
     /// The programs of the evaluation, and the weights of each.
     evaluation: Option<(Running, Vec<Weights>)>,
     peaks: Vec<[u64; 2]>,
@@ -158,17 +197,20 @@ impl XlaDevices {
     fn answer(&mut self, rank: usize, command: Command) -> Result<Reply, RuntimeError> {
         let p = self.roster.program_of(rank);
         let position = rank - self.roster.ranks(p).start;
+        let own = self.share.own.iter().position(|&own| own == p).ok_or(RuntimeError::Stopped)?;
+        let stage = &mut self.running.stages[own];
         match command {
-            Command::Load { buffer, tensor } => {
-                self.running.stages[p].load(buffer, position, &tensor).map(|()| Reply::Done)
-            }
-            Command::Fetch { buffer } => self.running.stages[p].fetch(buffer, position).map(Reply::Fetched),
-            Command::Prepare { plan, weights } if position == 0 => {
-                self.prepared.push((plan, weights));
-                if self.prepared.len() == self.roster.plans.len() {
-                    let (plans, weights) = std::mem::take(&mut self.prepared).into_iter().unzip();
-                    let roster = Roster { plans, loss_is_mean: self.roster.loss_is_mean };
-                    self.evaluation = Some((Running::without_weights(&roster, &self.compiler)?, weights));
+            Command::Load { buffer, tensor } => stage.load(buffer, position, &tensor).map(|()| Reply::Done),
+            Command::Fetch { buffer } => stage.fetch(buffer, position).map(Reply::Fetched),
+            Command::Prepare { weights, .. } if position == 0 => {
+                let (roster, all) = &mut self.prepared;
+                all.push(weights);
+                if all.len() == self.share.own.len()
+                    && let Some(roster) = roster.take()
+                {
+                    let weights = std::mem::take(all);
+                    let evaluated = Running::without_weights(&roster, &self.compiler, &self.share)?;
+                    self.evaluation = Some((evaluated, weights));
                 }
                 Ok(Reply::Done)
             }
@@ -179,7 +221,7 @@ impl XlaDevices {
     /// Runs a command that all devices have.
     fn answer_together(&mut self, command: &Command) -> Result<Vec<Reply>, RuntimeError> {
         match command {
-            Command::Step { inputs, scalars, results, .. } => self.running.step(inputs, scalars, *results),
+            Command::Step { inputs, scalars, results, origin } => self.running.step(inputs, scalars, *results, *origin),
             Command::Evaluate { inputs } => self.evaluate(inputs),
             _ => {
                 self.running.flush()?;
@@ -198,7 +240,7 @@ impl XlaDevices {
             };
             stage.lasting = pairs.iter_mut().filter_map(held).collect();
         }
-        let replies = evaluated.step(inputs, &BTreeMap::new(), true);
+        let replies = evaluated.step(inputs, &BTreeMap::new(), true, None);
         // A weight that two programs refer to would be copied by the next update.
         evaluated.stages.iter_mut().for_each(|stage| stage.lasting.clear());
         replies
@@ -207,13 +249,13 @@ impl XlaDevices {
 
 impl Devices for XlaDevices {
     fn ranks(&self) -> Vec<usize> {
-        (0..self.replies.len()).collect()
+        self.replies.keys().copied().collect()
     }
 
     fn send(&mut self, rank: usize, command: Command) -> Result<(), RuntimeError> {
         if !matches!(command, Command::Step { .. } | Command::Flush | Command::Evaluate { .. }) {
             let reply = self.answer(rank, command);
-            self.replies[rank].push_back(reply);
+            self.replies.entry(rank).or_default().push_back(reply);
             return Ok(());
         }
         self.arrived += 1;
@@ -222,19 +264,40 @@ impl Devices for XlaDevices {
         }
         self.arrived = 0;
         match self.answer_together(&command) {
-            Ok(replies) => self.replies.iter_mut().zip(replies).for_each(|(list, reply)| list.push_back(Ok(reply))),
-            Err(error) => self.replies[0].push_back(Err(error)),
+            Ok(replies) => {
+                self.replies.values_mut().zip(replies).for_each(|(list, reply)| list.push_back(Ok(reply)));
+            }
+            Err(error) => {
+                if let Some(first) = self.replies.values_mut().next() {
+                    first.push_back(Err(error));
+                }
+            }
         }
         Ok(())
     }
 
     fn collect(&mut self, ranks: &[usize]) -> Result<Vec<(usize, Reply)>, RuntimeError> {
         // The first device reports an error of all, and the others have no reply then.
-        let take = |&rank: &usize| Ok((rank, self.replies[rank].pop_front().unwrap_or(Err(RuntimeError::Stopped))?));
-        ranks.iter().map(take).collect()
+        let mut next = |rank: &usize| self.replies.get_mut(rank).and_then(VecDeque::pop_front);
+        ranks.iter().map(|rank| Ok((*rank, next(rank).unwrap_or(Err(RuntimeError::Stopped))?))).collect()
     }
 
     fn peak_bytes(&self) -> Vec<[u64; 2]> {
         self.peaks.clone()
+    }
+
+    fn will_evaluate(&mut self, roster: &Roster) {
+        self.prepared = (Some(roster.clone()), Vec::new());
+    }
+
+    fn world(&self) -> Option<&World> {
+        self.share.world()
+    }
+
+    fn finish(self: Box<Self>) -> Result<(), RuntimeError> {
+        let XlaDevices { share, running, evaluation, .. } = *self;
+        drop((running, evaluation));
+        // Nothing else refers to it now.
+        Rc::into_inner(share).map_or(Ok(()), Share::finish)
     }
 }

@@ -1,6 +1,7 @@
 //! The devices of one program: the buffers that they hold, and the bodies that they run.
 
 use super::bytes::{decode, encode, read};
+use super::clock::Clock;
 use super::compile::{Compiler, Loaded};
 use super::nan::{self, Found};
 use super::{Fault, XlaError};
@@ -8,16 +9,19 @@ use crate::device::{Plan, ResultPart};
 use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::HostTensor;
 use crate::layout::{held_indices, summand_of};
+use crate::recording::Span;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::program::{BufferId, BufferKind, Call, Overlap, Phase};
+use altiplano_ir::program::{BufferId, BufferKind, Call, Overlap, Phase, Transfer};
 use altiplano_ir::types::TensorType;
 use altiplano_xla::attention;
-use altiplano_xla::pjrt::{Buffer, Launched, Memory};
+use altiplano_xla::certify::{peak, planned};
+use altiplano_xla::pjrt::{Buffer, Launched, Memory, Order};
 use altiplano_xla::program::{Printing, anonymous, arguments, begun_sums, donated, graph_of, graph_text, zeros};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The parts of a value on the devices of a program, in the order of its mesh.
 pub(super) type Spread = Vec<Arc<Buffer>>;
@@ -56,6 +60,13 @@ struct Output {
     spread: Spread,
 }
 
+/// What a step leaves: the losses of its microbatches, the parts of results by device, and its timeline.
+pub(super) struct Finished {
+    pub losses: Vec<f64>,
+    pub parts: Vec<Vec<ResultPart>>,
+    pub spans: Vec<Span>,
+}
+
 pub(super) struct Stage {
     pub plan: Arc<Plan>,
     compiler: Rc<Compiler>,
@@ -73,6 +84,10 @@ pub(super) struct Stage {
     before: Option<StepState>,
     /// The bodies that run.
     launched: Vec<Launched>,
+    /// Has the bodies that run, if the step is recorded.
+    clock: Option<Clock>,
+    /// The position of the current call in the schedule; `None` in a flush.
+    pub position: Option<usize>,
     losses: Vec<(BufferId, Arc<Buffer>)>,
     /// Present if the host asked for results.
     results: Option<Vec<Output>>,
@@ -82,32 +97,14 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Compiles the bodies of a program. All buffers are missing.
-    pub(super) fn new(plan: Arc<Plan>, compiler: Rc<Compiler>) -> Result<Stage, RuntimeError> {
+    /// Compiles the bodies of a program; those that communicate in this order, and others to hold few bytes. All buffers
+    /// are missing.
+    pub(super) fn new(plan: Arc<Plan>, compiler: Rc<Compiler>, order: Order) -> Result<Stage, RuntimeError> {
         let program = &plan.program;
         let devices = compiler.places(&program.devices);
         let device = program.devices.first().copied().unwrap_or_default();
-        let mut place = Place { device, program: plan.index, activity: String::new(), microbatch: None, op: None };
-        let mut bodies = Vec::new();
-        let has_kernels = compiler.has_attention && !plan.check_nan;
-        let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
-        for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
-            place.activity = format!("body '{}'", body.name);
-            let mut graph = graph_of(&anonymous(body));
-            let watched = if plan.check_nan { nan::watch(&mut graph) } else { Vec::new() };
-            let donated = donated(program, body);
-            let passes = attention.next().unwrap_or_default();
-            let mut printing = Printing { donated: donated.clone(), zeros: zeros(body, &begun), attention: &passes };
-            let mut loaded = compiler.program(graph_text(graph.clone(), &program.mesh, &printing), &devices);
-            if !passes.is_empty() && loaded.is_err() {
-                // This device or this cuDNN lacks the kernels.
-                printing.attention = &[];
-                loaded = compiler.program(graph_text(graph, &program.mesh, &printing), &devices);
-            }
-            let loaded = loaded.map_err(|error| Fault::from(error).at(&place))?;
-            let donated = donated.into_iter().map(|(argument, _)| argument).collect();
-            bodies.push(Compiled { loaded, reads: arguments(body), begun, donated, watched });
-        }
+        let place = Place { device, program: plan.index, activity: String::new(), microbatch: None, op: None };
+        let bodies = compiled(&plan, &compiler, &devices, order, &place)?;
         let works = |call: &Call| matches!(call, Call::Run { body, .. } if program.bodies[*body as usize].phase.is_of_microbatch());
         Ok(Stage {
             last_of_microbatch: program.schedule.iter().rposition(works),
@@ -121,6 +118,8 @@ impl Stage {
             now: StepState::default(),
             before: None,
             launched: Vec::new(),
+            clock: None,
+            position: None,
             losses: Vec::new(),
             results: None,
             infinite: None,
@@ -131,6 +130,14 @@ impl Stage {
     /// The bytes that each body takes, as the compiler allocates them.
     pub(super) fn memory(&self) -> Vec<Memory> {
         self.bodies.iter().map(|body| body.loaded.memory).collect()
+    }
+
+    /// Compiles the bodies again if they would hold more than so many bytes, to hold fewer.
+    pub(super) fn fit_into(&mut self, limit_bytes: u64, transfers: &[Transfer]) -> Result<(), RuntimeError> {
+        if self.compiler.has_orders && peak(&self.plan.program, transfers, &self.memory()).bytes > limit_bytes {
+            self.bodies = compiled(&self.plan, &self.compiler, &self.devices, Order::Memory, &self.place)?;
+        }
+        Ok(())
     }
 
     /// Fills parameters and optimizer state with zeros.
@@ -286,9 +293,10 @@ impl Stage {
         }
     }
 
-    /// Waits for all bodies, and returns the losses of the step's microbatches and the parts of results by device.
-    pub(super) fn finish(&mut self) -> Result<(Vec<f64>, Vec<Vec<ResultPart>>), Fault> {
+    /// Waits for all bodies of a step.
+    pub(super) fn finish(&mut self) -> Result<Finished, Fault> {
         self.place.activity = "ending a step".to_string();
+        let spans = self.clock.take().map_or_else(|| Ok(Vec::new()), Clock::end);
         self.wait()?;
         let mut losses = Vec::new();
         for (id, buffer) in std::mem::take(&mut self.losses) {
@@ -304,7 +312,21 @@ impl Stage {
                 }
             }
         }
-        Ok((losses, parts))
+        Ok(Finished { losses, parts, spans: spans? })
+    }
+
+    /// Records the timeline of the step, in times from `origin`, if there is one.
+    pub(super) fn record(&mut self, origin: Option<Instant>) -> Result<(), RuntimeError> {
+        let failed = |error| RuntimeError::Thread { device: self.place.device, error };
+        self.clock = origin.map(Clock::start).transpose().map_err(failed)?;
+        Ok(())
+    }
+
+    /// The bytes of tensors that each device holds.
+    fn held_bytes(&self) -> u64 {
+        let of_step = [Some(&self.now), self.before.as_ref()].into_iter().flatten();
+        let of_step = of_step.flat_map(|step| step.buffers.keys().map(|&(id, _)| id));
+        of_step.chain(self.lasting.keys().map(|&(id, _)| id)).map(|id| self.local_type(id).bytes()).sum()
     }
 
     /// Waits for all bodies that run.
@@ -399,7 +421,6 @@ impl Stage {
         let of_device = |position: usize| brought.iter().map(|spread| &*spread[position]).collect();
         let lists: Vec<Vec<&Buffer>> = (0..self.devices.len()).map(of_device).collect();
         let (results, launched) = compiled.loaded.executable.launch(&lists, &keep)?;
-        self.launched.push(launched);
         drop(lists);
         drop(brought);
         let mut results = by_result(results);
@@ -423,6 +444,10 @@ impl Stage {
                 _ => {}
             }
             self.insert(buffer, microbatch, spread);
+        }
+        match (&self.clock, self.position) {
+            (Some(clock), Some(position)) => clock.time(launched, position, self.held_bytes()),
+            _ => self.launched.push(launched),
         }
         Ok(())
     }
@@ -458,6 +483,39 @@ impl Stage {
         }
         Ok(())
     }
+}
+
+/// Compiles the bodies of a program for the client's devices.
+fn compiled(
+    plan: &Plan,
+    compiler: &Compiler,
+    devices: &[usize],
+    order: Order,
+    place: &Place,
+) -> Result<Vec<Compiled>, RuntimeError> {
+    let program = &plan.program;
+    let mut bodies = Vec::new();
+    let has_kernels = compiler.has_attention && !plan.check_nan;
+    let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
+    for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
+        let order = if planned(body, &program.mesh).is_empty() { Order::Memory } else { order };
+        let mut graph = graph_of(&anonymous(body));
+        let watched = if plan.check_nan { nan::watch(&mut graph) } else { Vec::new() };
+        let donated = donated(program, body);
+        let passes = attention.next().unwrap_or_default();
+        let mut printing = Printing { donated: donated.clone(), zeros: zeros(body, &begun), attention: &passes };
+        let mut loaded = compiler.program(graph_text(graph.clone(), &program.mesh, &printing), devices, order);
+        if !passes.is_empty() && loaded.is_err() {
+            // This device or this cuDNN lacks the kernels.
+            printing.attention = &[];
+            loaded = compiler.program(graph_text(graph, &program.mesh, &printing), devices, order);
+        }
+        let at = || Place { activity: format!("body '{}'", body.name), ..place.clone() };
+        let loaded = loaded.map_err(|error| Fault::from(error).at(&at()))?;
+        let donated = donated.into_iter().map(|(argument, _)| argument).collect();
+        bodies.push(Compiled { loaded, reads: arguments(body), begun, donated, watched });
+    }
+    Ok(bodies)
 }
 
 /// Results by device as results in order, each with its part on every device.
