@@ -46,9 +46,10 @@ fn brute(problem: &Problem) -> f64 {
     allowed.map(|choice| cost_of(problem, &choice)).fold(f64::INFINITY, f64::min)
 }
 
+/// Costs that are not small in themselves may cancel, so that a sum near zero is compared by their size.
 #[track_caller]
 fn assert_close(a: f64, b: f64) {
-    assert!(a == b || (a - b).abs() <= 1e-9 * a.abs().max(b.abs()), "{a} is not {b}");
+    assert!(a == b || (a - b).abs() <= 1e-9 * a.abs().max(b.abs()).max(1.0), "{a} is not {b}");
 }
 
 /// Solves and compares with the best cost.

@@ -56,6 +56,24 @@ fn agrees(name: &str, plan: &Plan) {
     );
 }
 
+/// Bodies that communicate are compiled in another order where they would hold too much.
+#[test]
+#[ignore = "needs a PJRT plugin"]
+fn programs_that_would_not_fit_are_compiled_to_hold_less() {
+    let scratch = Scratch::new();
+    let plan = gpt2(&scratch, "local:4 dp2 tp2 pp1 micro4");
+    let cache = scratch.path("programs");
+    let compiled = |memory_bytes: u64| {
+        let xla = XlaOptions { memory_bytes: Some(memory_bytes), cache: Some(cache.clone()), ..plugin() };
+        let training = Training { xla: Some(xla), learning_rate: 1e-2, ..Training::default() };
+        let verified = verify(&plan, &training, None, None, &Silent).expect("it runs");
+        assert_eq!(verified.failure(), None);
+        files(&cache).len()
+    };
+    let with_room = compiled(1 << 40);
+    assert!(compiled(1) > with_room, "the order is another program");
+}
+
 /// The files of a folder with their times and sizes.
 fn files(folder: &Path) -> BTreeMap<PathBuf, (SystemTime, u64)> {
     let all = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());

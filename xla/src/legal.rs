@@ -23,8 +23,9 @@ pub(crate) struct Legal {
     pub values: Vec<ValueId>,
 }
 
-/// Rewrites a verified graph. Values, outputs and leaves keep their types and their order.
-pub(crate) fn legalise(graph: &Graph) -> Legal {
+/// Rewrites a verified graph. Values, outputs and leaves keep their types and their order. `compares`: a scatter of one
+/// update a row becomes a comparison, which XLA fuses with its users; it writes the result of a scatter to memory.
+pub(crate) fn legalise(graph: &Graph, compares: bool) -> Legal {
     let expanded = expand(graph);
     let from = &expanded.graph;
     let mut to = Graph { name: graph.name.clone(), batch: graph.batch, ..Default::default() };
@@ -32,7 +33,7 @@ pub(crate) fn legalise(graph: &Graph) -> Legal {
     for node in &from.nodes {
         let operands: Vec<ValueId> = node.operands.iter().map(|o| map[o.index()]).collect();
         let before = to.len();
-        let value = match replaced(&mut to, node, &operands) {
+        let value = match compared(&mut to, node, &operands, compares).or_else(|| replaced(&mut to, node, &operands)) {
             Some(value) => value,
             None => to.append(Node { operands, ..node.clone() }),
         };
@@ -268,16 +269,20 @@ fn inside(g: &mut Graph, dims: &GatherDims, table: &[u64], index: ValueId) -> Va
     if explicit { g.reduce(both, Reducer::And, &[dims.index_vector_dim]) } else { both }
 }
 
-/// A sum of updates in f32 if their type has at most 16 bits, at indices of at least 32 bits. With one update a row there
-/// is no sum; XLA writes the result of a scatter to memory, and fuses a comparison with its users.
+/// A scatter of one update a row as a comparison.
+fn compared(g: &mut Graph, node: &Node, x: &[ValueId], compares: bool) -> Option<ValueId> {
+    let Op::ScatterAdd(op) = &node.op else { return None };
+    if !compares || node.ty.elements() == 0 || !op.is_compared(g.shape(x[0])) {
+        return None;
+    }
+    let indices = wide_index(g, x[0]).unwrap_or(x[0]);
+    op.compared(g, indices, x[1])
+}
+
+/// A sum of updates in f32 if their type has at most 16 bits, at indices of at least 32 bits.
 fn scattered(g: &mut Graph, op: &ScatterAdd, indices: ValueId, updates: ValueId) -> Option<ValueId> {
     let dtype = g.ty(updates).dtype;
     let wide = wide_index(g, indices);
-    if op.shape.iter().product::<u64>() > 0
-        && let Some(compared) = op.compared(g, wide.unwrap_or(indices), updates)
-    {
-        return Some(compared);
-    }
     let dims = sorted(&op.dims);
     if wide.is_none() && !dtype.is_half() && dims == op.dims {
         return None;
@@ -368,7 +373,7 @@ mod tests {
             let indices =
                 Tensor::new(graph.ty(indices).clone(), places[..graph.ty(indices).elements() as usize].to_vec());
             let of = |g: &Graph| run(g, |v| if v.index() == 0 { indices.clone() } else { updates.clone() });
-            let legal = legalise(&graph).graph;
+            let legal = legalise(&graph, true).graph;
             assert_eq!(legal.nodes.iter().any(|node| matches!(node.op, Op::ScatterAdd(_))), !is_compared);
             assert_eq!(difference(&of(&legal)[0], &of(&graph)[0], 1e-12), None, "{per_row} a row");
         }
@@ -403,7 +408,7 @@ mod tests {
                 let coarse = Tensor::new(types[0].clone(), values[0].data.iter().map(|x| x.round()).collect());
                 let given = [coarse, values[1].clone()];
                 let of = |g: &Graph| run(g, |v| given[v.index()].clone());
-                let legal = legalise(&graph);
+                let legal = legalise(&graph, false);
                 assert!(!legal.graph.nodes.iter().any(|n| matches!(n.op, Op::SelectAndScatter(_))));
                 let problem = difference(&of(&legal.graph)[0], &of(&graph)[0], 1e-12);
                 assert_eq!(problem, None, "{select:?} of {window:?}");
