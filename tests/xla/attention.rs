@@ -24,8 +24,6 @@ const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 64, "n_positions": 128, "n_embd": 64, "n_layer": 2, "n_head": 4}"#;
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}"#;
-const BERT: &str = r#"{"model_type": "bert", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}"#;
 
 fn input(g: &mut Graph, name: &str, dtype: DType, shape: &[u64]) -> ValueId {
     g.emit(Op::Input(Input { name: name.into(), ty: TensorType::new(dtype, shape) }), &[])
@@ -196,7 +194,6 @@ fn kernels_for_attention_give_the_gradients_of_the_ops_that_they_replace() {
         (LLAMA, "dgx-h100:1/1 bf16"),
         (LLAMA, "dgx-h100:1/1 bf16 selective"),
         (GPT2, "dgx-h100:1/1 bf16 recompute"),
-        (BERT, "dgx-h100:1/1 bf16"),
     ] {
         let file = PathBuf::from(scratch.file("model.json", config));
         let import = ImportOptions { batch: Some(4), sequence: Some(128), ..ImportOptions::default() };

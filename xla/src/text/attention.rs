@@ -13,14 +13,16 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::types::TensorType;
 use serde_json::{Value as Json, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-/// The calls of a module that are not printed yet.
+/// The calls of a module that are not printed yet, and the results of those that are.
 pub(super) struct Calls<'a> {
     legal: &'a Legal,
     passes: BTreeMap<ValueId, Vec<&'a Pass>>,
-    /// Values of the rewritten graph that calls have computed.
-    pub(super) computed: BTreeSet<ValueId>,
+    /// Values of the rewritten graph that calls have computed before their nodes are printed.
+    pub(super) results: BTreeMap<ValueId, Value>,
+    /// The arguments of the module.
+    arguments: BTreeMap<ValueId, Value>,
 }
 
 /// Dimensions of results, with the heads of a group apart.
@@ -32,34 +34,12 @@ impl<'a> Calls<'a> {
         for pass in passes {
             at.entry(legal.values[pass.position().index()]).or_default().push(pass);
         }
-        Calls { legal, passes: at, computed: BTreeSet::new() }
-    }
-
-    /// The values in an order in which arguments come first, operands before what is made of them, and all that a call
-    /// reads before the value at which it is printed.
-    pub(super) fn order(&self) -> Vec<ValueId> {
-        let graph = self.graph();
-        let is_argument = |v: &ValueId| matches!(graph.node(*v).op, Op::Input(_) | Op::Parameter(_));
-        let mut placed = vec![false; graph.len()];
-        let mut order = Vec::with_capacity(graph.len());
-        for v in graph.values().filter(is_argument).chain(graph.values()) {
-            let mut open = vec![v];
-            while let Some(&next) = open.last() {
-                let of_calls = self.passes.get(&next).into_iter().flatten().flat_map(|pass| pass.reads());
-                let needed = of_calls.map(|read| self.at(read)).chain(graph.node(next).operands.iter().copied());
-                let before = open.len();
-                if !placed[next.index()] {
-                    open.extend(needed.filter(|v| !placed[v.index()]));
-                }
-                if open.len() == before {
-                    open.pop();
-                    if !std::mem::replace(&mut placed[next.index()], true) {
-                        order.push(next);
-                    }
-                }
-            }
-        }
-        order
+        let is_argument = |v: &ValueId| matches!(legal.graph.node(*v).op, Op::Input(_) | Op::Parameter(_));
+        let leaves = legal.graph.values().filter(is_argument).enumerate();
+        let argument =
+            |(at, v): (usize, ValueId)| (v, Value { name: format!("%arg{at}"), ty: legal.graph.ty(v).clone() });
+        let arguments = if passes.is_empty() { BTreeMap::new() } else { leaves.map(argument).collect() };
+        Calls { legal, passes: at, results: BTreeMap::new(), arguments }
     }
 
     /// Marks the values that have to be printed: those that results depend on and no kernel computes.
@@ -84,7 +64,7 @@ impl<'a> Calls<'a> {
         live
     }
 
-    /// Prints the calls that come before a value, and puts their results among the values.
+    /// Prints the calls that come before a value. `values` are those printed so far; a call may replace some of them.
     pub(super) fn print_at(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         for pass in self.passes.remove(&v).unwrap_or_default() {
             printer.location = String::new();
@@ -93,8 +73,10 @@ impl<'a> Calls<'a> {
                 Pass::Backward(pass) => self.backward(pass, printer, values),
             };
             for (value, result) in results {
-                values[value.index()] = result;
-                self.computed.insert(value);
+                match values.get_mut(value.index()) {
+                    Some(printed) => *printed = result,
+                    None => drop(self.results.insert(value, result)),
+                }
             }
         }
     }
@@ -108,7 +90,8 @@ impl<'a> Calls<'a> {
     }
 
     fn found(&self, value: ValueId, values: &[Value]) -> Value {
-        values[self.at(value).index()].clone()
+        let value = self.at(value);
+        self.arguments.get(&value).unwrap_or_else(|| &values[value.index()]).clone()
     }
 
     /// A tensor as kernels take it: `[batch, position, head, width]`.

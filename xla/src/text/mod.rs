@@ -14,7 +14,7 @@ pub use shardy::{Layouts, contiguous};
 
 use crate::attention::Pass;
 use crate::legal::legalise;
-use altiplano_ir::graph::{Graph, Node};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};
 use altiplano_ir::types::TensorType;
@@ -91,16 +91,15 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
     let legal = legalise(graph, options.replicas.is_some());
     let layouts = options.layouts.as_ref().map(|layouts| layouts.of(&legal));
     let mut printer = Printer::default();
-    // A value without a name is not printed: a kernel computes it, or all that it is for.
-    let unnamed = |node: &Node| Value { name: String::new(), ty: node.ty.clone() };
-    let mut values: Vec<Value> = legal.graph.nodes.iter().map(unnamed).collect();
+    let mut values: Vec<Value> = Vec::with_capacity(legal.graph.len());
     let mut arguments: Vec<String> = Vec::new();
     let mut calls = Calls::new(&legal, options.attention);
     let live = calls.live();
-    for v in calls.order() {
+    for v in legal.graph.values() {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
-        if calls.computed.contains(&v) {
+        if let Some(result) = calls.results.remove(&v) {
+            values.push(result);
             continue;
         }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
@@ -109,10 +108,12 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let is_zero = options.zeros.contains(&arguments.len());
             arguments.push(header(&argument, name, arguments.len(), sharding, options));
             printer.location = String::new();
-            values[v.index()] = if is_zero { printer.splat(argument.ty, 0.0) } else { argument };
+            values.push(if is_zero { printer.splat(argument.ty, 0.0) } else { argument });
             continue;
         }
         if !live[v.index()] {
+            // A kernel computes it, or all that it is for.
+            values.push(Value { name: String::new(), ty: node.ty.clone() });
             continue;
         }
         printer.location = match node.name.is_empty() {
@@ -126,7 +127,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let constraint = format!("sdy.sharding_constraint {} {sharding} : {ty}", value.name);
             value = printer.op(constraint, node.ty.clone());
         }
-        values[v.index()] = value;
+        values.push(value);
     }
     let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
     let outputs: Vec<(&Value, Option<String>)> =
