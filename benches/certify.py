@@ -131,11 +131,11 @@ def case(name, model, nodes, options, tools, folder):
 HEAD = """# Predictions of memory beside XLA's compiler
 
 `benches/certify.py` plans each case for nodes of eight H100 and compiles the plan with `altiplano certify --for {target}` on a machine
-without a GPU: {machine}, {date}, {compiler}. Bytes are those of a device, in GB. The stage whose prediction is farthest off speaks for
-its plan. `compiled` is in the order that holds few bytes, `overlapped` in the one that starts communication early, which XLA's scheduler
-fills with values as far as a whole device has room; runs take it where it fits. The compiler's bytes are those that last (parameters, state, sums of gradients), those held between bodies, and what the
-fullest body takes beside its arguments. Collectives are those of a step: how many / GB, of the plan -> compiled; XLA joins small ones.
-Seconds are those of the whole command, mostly compiling.
+without a GPU: {machine}, {date}, {compiler}. Bytes are those of a device, in GB. The stage whose prediction is farthest
+off speaks for its plan. `compiled` is in the order that holds few bytes, `overlapped` in the one that starts communication early. For the second
+one XLA's scheduler keeps values as far as a whole device has room; runs take it where it fits. The compiler's bytes are those that last
+(parameters, state, sums of gradients), those held between bodies, and what the fullest body takes beside its arguments. Collectives are those of a
+step: how many / GB, of the plan -> compiled; XLA joins small ones. Seconds are those of the whole command, mostly compiling.
 
 Of {plans} plans, {compiled} compile: predictions are off by {median:.1f} % in the median and by {worst:.1f} % at worst; the largest
 shortfall is {under:.1f} %.
