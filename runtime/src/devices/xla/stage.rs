@@ -60,7 +60,7 @@ struct Output {
     spread: Spread,
 }
 
-/// What a step leaves: the losses of its microbatches, the parts of results by device, and its timeline.
+/// The results of a step: the losses of its microbatches, the parts of results by device, and its timeline.
 pub(super) struct Finished {
     pub losses: Vec<f64>,
     pub parts: Vec<Vec<ResultPart>>,
