@@ -31,7 +31,6 @@ pub(super) struct Link {
     types: [TensorType; 2],
     targets: Vec<usize>,
     sources: Vec<usize>,
-    num_targets: usize,
 }
 
 impl Link {
@@ -47,7 +46,6 @@ impl Link {
             (described.sharding.local_type(&described.ty, &program.mesh), devices)
         };
         let ((source, sources), (target, targets)) = (end(transfer.source), end(transfer.target));
-        let num_targets = of(transfer.target.0).0.devices.len();
         let is_whole = |indices: &[Vec<u64>], ty: &TensorType| {
             indices.iter().zip(&ty.shape).all(|(list, &size)| list.iter().copied().eq(0..size))
         };
@@ -57,7 +55,7 @@ impl Link {
             let whole = is_whole(&first.source_indices, &source) && is_whole(&first.target_indices, &target);
             (whole && more.is_none()).then_some(first.source as usize)
         };
-        let whole = (0..num_targets).map(only).collect();
+        let whole = (0..targets.len()).map(only).collect();
         let (program, _) = of(transfer.source.0);
         let sharding = &program.buffer(transfer.source.1).sharding;
         let mut cuts: BTreeMap<_, Cut> = BTreeMap::new();
@@ -69,7 +67,7 @@ impl Link {
             let cut = cuts.entry((held, &message.source_indices)).or_insert_with(new);
             cut.to.push((message.target as usize, message.target_indices.clone()));
         }
-        Link { whole, cuts: cuts.into_values().collect(), types: [source, target], targets, sources, num_targets }
+        Link { whole, cuts: cuts.into_values().collect(), types: [source, target], targets, sources }
     }
 
     /// The value on the devices of the target, which are of this process as those of the source.
@@ -92,7 +90,7 @@ impl Link {
         }
     }
 
-    /// The value on the devices of the target, out of what [`Link::pack`] gave in its process.
+    /// The value on the devices of the target, which are of this process, out of what [`Link::pack`] gave in another one.
     pub(super) fn unpack(&self, compiler: &Compiler, bytes: &[u8]) -> Result<Spread, Fault> {
         match self.types[1].dtype.bytes() {
             8 => self.join::<u64>(compiler, bytes),
@@ -125,7 +123,7 @@ impl Link {
         if expected != bytes.len() {
             return Err(Fault::Kernel(KernelError::MessageSize { expected, found: bytes.len() }));
         }
-        let mut wholes = vec![vec![T::zeroed(); self.types[1].elements() as usize]; self.num_targets];
+        let mut wholes = vec![vec![T::zeroed(); self.types[1].elements() as usize]; self.targets.len()];
         let mut rest = bytes;
         for cut in &self.cuts {
             let (part, after) = rest.split_at(elements(cut) * size_of::<T>());
