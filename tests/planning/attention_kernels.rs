@@ -11,6 +11,8 @@ const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 64, "n_positions": 128, "n_embd": 64, "n_layer": 4, "n_head": 4}"#;
 const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}"#;
+const BERT: &str = r#"{"model_type": "bert", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}"#;
 
 /// The passes of all programs of a plan.
 fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
@@ -68,6 +70,14 @@ fn attention_of_every_layer_is_found_forward_and_backward() {
             assert_eq!(again, words.ends_with("zb"), "{words}: forward passes are computed again");
         }
     }
+}
+
+/// Queries, keys and values of a model with biases are computed again in the backward pass, after the gradient of values.
+#[test]
+fn attention_of_values_that_are_made_late_is_found() {
+    let (forward, backward) = passes(BERT, "dgx-h100:1/1 bf16");
+    assert_eq!((forward.len(), backward.len()), (2, 2));
+    assert!(forward.iter().all(|pass| !pass.of.causal) && backward.iter().all(|pass| pass.forward.is_some()));
 }
 
 #[test]

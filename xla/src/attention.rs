@@ -14,6 +14,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Most elements of a head that the kernels have on all GPUs.
 const MAX_WIDTH: u64 = 128;
 
+/// The most ops between queries, keys or values and what a forward pass has left of them, such as a bias.
+const DEPTH: usize = 8;
+
 /// The meaning of a dimension. Queries' heads are those of keys times groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dim {
@@ -112,7 +115,7 @@ impl Pass {
         reads
     }
 
-    /// The value at which the pass is computed; all its operands exist before.
+    /// The value at which the pass is computed. Its operands may come later.
     pub fn position(&self) -> ValueId {
         match self {
             Pass::Forward(pass) => pass.output.value,
@@ -243,13 +246,8 @@ impl<'a> Found<'a> {
         })?;
         let v = Labelled { value: g.node(output).operands[1], dims: v };
         let of = attention(g, weights, v)?;
-        let exists = [&of.q, &of.k, &of.v].iter().all(|x| self.exists_before(x.value, output));
-        let whole = weights.is_whole && exists && g.ty(output).dtype == of.dtype;
+        let whole = weights.is_whole && g.ty(output).dtype == of.dtype;
         whole.then_some(Forward { of, output: Labelled { value: output, dims }, statistics: weights.statistics })
-    }
-
-    fn exists_before(&self, value: ValueId, position: ValueId) -> bool {
-        value < position || is_argument(self.graph, value)
     }
 
     /// The products that give the gradients of queries, keys and values.
@@ -284,10 +282,8 @@ impl<'a> Found<'a> {
         let dq = of_scores(true, &of.k)?;
         let dk = of_scores(false, &of.q)?;
         let results = [dq, dk, Labelled { value: dv, dims: dv_dims }];
-        let at = first_result(&results);
-        let exists = [&of.q, &of.k, &of.v, &gradient].iter().all(|x| self.exists_before(x.value, at));
         let narrow = results.iter().map(|x| x.value).chain([gradient.value]).all(|x| g.ty(x).dtype == of.dtype);
-        (exists && narrow).then_some(Unlinked { of, weights: weights.clone(), gradient, results })
+        narrow.then_some(Unlinked { of, weights: weights.clone(), gradient, results })
     }
 
     /// The values and the product of them with the gradient of the output, in the dimensions of the scores.
@@ -370,10 +366,9 @@ impl<'a> Found<'a> {
 
     /// A backward pass with the results of its forward pass, which is in this body or in another one.
     fn linked(&self, pass: &Unlinked, found: &[Found], kept: &[Vec<&Forward>], at: usize) -> Option<Backward> {
-        let position = first_result(&pass.results);
         let statistics = pass.weights.statistics;
         let forward = if pass.weights.is_whole {
-            let here = kept[at].iter().find(|f| f.statistics == statistics && f.output.value < position);
+            let here = kept[at].iter().find(|forward| forward.statistics == statistics);
             here.map(|forward| (forward.output.clone(), statistics))
         } else {
             let (body, forward) = (0..found.len()).find_map(|body| {
@@ -392,10 +387,7 @@ impl<'a> Found<'a> {
     /// Returns true if the statistics of a backward pass are those of a forward pass of another body over the same queries,
     /// keys and values.
     fn is_forward_of(&self, pass: &Unlinked, other: &Found, forward: &Forward) -> bool {
-        let same = |a: ValueId, b: ValueId| match (self.buffer(a), other.buffer(b)) {
-            (Some(a), Some(b)) => a == b,
-            _ => false,
-        };
+        let same = |a: ValueId, b: ValueId| self.is_same(a, other, b, DEPTH);
         let (a, b) = (&pass.of, &forward.of);
         let of = (a.sizes, a.scale, a.causal) == (b.sizes, b.scale, b.causal);
         let (s, t) = (pass.weights.statistics, forward.statistics);
@@ -403,6 +395,18 @@ impl<'a> Found<'a> {
         of && same(s.maximum, t.maximum)
             && same(s.sum, t.sum)
             && pairs.iter().all(|(a, b)| a.dims == b.dims && same(a.value, b.value))
+    }
+
+    /// Returns true if a value is that of another body: by their buffers, or by equal ops of such values.
+    fn is_same(&self, a: ValueId, other: &Found, b: ValueId, depth: usize) -> bool {
+        if let (Some(a), Some(b)) = (self.buffer(a), other.buffer(b)) {
+            return a == b;
+        }
+        let (x, y) = (self.graph.node(a), other.graph.node(b));
+        let alike = depth > 0 && (&x.op, &x.ty) == (&y.op, &y.ty) && x.operands.len() == y.operands.len();
+        alike
+            && !is_argument(self.graph, a)
+            && x.operands.iter().zip(&y.operands).all(|(&a, &b)| self.is_same(a, other, b, depth - 1))
     }
 
     /// The buffer whose elements a value has, in their order.

@@ -13,16 +13,14 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::types::TensorType;
 use serde_json::{Value as Json, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-/// The calls of a module that are not printed yet, and the results of those that are.
+/// The calls of a module that are not printed yet.
 pub(super) struct Calls<'a> {
     legal: &'a Legal,
     passes: BTreeMap<ValueId, Vec<&'a Pass>>,
-    /// Values of the rewritten graph that calls have computed before their nodes are printed.
-    pub(super) results: BTreeMap<ValueId, Value>,
-    /// The arguments of the module.
-    arguments: BTreeMap<ValueId, Value>,
+    /// Values of the rewritten graph that calls have computed.
+    pub(super) computed: BTreeSet<ValueId>,
 }
 
 /// Dimensions of results, with the heads of a group apart.
@@ -34,12 +32,45 @@ impl<'a> Calls<'a> {
         for pass in passes {
             at.entry(legal.values[pass.position().index()]).or_default().push(pass);
         }
-        let is_argument = |v: &ValueId| matches!(legal.graph.node(*v).op, Op::Input(_) | Op::Parameter(_));
-        let leaves = legal.graph.values().filter(is_argument).enumerate();
-        let argument =
-            |(at, v): (usize, ValueId)| (v, Value { name: format!("%arg{at}"), ty: legal.graph.ty(v).clone() });
-        let arguments = if passes.is_empty() { BTreeMap::new() } else { leaves.map(argument).collect() };
-        Calls { legal, passes: at, results: BTreeMap::new(), arguments }
+        Calls { legal, passes: at, computed: BTreeSet::new() }
+    }
+
+    /// The values in an order in which arguments come first, operands before what is made of them, and all that a call
+    /// reads before what it computes. `None` if there is no such order.
+    pub(super) fn order(&self) -> Option<Vec<ValueId>> {
+        let graph = self.graph();
+        let of_pass = |at: ValueId, pass: &Pass| pass.computes().into_iter().map(move |v| (self.at(v), at));
+        let calls = self.passes.iter().flat_map(|(&at, passes)| passes.iter().map(move |pass| (at, pass)));
+        let called: BTreeMap<ValueId, ValueId> = calls.flat_map(|(at, pass)| of_pass(at, pass)).collect();
+        let needed = |v: ValueId| match (called.get(&v), self.passes.get(&v)) {
+            (_, Some(passes)) => passes.iter().flat_map(|pass| pass.reads()).map(|read| self.at(read)).collect(),
+            (Some(&at), None) => vec![at],
+            (None, None) => graph.node(v).operands.clone(),
+        };
+        let is_argument = |v: &ValueId| matches!(graph.node(*v).op, Op::Input(_) | Op::Parameter(_));
+        let (mut begun, mut placed) = (vec![false; graph.len()], vec![false; graph.len()]);
+        let mut order = Vec::with_capacity(graph.len());
+        let mut open: Vec<ValueId> = Vec::new();
+        for v in graph.values().filter(is_argument).chain(graph.values()) {
+            open.push(v);
+            while let Some(&next) = open.last() {
+                if std::mem::replace(&mut begun[next.index()], true) {
+                    open.pop();
+                    if !std::mem::replace(&mut placed[next.index()], true) {
+                        order.push(next);
+                    }
+                    continue;
+                }
+                for before in needed(next) {
+                    match (begun[before.index()], placed[before.index()]) {
+                        (true, false) => return None,
+                        (false, _) => open.push(before),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        Some(order)
     }
 
     /// Marks the values that have to be printed: those that results depend on and no kernel computes.
@@ -64,7 +95,7 @@ impl<'a> Calls<'a> {
         live
     }
 
-    /// Prints the calls that come before a value. `values` are those printed so far; a call may replace some of them.
+    /// Prints the calls that come before a value, and puts their results among the values.
     pub(super) fn print_at(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         for pass in self.passes.remove(&v).unwrap_or_default() {
             printer.location = String::new();
@@ -73,10 +104,8 @@ impl<'a> Calls<'a> {
                 Pass::Backward(pass) => self.backward(pass, printer, values),
             };
             for (value, result) in results {
-                match values.get_mut(value.index()) {
-                    Some(printed) => *printed = result,
-                    None => drop(self.results.insert(value, result)),
-                }
+                values[value.index()] = result;
+                self.computed.insert(value);
             }
         }
     }
@@ -90,8 +119,7 @@ impl<'a> Calls<'a> {
     }
 
     fn found(&self, value: ValueId, values: &[Value]) -> Value {
-        let value = self.at(value);
-        self.arguments.get(&value).unwrap_or_else(|| &values[value.index()]).clone()
+        values[self.at(value).index()].clone()
     }
 
     /// A tensor as kernels take it: `[batch, position, head, width]`.

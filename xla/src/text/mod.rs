@@ -14,7 +14,7 @@ pub use shardy::{Layouts, contiguous};
 
 use crate::attention::Pass;
 use crate::legal::legalise;
-use altiplano_ir::graph::Graph;
+use altiplano_ir::graph::{Graph, Node};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};
 use altiplano_ir::types::TensorType;
@@ -91,15 +91,20 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
     let legal = legalise(graph, options.replicas.is_some());
     let layouts = options.layouts.as_ref().map(|layouts| layouts.of(&legal));
     let mut printer = Printer::default();
-    let mut values: Vec<Value> = Vec::with_capacity(legal.graph.len());
+    // A value without a name is not printed: a kernel computes it, or all that it is for.
+    let unnamed = |node: &Node| Value { name: String::new(), ty: node.ty.clone() };
+    let mut values: Vec<Value> = legal.graph.nodes.iter().map(unnamed).collect();
     let mut arguments: Vec<String> = Vec::new();
     let mut calls = Calls::new(&legal, options.attention);
+    let order = calls.order().unwrap_or_else(|| {
+        calls = Calls::new(&legal, &[]);
+        legal.graph.values().collect()
+    });
     let live = calls.live();
-    for v in legal.graph.values() {
+    for v in order {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
-        if let Some(result) = calls.results.remove(&v) {
-            values.push(result);
+        if calls.computed.contains(&v) {
             continue;
         }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
@@ -108,12 +113,10 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let is_zero = options.zeros.contains(&arguments.len());
             arguments.push(header(&argument, name, arguments.len(), sharding, options));
             printer.location = String::new();
-            values.push(if is_zero { printer.splat(argument.ty, 0.0) } else { argument });
+            values[v.index()] = if is_zero { printer.splat(argument.ty, 0.0) } else { argument };
             continue;
         }
         if !live[v.index()] {
-            // A kernel computes it, or all that it is for.
-            values.push(Value { name: String::new(), ty: node.ty.clone() });
             continue;
         }
         printer.location = match node.name.is_empty() {
@@ -127,7 +130,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let constraint = format!("sdy.sharding_constraint {} {sharding} : {ty}", value.name);
             value = printer.op(constraint, node.ty.clone());
         }
-        values.push(value);
+        values[v.index()] = value;
     }
     let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
     let outputs: Vec<(&Value, Option<String>)> =
