@@ -26,7 +26,7 @@ use altiplano_planner::PlanFailure;
 use altiplano_runtime::RuntimeError;
 use altiplano_runtime::devices::cuda::CudaError;
 use altiplano_runtime::devices::xla::XlaError;
-use altiplano_runtime::error::{KernelError, RanksError};
+use altiplano_runtime::error::{KernelError, RanksError, WatchError};
 use altiplano_runtime::tape::BuildError;
 use altiplano_xla::certify::CertifyError;
 use altiplano_xla::pjrt::PjrtError;
@@ -291,24 +291,21 @@ impl Error {
     pub fn is_usage(&self) -> bool {
         match self {
             Error::Plan(failure) => failure.is_usage(),
-            Error::Runtime(error) => {
-                matches!(
-                    **error,
-                    RuntimeError::Cuda(ref problem) if problem.is_setup()
-                ) || matches!(
-                    **error,
-                    RuntimeError::Io { .. }
-                        | RuntimeError::Safetensors { .. }
-                        | RuntimeError::Npy { .. }
-                        | RuntimeError::Tensor { .. }
-                        | RuntimeError::FileKind { .. }
-                        | RuntimeError::TensorType { .. }
-                        | RuntimeError::InputType { .. }
-                        | RuntimeError::Ranks(_)
-                        | RuntimeError::Rendezvous(_)
-                        | RuntimeError::Xla(_)
-                )
-            }
+            Error::Runtime(error) => match **error {
+                RuntimeError::Cuda(ref problem) => problem.is_setup(),
+                RuntimeError::Watch(ref problem) => matches!(**problem, WatchError::NoInterface { .. }),
+                RuntimeError::Io { .. }
+                | RuntimeError::Safetensors { .. }
+                | RuntimeError::Npy { .. }
+                | RuntimeError::Tensor { .. }
+                | RuntimeError::FileKind { .. }
+                | RuntimeError::TensorType { .. }
+                | RuntimeError::InputType { .. }
+                | RuntimeError::Ranks(_)
+                | RuntimeError::Rendezvous(_)
+                | RuntimeError::Xla(_) => true,
+                _ => false,
+            },
             Error::Checkpoint { problem, .. } => !matches!(**problem, CheckpointProblem::NotWritten { .. }),
             Error::Cuda(error) => error.is_setup(),
             Error::Write { .. }
@@ -411,11 +408,6 @@ impl Error {
             _ => false,
         };
         matches!(self, Error::Runtime(error) if of_carrier(error))
-    }
-
-    /// Returns whether the reader of the output has closed it, which is no error.
-    pub fn is_broken_pipe(&self) -> bool {
-        matches!(self, Error::Output(error) if error.kind() == std::io::ErrorKind::BrokenPipe)
     }
 }
 

@@ -95,7 +95,6 @@ fn main() -> ExitCode {
     });
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) if error.is_broken_pipe() => ExitCode::SUCCESS,
         Err(error) => {
             complain!("error: {error}");
             ExitCode::from(error.exit_code())

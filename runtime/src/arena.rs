@@ -159,3 +159,20 @@ impl Drop for Storage {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An allocator that gives up would end the process, and a run with it.
+    #[test]
+    fn memory_that_the_system_has_not_is_an_error() {
+        let arena = Arena::new(None);
+        for elements in [1 << 60, usize::MAX] {
+            let refused = arena.allocate(Class::F32, elements);
+            assert!(matches!(refused, Err(KernelError::OutOfMemory { .. })), "{elements} elements");
+        }
+        assert_eq!(arena.held_bytes(), 0);
+        assert_eq!(arena.allocate(Class::F32, 4).map(|storage| storage.slice::<f32>().len()), Ok(4));
+    }
+}

@@ -40,9 +40,13 @@ pub fn open(file: &Path) -> Result<File> {
 /// # Errors
 /// Those of [`open`], and [`ErrorKind::OutOfMemory`] if the file is longer than the memory that is available.
 pub fn read(file: &Path) -> Result<Vec<u8>> {
+    read_within(file, available_memory().unwrap_or(u64::MAX))
+}
+
+/// Reads a whole file of at most `most` bytes.
+fn read_within(file: &Path, most: u64) -> Result<Vec<u8>> {
     let mut opened = open(file)?;
     let metadata = opened.metadata()?;
-    let most = available_memory().unwrap_or(u64::MAX);
     let length = if metadata.is_file() { metadata.len() } else { 0 };
     let too_long = |length: &str| {
         let problem = format!("has {length} bytes, but only {most} bytes of memory are available");
@@ -137,14 +141,22 @@ fn folder_of(file: &Path) -> &Path {
 /// Bytes of memory that this process can still take: what the system has left, or what its control groups leave.
 /// `None` if the system reports neither.
 pub fn available_memory() -> Option<u64> {
-    let of_groups = limits().into_iter().map(|limit| limit.most.saturating_sub(limit.used)).min();
+    available_under(&limits())
+}
+
+fn available_under(limits: &[Limit]) -> Option<u64> {
+    let of_groups = limits.iter().map(|limit| limit.most.saturating_sub(limit.used)).min();
     of_system("MemAvailable").into_iter().chain(of_groups).min()
 }
 
 /// Bytes of memory and swap that this machine has, or of memory that the control groups of this process allow. `None`
 /// if the system reports neither.
 pub fn whole_memory() -> Option<u64> {
-    let of_groups = limits().into_iter().map(|limit| limit.most).min();
+    whole_under(&limits())
+}
+
+fn whole_under(limits: &[Limit]) -> Option<u64> {
+    let of_groups = limits.iter().map(|limit| limit.most).min();
     let of_machine = of_system("MemTotal").map(|bytes| bytes + of_system("SwapTotal").unwrap_or(0));
     of_machine.into_iter().chain(of_groups).min()
 }
@@ -272,7 +284,15 @@ mod tests {
         write("job/memory.current", "1024\n");
         write("job/memory.stat", "anon 1\nactive_file 4\ninactive_file 20\n");
         write("job/step/memory.max", "max\n");
-        assert_eq!(limits_in(&root, "0::/job/step\n"), [Limit { most: 4096, used: 1000 }]);
+        let job = limits_in(&root, "0::/job/step\n");
+        assert_eq!(job, [Limit { most: 4096, used: 1000 }]);
+        assert_eq!((available_under(&job), whole_under(&job)), (Some(3096), Some(4096)));
+        let file = root.join("long");
+        for (length, fits) in [(3096, true), (3097, false)] {
+            std::fs::write(&file, vec![0; length]).expect("a file");
+            let read = read_within(&file, 3096).map_err(|error| error.kind());
+            assert_eq!(read.map(|bytes| bytes.len()), if fits { Ok(length) } else { Err(ErrorKind::OutOfMemory) });
+        }
         write("memory/memory.limit_in_bytes", "8192\n");
         write("memory/memory.usage_in_bytes", "100\n");
         write("memory/b/memory.limit_in_bytes", "9223372036854771712\n");

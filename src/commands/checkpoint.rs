@@ -39,6 +39,7 @@ impl Checkpoint {
         if places.is_empty() {
             return Err(CheckpointProblem::None.at(&self.folder));
         }
+        let mut damaged = None;
         for place in places {
             match verify(&place) {
                 Ok(manifest) => {
@@ -53,9 +54,12 @@ impl Checkpoint {
                         bytes(size)
                     ))?;
                 }
-                Err(error) => say(error)?,
+                Err(error) => {
+                    say(&error)?;
+                    damaged = Some(error);
+                }
             }
         }
-        Ok(())
+        damaged.map_or(Ok(()), Err)
     }
 }

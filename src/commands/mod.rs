@@ -45,7 +45,7 @@ use altiplano::planner::{PlanFailure, Progress, Request};
 use altiplano::suggestions::{Explained, failure_json, fixes, shortage};
 use altiplano::{Error, Look, Warning, answer_as, by_cluster, load_plan, printable, report_as};
 use std::fmt::Display;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 
 /// Saves the results of a search for later ones, if requested. A failure costs only time, so it is a warning.
@@ -120,9 +120,16 @@ fn what_decides(arguments: impl Iterator<Item = String>) -> Vec<String> {
     kept
 }
 
-/// Prints a line to stdout. If the reader has closed it, that is an error like any other, which `main` treats as the
-/// end.
+/// Prints a line to stdout. A reader that has closed it changes neither what is written to files nor the exit code.
 fn say(text: impl Display) -> Result<(), Error> {
+    match print(text) {
+        Err(Error::Output(error)) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        printed => printed,
+    }
+}
+
+/// Prints a line to stdout, or fails.
+fn print(text: impl Display) -> Result<(), Error> {
     let mut text = text.to_string();
     // Files and programs get what they ask for, to the byte.
     if console::Term::stdout().is_term() {

@@ -2,9 +2,9 @@
 //! ranks. It also runs models without training.
 
 use crate::commands::options::{PlanOrModel, Start};
+use crate::commands::print;
 use crate::commands::ranks::RankArguments;
 use crate::commands::rate::Rate;
-use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile;
 use altiplano::inference::{Pass, infer};
@@ -99,7 +99,7 @@ impl Run {
     fn run_on(self, team: Team, of_many: Option<&'static str>) -> Result<(), Error> {
         let leads = team.leads();
         // Only the leader prints.
-        let say = |text: String| if leads { say(text) } else { Ok(()) };
+        let print = |text: String| if leads { print(text) } else { Ok(()) };
         if let Some(option) = of_many {
             self.plan.expect_plan(option)?;
         }
@@ -120,10 +120,10 @@ impl Run {
         let (check_nan, record) = (self.check_nan, self.trace.is_some());
         let xla = xla.map(|options| XlaOptions { check_nan, record, ..options });
         let training = Training { xla, ..self.training(&plan, cuda, given.as_ref())? };
-        say(format!("{}: {}", plan.model, one_line(&plan)))?;
+        print(format!("{}: {}", plan.model, one_line(&plan)))?;
         if let Some(profile) = &plan.profile {
             let step = if plan.schedule.trains() { "step" } else { "batch" };
-            say(format!("predicted: {}/{step}, by the {profile}", seconds(plan.predicted.step_time_s)))?;
+            print(format!("predicted: {}/{step}, by the {profile}", seconds(plan.predicted.step_time_s)))?;
         }
         match plan.schedule.trains() {
             true => self.train(team, &plan, &training, profile.as_ref()),
@@ -200,7 +200,7 @@ impl Run {
     fn infer(&self, plan: &Plan, training: &Training, profile: Option<&Profile>) -> Result<(), Error> {
         let bar = Bar::new();
         let (ran, results) = infer(plan, training, |pass| {
-            let said = bar.suspend(|| say(pass_line(pass)));
+            let said = bar.suspend(|| print(pass_line(pass)));
             bar.step("running", pass.number as usize, training.steps as usize);
             said
         })?;
@@ -215,7 +215,7 @@ impl Run {
         team.expect_same(plan, training)?;
         let (leads, bar) = (team.leads(), Bar::new());
         // Only the leader prints.
-        let say = |text: String| if leads { say(text) } else { Ok(()) };
+        let print = |text: String| if leads { print(text) } else { Ok(()) };
         let stopped = signals(&bar, self.signal);
         let signal = || Some(stopped.load(Ordering::Relaxed) as i32).filter(|&signal| signal != 0);
         let (mut waited_s, mut spent_s) = (0.0, 0.0);
@@ -224,7 +224,7 @@ impl Run {
             Event::Step(step) => {
                 waited_s += step.data_wait_s;
                 spent_s += step.data_wait_s + step.seconds;
-                let said = bar.suspend(|| say(line(step)));
+                let said = bar.suspend(|| print(line(step)));
                 bar.step("training", step.number as usize, training.steps as usize);
                 said
             }
@@ -239,10 +239,10 @@ impl Run {
         };
         drop(bar);
         if training.data.file.is_some() && spent_s > 0.0 {
-            say(format!("waiting for data: {} of the time of steps", percent(waited_s / spent_s)))?;
+            print(format!("waiting for data: {} of the time of steps", percent(waited_s / spent_s)))?;
         }
         if self.measure_noise_scale {
-            say(match &ran.noise {
+            print(match &ran.noise {
                 Some(noise) => {
                     format!("{noise}\n  `altiplano scale --noise-scale {:.0}` weighs batches by it", noise.samples)
                 }
@@ -259,17 +259,14 @@ impl Run {
         }
     }
 
-    /// Prints the summary when all steps are done.
+    /// Writes the trace and prints the summary when all steps are done.
     fn end(&self, plan: &Plan, profile: Option<&Profile>, ran: &Ran) -> Result<(), Error> {
-        say(held(plan, &ran.peak_bytes)?)?;
         let simulation = Simulation::new(plan.clone(), profile)?;
-        if let Some(table) = simulation.measured_text(&ran.last) {
-            say(table)?;
+        if let Some(file) = &self.trace {
+            write_file(file, &simulation.trace_of(&ran.last).to_string())?;
         }
-        match &self.trace {
-            Some(file) => write_file(file, &simulation.trace_of(&ran.last).to_string()),
-            None => Ok(()),
-        }
+        print(held(plan, &ran.peak_bytes)?)?;
+        simulation.measured_text(&ran.last).map_or(Ok(()), print)
     }
 }
 
@@ -317,17 +314,17 @@ fn signals(bar: &Bar, also: Option<i32>) -> Arc<AtomicUsize> {
 /// Prints an event of a run.
 fn tell(event: &Event<'_>, steps: u64) -> Result<(), Error> {
     match event {
-        Event::Step(step) => say(line(step)),
+        Event::Step(step) => print(line(step)),
         Event::Evaluated { step, loss, seconds: time_s } => {
-            say(format!("held out, after step {step}  loss {loss:<9.6}  {}", seconds(*time_s)))
+            print(format!("held out, after step {step}  loss {loss:<9.6}  {}", seconds(*time_s)))
         }
         Event::Resumed { step, place } if *step >= steps => {
-            say(format!("{} has all {steps} steps: nothing to do", place.display()))
+            print(format!("{} has all {steps} steps: nothing to do", place.display()))
         }
-        Event::Resumed { step, place } => say(format!("resuming after step {step} from {}", place.display())),
-        Event::Data { description } => say(description),
-        Event::FromTheStart => say("no checkpoint yet: starting from the beginning"),
-        Event::Written { step, place } => say(format!("checkpoint of step {step}: {}", place.display())),
+        Event::Resumed { step, place } => print(format!("resuming after step {step} from {}", place.display())),
+        Event::Data { description } => print(description),
+        Event::FromTheStart => print("no checkpoint yet: starting from the beginning"),
+        Event::Written { step, place } => print(format!("checkpoint of step {step}: {}", place.display())),
         Event::Damaged { error } => {
             complain!("warning: {error}; trying the previous one");
             Ok(())
@@ -369,4 +366,22 @@ pub(crate) fn line(step: &Step) -> String {
 fn pass_line(pass: &Pass) -> String {
     let Pass { number, seconds: time_s, samples_per_s } = pass;
     format!("batch {number:>4}  {}/batch  {} samples/s", seconds(*time_s), digits(*samples_per_s))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_have_names_and_numbers() {
+        for (text, number) in
+            [("usr2", SIGUSR2), ("SIGTERM", SIGTERM), ("SigXcpu", SIGXCPU), ("12", SIGUSR2), ("34", 34)]
+        {
+            assert_eq!(signal_named(text), Ok(number), "{text}");
+        }
+        // Nobody can handle some of them, and others are those of a fault.
+        for text in ["KILL", "STOP", "SEGV", "9", "11", "65", "0", "-1", "", "SIG"] {
+            assert!(signal_named(text).is_err(), "{text}");
+        }
+    }
 }

@@ -2,6 +2,9 @@
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use serde_json::{Value, json};
+use std::fs::OpenOptions;
+use std::io::pipe;
+use std::process::{Command, Stdio};
 
 /// Runs a command and expects exit code 2 and a message with all of `expect`.
 fn refused(arguments: &[&str], expect: &[&str]) {
@@ -376,6 +379,28 @@ fn files_that_are_cut_off_say_where_they_end() {
         for command in ["inspect", "prove", "verify", "show"] {
             refused(&[command, &file], &[&format!("cut.json:{place}"), "it ends here"]);
         }
+    }
+}
+
+/// As `altiplano ... | head` and `2> /dev/full`: files are written and exit codes mean what they mean elsewhere.
+#[test]
+fn outputs_that_nobody_reads_change_neither_files_nor_exit_codes() {
+    let scratch = Scratch::new();
+    let started = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_altiplano"));
+        command.args(arguments).stdin(Stdio::null()).stderr(Stdio::null());
+        // A pipe that nobody reads.
+        command.stdout(pipe().expect("a pipe").1);
+        command
+    };
+    let code = |mut command: Command| command.status().expect("the binary starts").code();
+    let file = scratch.path("plan.json").display().to_string();
+    assert_eq!(code(started(&["plan", DEMO, "--cluster", "local:2", "-o", &file])), Some(0));
+    succeeds(&["inspect", &file]);
+    for wrong in [&["plan", "no-such-file.mlir"][..], &["plan", DEMO, "--no-such-option"]] {
+        let mut command = started(wrong);
+        command.stderr(OpenOptions::new().write(true).open("/dev/full").expect("a device"));
+        assert_eq!(code(command), Some(2), "{wrong:?}");
     }
 }
 

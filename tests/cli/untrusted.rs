@@ -4,7 +4,7 @@
 use crate::common::{DEMO, Output, Scratch, altiplano, shared, succeeds};
 use serde_json::Value;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Expects exit code 2, one error with all of `expect`, and both soon.
@@ -124,6 +124,23 @@ fn files_cannot_write_to_the_terminal() {
     // The name of a file is not ours either.
     let Output { stderr, .. } = altiplano(&["plan", "no\u{1b}[2Jfile"]);
     assert!(stderr.contains("no\\u{1b}[2Jfile") && !stderr.contains('\u{1b}'), "{stderr:?}");
+}
+
+/// On a terminal, which `script` makes; files and pipes get what is there.
+#[cfg(target_os = "linux")]
+#[test]
+fn answers_cannot_write_to_the_terminal() {
+    let scratch = Scratch::new();
+    let cluster = succeeds(&["show", "local:1"]);
+    let cluster = scratch.file("cluster.toml", cluster.replacen("name = \"", "name = \"\\u001b]0;title\\u0007", 1));
+    assert!(succeeds(&["plan", DEMO, "--cluster", &cluster]).contains("\u{1b}]0;title"));
+    let command = format!("'{}' plan '{DEMO}' --cluster '{cluster}'", env!("CARGO_BIN_EXE_altiplano"));
+    let Ok(output) = Command::new("script").args(["-qec", &command, "/dev/null"]).stdin(Stdio::null()).output() else {
+        eprintln!("SKIPPED: there is no `script` to make a terminal");
+        return;
+    };
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("\\u{1b}]0;title\\u{7}") && !said.contains("\u{1b}]"), "{said:?}");
 }
 
 #[test]

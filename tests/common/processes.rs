@@ -23,12 +23,23 @@ pub struct Ended {
 
 impl Process {
     /// Starts rank `rank` of `size`, with torchrun's variables.
-    pub fn start(scratch: &Scratch, (rank, size): (u32, u32), arguments: &[&str]) -> Process {
+    pub fn start(scratch: &Scratch, place: (u32, u32), arguments: &[&str]) -> Process {
+        Process::start_with(scratch, place, &[], arguments)
+    }
+
+    /// As [`Process::start`], with more variables.
+    pub fn start_with(
+        scratch: &Scratch,
+        (rank, size): (u32, u32),
+        variables: &[(&str, &str)],
+        arguments: &[&str],
+    ) -> Process {
         let name = (0..).map(|i| scratch.path(&format!("said-{rank}-{i}"))).find(|name| !name.exists());
         let name = name.expect("a name");
         let file = |name: PathBuf| std::fs::File::create(name).expect("a file in the scratch directory");
         let child = Command::new(env!("CARGO_BIN_EXE_altiplano"))
             .args(arguments)
+            .envs(variables.iter().copied())
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", size.to_string())
             .env("ALTIPLANO_CUDA", scratch.path(""))

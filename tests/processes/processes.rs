@@ -47,6 +47,33 @@ fn wait_for_call(directory: &Path) {
     }
 }
 
+/// On one machine nobody else can connect, whatever the addresses of that machine are.
+#[test]
+fn the_first_process_listens_where_it_is_told() {
+    let scratch = Scratch::new();
+    let cases = [
+        ("one-machine", &[("LOCAL_WORLD_SIZE", "2")][..], &[][..]),
+        ("loopback", &[], &["--listen", "127.0.0.0/8"]),
+        ("several", &[("LOCAL_WORLD_SIZE", "1")], &[]),
+    ];
+    for (name, variables, listen) in cases {
+        let directory = scratch.path(name);
+        let text = directory.display().to_string();
+        let fixed = ["run", "no-such-plan.json", "--device", "cuda", "--engine", "processes", "--rendezvous", &text];
+        let mut first = Process::start_with(&scratch, (0, 2), variables, &[&fixed, listen].concat());
+        wait_for_call(&directory);
+        let call = std::fs::read_to_string(directory.join("rank-0")).expect("a call");
+        // Its second line has a token, a port and the hosts.
+        let hosts: Vec<&str> = call.lines().nth(1).expect("an address").split_whitespace().skip(2).collect();
+        assert_eq!(hosts == ["127.0.0.1"], name != "several", "{name}: {hosts:?}");
+        first.child.kill().and_then(|()| first.child.wait()).expect("it ends");
+    }
+    let directory = scratch.path("nowhere").display().to_string();
+    let options = ["--device", "cuda", "--engine", "processes", "--rendezvous", &directory, "--listen", "0.0.0.1"];
+    let nowhere = Process::start(&scratch, (0, 2), &[&["run", "no-such-plan.json"][..], &options].concat());
+    refused(&nowhere.end(), &["0.0.0.1"]);
+}
+
 #[test]
 fn who_does_not_come_is_named_to_the_user_once() {
     let scratch = Scratch::new();

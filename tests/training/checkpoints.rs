@@ -278,6 +278,7 @@ fn a_damaged_checkpoint_is_passed_over() {
     assert!(output.stderr.contains("none of 2 checkpoints is complete"), "{}", output.stderr);
     let output = altiplano(&["checkpoint", &folder_text]);
     assert_eq!(output.stdout.matches("checksum does not hold").count(), 2, "{}", output.stdout);
+    assert_eq!(output.code, Some(2), "{}", output.stderr);
 }
 
 #[test]
@@ -407,7 +408,7 @@ fn a_closed_stdout_ends_a_run_with_a_checkpoint() {
     );
 }
 
-/// Metrics and held-out data that fail in mid-run end with a warning, and training goes on.
+/// Metrics that fail in mid-run end with a warning, and training goes on.
 #[test]
 fn metrics_that_cannot_be_written_cost_nothing_else() {
     let scratch = Scratch::new();
@@ -451,7 +452,8 @@ fn is_ignored(signal: i32) -> bool {
 #[cfg(unix)]
 #[test]
 fn signals_end_a_run_with_a_checkpoint() {
-    for (signal, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138), ("-USR2", 140)] {
+    for (signal, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138), ("-XCPU", 152), ("-USR2", 140)]
+    {
         if is_ignored(code - 128) {
             eprintln!("SKIPPED: these tests were started with signal {} ignored", code - 128);
             continue;

@@ -73,9 +73,13 @@ impl Trial {
     }
 
     fn run(&self, fault: &str, at: u64) -> Tried {
-        let arguments = self.arguments();
+        self.run_as(&self.arguments(), fault, at, &[])
+    }
+
+    /// Runs a command with more variables for the library.
+    fn run_as(&self, arguments: &[String], fault: &str, at: u64, more: &[(&str, &str)]) -> Tried {
         if fault.is_empty() {
-            return Tried { output: altiplano(&arguments), calls: 0 };
+            return Tried { output: altiplano(arguments), calls: 0 };
         }
         let (log, number) = (self.scratch.path("calls"), at.to_string());
         let _ = std::fs::remove_file(&log);
@@ -88,7 +92,7 @@ impl Trial {
             // Printing one takes memory, which may be refused.
             ("RUST_BACKTRACE", "0"),
         ];
-        let output = altiplano_with(&variables, &arguments);
+        let output = altiplano_with(&[&variables, more].concat(), arguments);
         let count = std::fs::read(&log).expect("the library was loaded");
         Tried { output, calls: u64::from_le_bytes(count.try_into().expect("eight bytes")) }
     }
@@ -287,6 +291,47 @@ fn short_writes_lose_nothing() {
         let output = trial.run("short", at).output;
         assert_eq!(output.code, Some(0), "call {at}: {}", output.stderr);
         assert!(trial.content() == whole, "call {at}");
+    }
+}
+
+/// Plans, pages and traces are flushed before they take their names, so that none is ever a part of one.
+#[test]
+fn files_that_users_name_are_old_or_whole_after_any_error() {
+    let trial = Trial::new();
+    let path = |name: &str| trial.folder().join(name).display().to_string();
+    let (plan, page, trace) = (path("plan.json"), path("page.html"), path("trace.json"));
+    let model = [trial.model.as_str(), "--cluster", "local:1"];
+    let cases = [
+        ([&["plan"], &model[..], &["-o", &plan, "--html", &page]].concat(), vec![&plan, &page]),
+        ([&["run"], &model[..], &["--steps", "1", "--trace", &trace]].concat(), vec![&trace]),
+    ];
+    for (command, files) in cases {
+        let command: Vec<String> = command.into_iter().map(String::from).collect();
+        let tried = |at: u64, more: &[(&str, &str)]| {
+            trial.clear();
+            files.iter().for_each(|file| std::fs::write(file, "old").expect("a file"));
+            trial.run_as(&command, "5", at, more)
+        };
+        let is_new = |file: &String| std::fs::read_to_string(file).expect("a file") != "old";
+        let mut all = Vec::new();
+        for more in [&[][..], &[("FAULT_ONLY", "fsync")]] {
+            let calls = tried(u64::MAX >> 1, more).calls;
+            let whole: Vec<u64> = files.iter().map(|file| std::fs::metadata(file).expect("a file").len()).collect();
+            assert!(files.iter().all(|file| is_new(file)), "{command:?}");
+            let failed = (1..=calls).filter(|&at| {
+                let Output { code, stderr, .. } = tried(at, more).output;
+                for (file, whole) in files.iter().zip(&whole) {
+                    let length = std::fs::metadata(file).expect("a file").len();
+                    // Times in a trace have different digits.
+                    assert!(!is_new(file) || length * 2 > *whole, "call {at}: {file} has {length} of {whole} bytes");
+                }
+                let is_done = files.iter().all(|file| is_new(file));
+                assert_eq!(code == Some(0), is_done, "call {at} ends with {code:?}: {stderr}");
+                !is_done
+            });
+            all.push(failed.count());
+        }
+        assert!(all[1] == files.len() && all[0] > all[1], "{command:?} fails at {all:?} calls");
     }
 }
 

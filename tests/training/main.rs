@@ -8,6 +8,7 @@ mod equivalence;
 mod faults;
 mod loss_scale;
 mod optimizers;
+mod outputs;
 mod serving;
 mod train_text;
 mod training;

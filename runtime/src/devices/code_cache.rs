@@ -35,7 +35,7 @@ impl CodeCache {
 }
 
 fn kept(file: &Path, key: &str) -> Option<Vec<u8>> {
-    let bytes = std::fs::read(file).ok()?;
+    let bytes = files::read(file).ok()?;
     let (checksum, rest) = bytes.strip_prefix(MAGIC)?.split_first_chunk::<16>()?;
     if u128::from_le_bytes(*checksum) != hash(rest) {
         return None;

@@ -74,12 +74,19 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("altiplano-call-{}", std::process::id()));
         let file = folder.join("deeper/rank-0");
         call.write(&file).expect("it is written");
-        assert_eq!(Call::read(&file), Some(call));
+        assert_eq!(Call::read(&file).as_ref(), Some(&call));
         // Nobody else may know the token, and a file of which others could know it is not believed.
         let mode = |path: &Path| std::fs::metadata(path).expect("it is there").mode() & 0o777;
         assert_eq!([mode(&file), mode(&folder), mode(&folder.join("deeper"))], [0o600, 0o700, 0o700]);
         std::fs::set_permissions(&file, PermissionsExt::from_mode(0o644)).expect("it is ours");
         assert_eq!(Call::read(&file), None);
+        let long = folder.join("long");
+        let endless = Call { host: "x".repeat(LONGEST as usize), ..call };
+        endless.write(&long).expect("it is written");
+        assert!(
+            Call::read(&long).is_some_and(|found| found.host.len() < endless.host.len()),
+            "no more than is allowed"
+        );
         assert_eq!(std::fs::read_dir(folder.join("deeper")).expect("a folder").count(), 1);
         std::fs::remove_dir_all(folder).expect("it goes");
     }

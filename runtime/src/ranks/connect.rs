@@ -593,6 +593,37 @@ mod tests {
         drop(silent);
     }
 
+    /// A peer that says nothing.
+    struct Silent;
+
+    impl Read for Silent {
+        fn read(&mut self, _: &mut [u8]) -> Result<usize, Error> {
+            Err(ErrorKind::WouldBlock.into())
+        }
+    }
+
+    impl Write for Silent {
+        fn write(&mut self, bytes: &[u8]) -> Result<usize, Error> {
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn greetings_in_progress_are_few_and_the_newest() {
+        let mut greetings = Greetings::new([7; TOKEN]);
+        let start = Instant::now();
+        let at = |n: usize| start + Duration::from_millis(n as u64);
+        (0..MOST_GREETINGS + 9).for_each(|n| greetings.begin(Silent, at(n)));
+        assert_eq!(greetings.begun.len(), MOST_GREETINGS);
+        assert!(greetings.begun.iter().all(|greeting| greeting.until >= at(9) + GREETING));
+        assert!(greetings.next(at(10) + GREETING).is_none());
+        assert_eq!(greetings.begun.len(), MOST_GREETINGS - 2, "those whose time is over");
+    }
+
     #[test]
     fn a_hub_of_one_machine_is_not_seen_from_others() {
         let hub = hub();

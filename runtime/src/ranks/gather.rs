@@ -388,3 +388,17 @@ fn is_quiet(error: &Error) -> bool {
 fn is_heard(stream: &mut impl Read) -> bool {
     stream.read(&mut [0]).map_or_else(|error| !is_quiet(&error), |_| true)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_no_longer_than_it_may_be() {
+        let message = |length: u32| [&[GO], &length.to_le_bytes()[..], b"host\n"].concat();
+        let read = |bytes: &[u8]| read_message(&mut &*bytes, &mut Vec::new(), 256).map_err(|error| error.kind());
+        assert_eq!(read(&message(5)), Ok(Some((GO, "host\n".to_string()))));
+        assert_eq!(read(&message(257)), Err(ErrorKind::InvalidData));
+        assert_eq!(read(&message(u32::MAX)), Err(ErrorKind::InvalidData));
+    }
+}

@@ -151,6 +151,17 @@ mod tests {
     }
 
     #[test]
+    fn a_message_that_is_longer_than_memory_is_not_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let mut far = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+        let near = listener.accept().expect("a connection").0;
+        for words in [u64::MAX, u64::MAX / 8, 1 << 50] {
+            far.write_all(&words.to_le_bytes()).expect("it is sent");
+            assert_eq!(read(&near).map_err(|error| error.kind()), Err(ErrorKind::InvalidData), "{words} words");
+        }
+    }
+
+    #[test]
     fn who_is_gone_is_named() {
         let mut all = hub_links(3);
         drop(all.pop());

@@ -188,3 +188,34 @@ fn step_of(name: &str) -> Option<u64> {
     let digits = digits.strip_suffix(".old").unwrap_or(digits);
     digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())?
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::training::checkpoint::DataState;
+    use crate::{ImportOptions, load_cluster, load_model, request};
+    use altiplano_planner::{Silent, plan};
+
+    #[test]
+    fn a_checkpoint_goes_only_after_a_newer_one_was_read_back() {
+        let place = std::env::temp_dir().join(format!("altiplano-prune-{}", std::process::id()));
+        let model = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/gpt-small-demo.mlir");
+        let model = load_model(Path::new(model), &ImportOptions::default()).expect("a model");
+        let plan = plan(&request(&model, load_cluster("local:1").expect("a cluster")), &Silent).expect("a plan");
+        for step in [1, 2] {
+            let folder = place.join(name(step));
+            std::fs::create_dir_all(&folder).expect("a folder");
+            let manifest = Manifest::new(&plan, step, DataState::default());
+            std::fs::write(folder.join(MANIFEST), manifest.to_json()).expect("a file");
+        }
+        let newest = place.join(name(2));
+        let text = std::fs::read_to_string(newest.join(MANIFEST)).expect("a manifest");
+        std::fs::write(newest.join(MANIFEST), text.replace("gpt", "gqt")).expect("a file");
+        assert!(Folder::prune(&place, &newest, 2, 1).is_err());
+        assert_eq!(list(&place).expect("checkpoints").len(), 2);
+        std::fs::write(newest.join(MANIFEST), text).expect("a file");
+        Folder::prune(&place, &newest, 2, 1).expect("it is whole");
+        assert_eq!(list(&place).expect("checkpoints").iter().map(|found| found.step).collect::<Vec<_>>(), [2]);
+        std::fs::remove_dir_all(place).expect("it goes");
+    }
+}

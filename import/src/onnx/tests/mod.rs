@@ -94,6 +94,17 @@ fn run(imported: &Imported, value: f64) -> Vec<f64> {
     interpret::run(&imported.graph, leaf).remove(0).data
 }
 
+/// 20 MB of empty nodes would become 4 GB.
+#[test]
+fn files_of_empty_nodes_are_refused_before_they_are_decoded() {
+    let nodes = [0x0a, 0].repeat(10_000_000);
+    let mut bytes = vec![0x3a];
+    prost::encoding::encode_varint(nodes.len() as u64, &mut bytes);
+    bytes.extend(nodes);
+    let error = import(&bytes, &Options::default(), &|_, _| None).err().expect("it is refused").to_string();
+    assert!(error.contains(&format!("out of proportion to the {} bytes", bytes.len())), "{error}");
+}
+
 #[test]
 fn a_layer_keeps_its_names() {
     let mut dense = node("Gemm", &["x", "h.0.fc.weight", "h.0.fc.bias"], &["y"]);
