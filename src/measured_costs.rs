@@ -31,8 +31,10 @@ use altiplano_planner::lower::DedupedPrograms;
 use altiplano_planner::predict::{predict, work_of};
 use altiplano_planner::search::pareto::{Point, frontier};
 use altiplano_planner::{Progress, Request, plan_or_closest, programs};
+use altiplano_runtime::Session;
 use altiplano_runtime::devices::cuda::{CudaOptions, Survey};
-use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, PASS, measure_gpus};
+use altiplano_runtime::devices::xla::{OpenedPlugin, XlaOptions};
+use altiplano_runtime::measure::gpu::{ATTENTION, BATCHED, INDEXED, MATMUL, Measurable, PASS, measure_devices};
 use altiplano_runtime::measure::{Measured, Measurements, Options, measure};
 use altiplano_runtime::work::{body_work, preparation, threads_of_device};
 use std::collections::{BTreeMap, HashMap};
@@ -470,13 +472,44 @@ pub fn measured_gpu_profile(
     let survey = Survey::of(&options.search);
     let gpus = survey.usable()?;
     let start = Instant::now();
-    let found = measure_gpus(options, quick, tell)?;
+    let start_session = |programs: &Programs| Session::on_gpus(programs, options);
+    let measurable = Measurable { devices: gpus.len() as u32, load: 1, start: &start_session };
+    let found = measure_devices(measurable, quick, tell)?;
     let (name, memory_bytes) = gpus.first().map_or((String::new(), 0), |gpu| (gpu.name.clone(), gpu.memory_bytes));
     let known = probe::catalogue_device(&probe::Gpu { name: name.clone(), memory_bytes });
     // A cluster file may describe a device that the catalogue lacks, under the name from its driver.
     let device = known.map_or(name.clone(), |device| device.name);
     let machine = Machine { processor: name, cores: gpus.len() as u32, gpus: true };
     Ok(profile_of(device, machine, found, start))
+}
+
+/// Measures the devices of a PJRT plugin with the programs that XLA compiles for them. The first one stands for all.
+///
+/// # Errors
+/// Fails if the plugin does, or if there is no room for what is measured.
+pub fn measured_xla_profile(
+    options: &XlaOptions,
+    quick: bool,
+    tell: &mut dyn FnMut(&str, usize, usize),
+) -> Result<Profile, Error> {
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let start = Instant::now();
+    let opened = OpenedPlugin::new(options, cores)?;
+    let devices = opened.num_devices() as u32;
+    // CPU devices share the cores, as they do in a run.
+    let load = if opened.is_cpu() { devices } else { 1 };
+    let start_session = |programs: &Programs| opened.session(programs);
+    let found = measure_devices(Measurable { devices, load, start: &start_session }, quick, tell)?;
+    let kind = opened.kind()?;
+    let device = match opened.is_cpu() {
+        true => "cpu-worker".to_string(),
+        false => {
+            let known = probe::catalogue_device(&probe::Gpu { name: kind.clone(), memory_bytes: 0 });
+            known.map_or(kind.clone(), |device| device.name)
+        }
+    };
+    let processor = if opened.is_cpu() { format!("{} by XLA", processor()) } else { format!("{kind} by XLA") };
+    Ok(profile_of(device, Machine { processor, cores: devices, gpus: true }, found, start))
 }
 
 fn profile_of(device: String, machine: Machine, found: Measurements, start: Instant) -> Profile {

@@ -746,7 +746,7 @@ enum TokenType {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum DeviceKind {
+pub(crate) enum DeviceKind {
     Cpu,
     Cuda,
     /// The devices of a PJRT plugin of XLA, whatever they are
@@ -773,38 +773,11 @@ impl Start {
 
     /// The plugin of XLA's devices, if these are requested: the one that is named, or the one that is found.
     pub(crate) fn xla(&self) -> Result<Option<XlaOptions>, Error> {
-        let platform = match self.device {
-            DeviceKind::Cpu | DeviceKind::Cuda if self.plugin.is_some() => {
-                let problem = "applies only to XLA's devices; it needs --device xla";
-                return Err(Error::Option { option: "--plugin", problem });
-            }
-            DeviceKind::Cpu | DeviceKind::Cuda => return Ok(None),
-            DeviceKind::Xla => None,
-            DeviceKind::XlaCpu => Some(Platform::Cpu),
-            DeviceKind::XlaCuda => Some(Platform::Cuda),
-            DeviceKind::XlaRocm => Some(Platform::Rocm),
-            DeviceKind::XlaTpu => Some(Platform::Tpu),
-        };
-        let plugin = match platform {
-            Some(platform) => find(self.plugin.as_deref(), platform)?,
-            None => find_any(self.plugin.as_deref())?,
-        };
-        Ok(Some(XlaOptions {
-            plugin,
-            platform,
-            check_nan: false,
-            record: false,
-            memory_bytes: None,
-            cache: program_cache(),
-        }))
+        self.device.xla(self.plugin.as_deref())
     }
 
     pub(crate) fn kind(&self) -> Kind {
-        match self.device {
-            DeviceKind::Cpu => Kind::Cpus,
-            DeviceKind::Cuda => Kind::Gpus,
-            _ => Kind::Xla,
-        }
+        self.device.kind()
     }
 
     /// Fails if GPUs are requested for work that does not run on them.
@@ -835,6 +808,44 @@ impl Start {
                 shuffle: self.shuffle,
             },
             ..Training::default()
+        }
+    }
+}
+
+impl DeviceKind {
+    /// The plugin of XLA's devices, if they are of XLA: the one that is named, or the one that is found.
+    pub(crate) fn xla(self, plugin: Option<&Path>) -> Result<Option<XlaOptions>, Error> {
+        let platform = match self {
+            DeviceKind::Cpu | DeviceKind::Cuda if plugin.is_some() => {
+                let problem = "applies only to XLA's devices; it needs --device xla";
+                return Err(Error::Option { option: "--plugin", problem });
+            }
+            DeviceKind::Cpu | DeviceKind::Cuda => return Ok(None),
+            DeviceKind::Xla => None,
+            DeviceKind::XlaCpu => Some(Platform::Cpu),
+            DeviceKind::XlaCuda => Some(Platform::Cuda),
+            DeviceKind::XlaRocm => Some(Platform::Rocm),
+            DeviceKind::XlaTpu => Some(Platform::Tpu),
+        };
+        let plugin = match platform {
+            Some(platform) => find(plugin, platform)?,
+            None => find_any(plugin)?,
+        };
+        Ok(Some(XlaOptions {
+            plugin,
+            platform,
+            check_nan: false,
+            record: false,
+            memory_bytes: None,
+            cache: program_cache(),
+        }))
+    }
+
+    pub(crate) fn kind(self) -> Kind {
+        match self {
+            DeviceKind::Cpu => Kind::Cpus,
+            DeviceKind::Cuda => Kind::Gpus,
+            _ => Kind::Xla,
         }
     }
 }

@@ -1,27 +1,30 @@
-//! `altiplano profile`: measures the kernels of plans on this machine's CPU or GPUs, and the communication between
-//! ranks.
+//! `altiplano profile`: measures the kernels of plans on this machine's CPU or GPUs or by XLA, and the communication
+//! between ranks.
 
-use crate::commands::options::gpus;
-use crate::commands::ranks::MeasuringArguments;
+use crate::commands::options::{DeviceKind, gpus};
+use crate::commands::ranks::{Kind, MeasuringArguments};
 use crate::commands::say;
 use crate::progress::Bar;
 use altiplano::cost_models::profile::Profile as Measured;
 #[cfg(feature = "mpi")]
 use altiplano::measured_costs::{load_profile, with_links};
-use altiplano::measured_costs::{measured_gpu_profile, measured_profile};
+use altiplano::measured_costs::{measured_gpu_profile, measured_profile, measured_xla_profile};
 use altiplano::planner::Progress;
 use altiplano::training::team::Team;
 use altiplano::units::seconds;
 use altiplano::{Error, expect_writable, write_file};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use std::path::{Path, PathBuf};
 
 /// Measure kernels, collectives and transfers on this machine, for --profile of plan, run, verify and simulate
 #[derive(Args)]
 pub(crate) struct Profile {
-    /// Device to measure: cpu (the workers of `local:N`) or cuda (GPUs)
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: Device,
+    /// Device to measure; cpu stands for the workers of `local:N`, and `altiplano devices` lists all
+    #[arg(long, value_name = "DEVICE", value_enum, default_value_t = DeviceKind::Cpu)]
+    device: DeviceKind,
+    /// The PJRT plugin of `--device xla` [default: that of ALTIPLANO_PJRT_PLUGIN or of the Python environment]
+    #[arg(long, value_name = "FILE", requires = "device")]
+    plugin: Option<PathBuf>,
     /// Measure only a few small sizes, in a few seconds
     #[arg(long)]
     quick: bool,
@@ -35,16 +38,10 @@ pub(crate) struct Profile {
     engine: MeasuringArguments,
 }
 
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum Device {
-    Cpu,
-    Cuda,
-}
-
 impl Profile {
     pub(crate) fn run(self) -> Result<(), Error> {
-        if self.engine.is_mpi() && self.device == Device::Cuda {
-            let problem = "measures links between MPI ranks on CPUs, not GPUs";
+        if self.engine.is_mpi() && self.device.kind() != Kind::Cpus {
+            let problem = "measures links between MPI ranks on CPUs, not on other devices";
             return Err(Error::Option { option: "--engine mpi", problem });
         }
         self.engine.expect_alone()?;
@@ -64,12 +61,14 @@ impl Profile {
 
     fn measure_kernels(&self) -> Result<(), Error> {
         self.output.as_deref().map_or(Ok(()), expect_writable)?;
-        let gpus = (self.device == Device::Cuda).then(gpus).transpose()?;
+        let xla = self.device.xla(self.plugin.as_deref())?;
+        let gpus = (self.device.kind() == Kind::Gpus).then(gpus).transpose()?;
         let bar = Bar::new();
         let mut tell = |what: &str, done, total| bar.step(what, done, total);
-        let profile = match &gpus {
-            Some(options) => measured_gpu_profile(options, self.quick, &mut tell)?,
-            None => measured_profile(self.quick, &mut tell)?,
+        let profile = match (&gpus, &xla) {
+            (Some(options), _) => measured_gpu_profile(options, self.quick, &mut tell)?,
+            (_, Some(options)) => measured_xla_profile(options, self.quick, &mut tell)?,
+            _ => measured_profile(self.quick, &mut tell)?,
         };
         drop(bar);
         complain!("measured {} series in {}; {}", profile.series.len(), seconds(profile.seconds), outliers(&profile));

@@ -168,3 +168,30 @@ fn refusals_are_one_message() {
     let Output { code, stderr, .. } = altiplano_with(&none, &run(&["--device", "xla:cpu"]));
     assert!(code == Some(2) && stderr.contains("there is no PJRT plugin for cpu"), "{stderr}");
 }
+
+/// XLA's devices are measured by the programs that XLA compiles for them, and plans and runs are predicted by that.
+#[test]
+#[ignore = "needs a PJRT plugin"]
+fn a_profile_of_xlas_devices_prices_plans_for_them() {
+    let scratch = Scratch::new();
+    let file = |name: &str| scratch.path(name).display().to_string();
+    let (profile, plan) = (file("profile.json"), file("plan.json"));
+    succeeds(&["profile", "--device", "xla:cpu", "--quick", "-o", &profile]);
+    let measured = std::fs::read_to_string(&profile).expect("a profile");
+    let measured: serde_json::Value = serde_json::from_str(&measured).expect("JSON");
+    let times = |family: &str| -> Vec<f64> {
+        let series = measured["series"].as_array().expect("series");
+        let of_family = series.iter().filter(|series| series["family"] == family);
+        of_family.flat_map(|s| s["seconds"].as_array().expect("times")).filter_map(|s| s.as_f64()).collect()
+    };
+    for family in ["gpu_matmul", "gpu_matmul_batched", "gpu_attention", "gpu_pass", "gpu_indexed"] {
+        assert!(!times(family).is_empty() && times(family).iter().all(|&seconds| seconds > 0.0), "{family}");
+    }
+    let devices = measured["machine"]["cores"].as_u64().expect("a number");
+    assert_eq!(times("all_reduce").is_empty(), devices < 2);
+    succeeds(&["plan", DEMO, "--cluster", "local:2", "--dp", "2", "--profile", &profile, "-o", &plan]);
+    let said = succeeds(&["run", &plan, "--device", "xla:cpu", "--steps", "2"]);
+    assert!(said.contains("predicted: ") && said.contains("by XLA"), "{said}");
+    let plugin = altiplano(&["profile", "--plugin", "plugin.so"]);
+    assert!(plugin.code == Some(2) && plugin.stderr.contains("--device"), "{}", plugin.stderr);
+}

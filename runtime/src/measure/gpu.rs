@@ -1,11 +1,10 @@
-//! Measures the kernels of tapes on GPUs: matrix products, attention, passes over memory, lookups and collectives.
+//! Measures bodies on GPUs and on XLA's devices: matrix products, attention, passes over memory, lookups and collectives.
 //!
 //! Each is the body of a program that a session runs like a plan's. So the measured kernels are compiled alike, call
 //! the same libraries and are launched the same way. A step runs the body many times. The time of a run is the
 //! difference to a step that runs it once, which cancels the overhead of a step.
 
 use super::{Harness, Measurements, floats};
-use crate::devices::cuda::{CudaOptions, Survey};
 use crate::error::RuntimeError;
 use crate::session::Session;
 use altiplano_ir::dtype::DType;
@@ -40,17 +39,26 @@ struct Subject {
     fused_attention: bool,
 }
 
-/// Measures the usable GPUs of this machine. One stands for all; collectives use several.
+/// The devices to measure, and how a session on them starts.
+pub struct Measurable<'a> {
+    /// Collectives are measured between up to this many.
+    pub devices: u32,
+    /// The number of devices that run other bodies at once: 1 if they share nothing.
+    pub load: u32,
+    pub start: &'a dyn Fn(&Programs) -> Result<Session, RuntimeError>,
+}
+
+/// Measures devices.
 ///
 /// # Errors
 /// Fails if sessions cannot be set up, for example for lack of a library, or if they stop.
-pub fn measure_gpus(
-    options: &CudaOptions,
+pub fn measure_devices(
+    of: Measurable<'_>,
     quick: bool,
     tell: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<Measurements, RuntimeError> {
-    let gpus = Survey::of(&options.search).usable()?.len() as u32;
-    let mut gauge = Gauge { harness: Harness::new(quick), options };
+    let devices = of.devices;
+    let mut gauge = Gauge { harness: Harness::new(quick), of };
     let half: &[DType] = if quick { &[DType::BF16] } else { &[DType::BF16, DType::F16] };
     tell("matrix products", 0, 5);
     for &dtype in [DType::F32].iter().chain(half) {
@@ -65,22 +73,27 @@ pub fn measure_gpus(
     tell("lookups", 3, 5);
     gauge.lookups()?;
     tell("collectives", 4, 5);
-    // NCCL needs a GPU for each member.
-    let counts = (1..=gpus.ilog2()).map(|power| 1 << power).chain([gpus]);
+    // Each member has a device.
+    let counts = (1..=devices.ilog2()).map(|power| 1 << power).chain([devices]);
     let mut counts: Vec<u32> = counts.filter(|&n| n > 1).collect();
     counts.dedup();
-    for devices in counts {
-        gauge.collectives(devices)?;
+    for members in counts {
+        gauge.collectives(members)?;
     }
     Ok(gauge.harness.found)
 }
 
 struct Gauge<'a> {
     harness: Harness,
-    options: &'a CudaOptions,
+    of: Measurable<'a>,
 }
 
 impl Gauge<'_> {
+    /// Seconds of one run of a graph on each of the devices that run at once.
+    fn alone(&mut self, graph: Graph, fused_attention: bool) -> Result<f64, RuntimeError> {
+        self.seconds(&Subject { graph, mesh: Mesh::new(&[("each", self.of.load)]), fused_attention })
+    }
+
     /// Seconds of one run.
     fn seconds(&mut self, subject: &Subject) -> Result<f64, RuntimeError> {
         let once = self.step_s(subject, 1)?;
@@ -99,7 +112,7 @@ impl Gauge<'_> {
     /// Seconds of a step with `runs` runs.
     fn step_s(&mut self, subject: &Subject, runs: u32) -> Result<f64, RuntimeError> {
         let (warm, samples) = if self.harness.quick { (1, 3) } else { (2, 7) };
-        let mut session = Session::on_gpus(&subject.programs(runs), self.options)?;
+        let mut session = (self.of.start)(&subject.programs(runs))?;
         let mut step = || Ok::<f64, RuntimeError>(session.step(&BTreeMap::new(), &BTreeMap::new())?.seconds);
         for _ in 0..warm {
             step()?;
@@ -112,7 +125,7 @@ impl Gauge<'_> {
         let axis: &[usize] = if self.harness.quick { &[8, 32] } else { &[64, 512, 2048, 8192] };
         let mut seconds = Vec::new();
         for (&m, &n, &k) in grid(axis) {
-            seconds.push(self.seconds(&product(1, m, n, k, dtype))?);
+            seconds.push(self.alone(product(1, m, n, k, dtype), false)?);
         }
         self.harness.grid(MATMUL, dtype, 1, vec![floats(axis, 1.0); 3], seconds);
         let (counts, axis): (&[usize], &[usize]) =
@@ -120,7 +133,7 @@ impl Gauge<'_> {
         let mut seconds = Vec::new();
         for &count in counts {
             for (&m, &n, &k) in grid(axis) {
-                seconds.push(self.seconds(&product(count, m, n, k, dtype))?);
+                seconds.push(self.alone(product(count, m, n, k, dtype), false)?);
             }
         }
         let axes = [counts, axis, axis, axis].map(|axis| floats(axis, 1.0));
@@ -132,7 +145,7 @@ impl Gauge<'_> {
         let lengths: &[usize] = if self.harness.quick { &[16, 32] } else { &[256, 1024, 4096, 8192] };
         let (heads, width) = if self.harness.quick { (2, 4) } else { (32, 64) };
         let flop = |length: &usize| 4.0 * heads as f64 * (length * length * width) as f64;
-        let seconds = lengths.iter().map(|&length| self.seconds(&attention(heads, length, width, dtype)));
+        let seconds = lengths.iter().map(|&length| self.alone(attention(heads, length, width, dtype), true));
         let seconds = seconds.collect::<Result<Vec<f64>, RuntimeError>>()?;
         self.harness.add(ATTENTION, dtype, &lengths.iter().map(flop).collect::<Vec<f64>>(), seconds);
         Ok(())
@@ -141,7 +154,7 @@ impl Gauge<'_> {
     fn passes(&mut self) -> Result<(), RuntimeError> {
         let sizes: &[usize] =
             if self.harness.quick { &[64, 1024] } else { &[1 << 8, 1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27] };
-        let seconds = sizes.iter().map(|&n| self.seconds(&pass(n))).collect::<Result<Vec<f64>, RuntimeError>>()?;
+        let seconds = sizes.iter().map(|&n| self.alone(pass(n), false)).collect::<Result<Vec<f64>, RuntimeError>>()?;
         self.harness.add(PASS, DType::F32, &floats(sizes, 8.0), seconds);
         Ok(())
     }
@@ -150,7 +163,7 @@ impl Gauge<'_> {
         const WIDTH: usize = 256;
         let rows: &[usize] = if self.harness.quick { &[4, 16] } else { &[16, 1 << 8, 1 << 12, 1 << 16] };
         let seconds =
-            rows.iter().map(|&n| self.seconds(&lookup(n, WIDTH))).collect::<Result<Vec<f64>, RuntimeError>>()?;
+            rows.iter().map(|&n| self.alone(lookup(n, WIDTH), false)).collect::<Result<Vec<f64>, RuntimeError>>()?;
         // A row read and written, and its index.
         self.harness.add(INDEXED, DType::F32, &floats(rows, 8.0 * WIDTH as f64 + 4.0), seconds);
         Ok(())
@@ -187,15 +200,11 @@ fn grid(axis: &[usize]) -> impl Iterator<Item = (&usize, &usize, &usize)> {
     axis.iter().flat_map(move |x| axis.iter().flat_map(move |y| axis.iter().map(move |z| (x, y, z))))
 }
 
-fn alone(graph: Graph) -> Subject {
-    Subject { graph, mesh: Mesh::new(&[("only", 1)]), fused_attention: false }
-}
-
 fn tensor(graph: &mut Graph, name: &str, dtype: DType, shape: &[usize]) -> ValueId {
     leaf(graph, name, TensorType::new(dtype, shape.iter().map(|&n| n as u64).collect::<Vec<u64>>()))
 }
 
-fn product(count: usize, m: usize, n: usize, k: usize, dtype: DType) -> Subject {
+fn product(count: usize, m: usize, n: usize, k: usize, dtype: DType) -> Graph {
     let mut graph = Graph::new("product");
     let many = if count > 1 { vec![count] } else { Vec::new() };
     let a = tensor(&mut graph, "a", dtype, &[many.as_slice(), &[m, k]].concat());
@@ -204,48 +213,51 @@ fn product(count: usize, m: usize, n: usize, k: usize, dtype: DType) -> Subject 
     let (lhs_contract, rhs_contract) = (vec![many.len() + 1], vec![many.len()]);
     let dot = DotGeneral { lhs_batch: batch.clone(), rhs_batch: batch, lhs_contract, rhs_contract };
     graph.outputs = vec![graph.emit(Op::DotGeneral(dot), &[a, b])];
-    alone(graph)
+    graph
 }
 
-fn attention(heads: usize, length: usize, width: usize, dtype: DType) -> Subject {
+fn attention(heads: usize, length: usize, width: usize, dtype: DType) -> Graph {
     let mut graph = Graph::new("attention");
-    let [q, k, v] = ["q", "k", "v"].map(|name| tensor(&mut graph, name, dtype, &[heads, length, width]));
+    let [q, k, v] = ["q", "k", "v"].map(|name| tensor(&mut graph, name, dtype, &[1, heads, length, width]));
     let dot = |graph: &mut Graph, a: ValueId, b: ValueId, rhs: usize| {
-        let (lhs_contract, rhs_contract) = (vec![2], vec![rhs]);
-        let dot = DotGeneral { lhs_batch: vec![0], rhs_batch: vec![0], lhs_contract, rhs_contract };
+        let (lhs_contract, rhs_contract) = (vec![3], vec![rhs]);
+        let dot = DotGeneral { lhs_batch: vec![0, 1], rhs_batch: vec![0, 1], lhs_contract, rhs_contract };
         graph.emit(Op::DotGeneral(dot), &[a, b])
     };
-    let scores = dot(&mut graph, q, k, 2);
+    // As models have it, with the statistics of the scores in f32.
+    let scores = dot(&mut graph, q, k, 3);
+    let scores = graph.convert(scores, DType::F32);
     let shape = graph.shape(scores).to_vec();
     let row = |graph: &mut Graph, x: ValueId, reducer: Reducer| {
-        let reduced = graph.reduce(x, reducer, &[2]);
-        graph.broadcast(reduced, &shape, &[0, 1])
+        let reduced = graph.reduce(x, reducer, &[3]);
+        graph.broadcast(reduced, &shape, &[0, 1, 2])
     };
     let most = row(&mut graph, scores, Reducer::Max);
     let shifted = graph.sub(scores, most);
     let weights = graph.unary(Unary::Exponential, shifted);
     let sum = row(&mut graph, weights, Reducer::Sum);
     let weights = graph.div(weights, sum);
-    graph.outputs = vec![dot(&mut graph, weights, v, 1)];
-    Subject { fused_attention: true, ..alone(graph) }
+    let weights = graph.convert(weights, dtype);
+    graph.outputs = vec![dot(&mut graph, weights, v, 2)];
+    graph
 }
 
-fn pass(elements: usize) -> Subject {
+fn pass(elements: usize) -> Graph {
     let mut graph = Graph::new("pass");
     let x = tensor(&mut graph, "x", DType::F32, &[elements]);
     let half = graph.splat_like(x, 0.5);
     let scaled = graph.mul(x, half);
     graph.outputs = vec![graph.add(scaled, half)];
-    alone(graph)
+    graph
 }
 
-fn lookup(rows: usize, width: usize) -> Subject {
+fn lookup(rows: usize, width: usize) -> Graph {
     let mut graph = Graph::new("lookup");
     let table = tensor(&mut graph, "table", DType::F32, &[rows, width]);
     let indices = tensor(&mut graph, "indices", DType::I32, &[rows, 1]);
     let dims = GatherDims::rows(&[rows as u64, width as u64], 1);
     graph.outputs = vec![graph.emit(Op::Gather(Gather { dims, out_of_bounds: OutOfBounds::Clamp }), &[table, indices])];
-    alone(graph)
+    graph
 }
 
 /// Fills a tensor with ordinary numbers, no two adjacent ones alike: products of zeros take less power than others, and

@@ -82,18 +82,64 @@ impl Session {
     }
 }
 
+/// A plugin that several sessions use one after another, with all of its devices.
+pub struct OpenedPlugin {
+    options: XlaOptions,
+    compiler: Rc<Compiler>,
+}
+
+impl OpenedPlugin {
+    /// Opens a plugin. One for CPUs makes this many devices.
+    pub fn new(options: &XlaOptions, cpus: usize) -> Result<OpenedPlugin, RuntimeError> {
+        let platform = options.platform.or_else(|| platform_of(&options.plugin));
+        let client = open(options, if platform == Some(Platform::Cpu) { cpus } else { 1 }, None)?;
+        let ids = (0..client.num_devices() as u32).collect();
+        let compiler = Compiler::new(client, ids, options.cache.clone()).map_err(XlaError::from)?;
+        Ok(OpenedPlugin { options: options.clone(), compiler: Rc::new(compiler) })
+    }
+
+    pub fn num_devices(&self) -> usize {
+        self.compiler.client.num_devices()
+    }
+
+    /// Returns whether the devices are CPUs.
+    pub fn is_cpu(&self) -> bool {
+        self.compiler.client.platform().is_ok_and(|platform| platform == Platform::Cpu.name())
+    }
+
+    /// The model of the first device, such as `NVIDIA H100 80GB HBM3`.
+    pub fn kind(&self) -> Result<String, RuntimeError> {
+        Ok(self.compiler.client.kind(0).map_err(XlaError::from)?)
+    }
+
+    /// A session with the bodies of programs as they are. Programs that were compiled before are not compiled again.
+    pub fn session(&self, programs: &Programs) -> Result<Session, RuntimeError> {
+        check(programs)?;
+        start_on(programs, &self.compiler, Share::whole(programs), &self.options)
+    }
+}
+
 fn start(programs: &Programs, options: &XlaOptions, share: Share) -> Result<Session, RuntimeError> {
     check(programs)?;
     let programs = &joined_bodies(programs, options);
+    let own = share.own.iter().map(|&p| &programs.programs[p]);
+    let ids: BTreeSet<u32> = own.flat_map(|program| &program.devices).copied().collect();
+    let client = open(options, ids.len(), Some(&share))?;
+    let compiler = Compiler::new(client, ids.into_iter().collect(), options.cache.clone()).map_err(XlaError::from)?;
+    start_on(programs, &Rc::new(compiler), share, options)
+}
+
+fn start_on(
+    programs: &Programs,
+    compiler: &Rc<Compiler>,
+    share: Share,
+    options: &XlaOptions,
+) -> Result<Session, RuntimeError> {
     let share = Rc::new(share);
     let own = || share.own.iter().map(|&p| &programs.programs[p]);
-    let ids: BTreeSet<u32> = own().flat_map(|program| &program.devices).copied().collect();
-    let client = open(options, ids.len(), &share)?;
-    let compiler =
-        Rc::new(Compiler::new(client, ids.into_iter().collect(), options.cache.clone()).map_err(XlaError::from)?);
     let roster = Roster::new(programs, options.check_nan, |_| false);
     let limit = options.memory_bytes.map(|bytes| (bytes as f64 * f64::from(MEMORY_FRACTION)) as u64);
-    let running = Running::new(&roster, &compiler, &share, limit)?;
+    let running = Running::new(&roster, compiler, &share, limit)?;
     let bodies = running.stages.iter().map(|stage| stage.memory());
     let peaks = own().zip(bodies).flat_map(|(program, bodies): (&Program, Vec<Memory>)| {
         vec![[peak(program, &programs.transfers, &bodies).bytes, 0]; program.devices.len()]
@@ -102,7 +148,7 @@ fn start(programs: &Programs, options: &XlaOptions, share: Share) -> Result<Sess
         peaks: peaks.collect(),
         replies: share.own.iter().flat_map(|&p| roster.ranks(p)).map(|rank| (rank, VecDeque::new())).collect(),
         roster: roster.clone(),
-        compiler,
+        compiler: compiler.clone(),
         running,
         share,
         arrived: 0,
@@ -125,8 +171,8 @@ fn joined_bodies(programs: &Programs, options: &XlaOptions) -> Programs {
 /// for libraries and the context.
 const MEMORY_FRACTION: f32 = 0.95;
 
-/// Opens the plugin and makes a client with enough devices for a process.
-fn open(options: &XlaOptions, needed: usize, share: &Share) -> Result<Client, RuntimeError> {
+/// Opens the plugin and makes a client with enough devices for a process, which has all GPUs that it sees or a share.
+fn open(options: &XlaOptions, needed: usize, share: Option<&Share>) -> Result<Client, RuntimeError> {
     let path = &options.plugin;
     let plugin = Plugin::open(path).map_err(XlaError::from)?;
     let count = [ClientOption::Number("cpu_device_count".to_string(), needed as i64)];
@@ -136,7 +182,8 @@ fn open(options: &XlaOptions, needed: usize, share: &Share) -> Result<Client, Ru
             let mut settings = vec![ClientOption::Real("memory_fraction".to_string(), MEMORY_FRACTION)];
             if platform == Platform::Cuda {
                 // Processes of a node share its GPUs.
-                let gpus = share.gpus()?.map(|gpus| gpus.map(|gpu| gpu as i64).collect());
+                let gpus = share.map(Share::gpus).transpose()?.flatten();
+                let gpus = gpus.map(|gpus| gpus.map(|gpu| gpu as i64).collect());
                 settings.extend(gpus.map(|gpus| ClientOption::Numbers("visible_devices".to_string(), gpus)));
             }
             plugin.client(&settings)
