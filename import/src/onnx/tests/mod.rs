@@ -101,7 +101,7 @@ fn files_of_empty_nodes_are_refused_before_they_are_decoded() {
     let mut bytes = vec![0x3a];
     prost::encoding::encode_varint(nodes.len() as u64, &mut bytes);
     bytes.extend(nodes);
-    let error = import(&bytes, &Options::default(), &|_, _| None).err().expect("it is refused").to_string();
+    let error = import(&bytes, &Options::default(), &|_, _| None).expect_err("it is refused").to_string();
     assert!(error.contains(&format!("out of proportion to the {} bytes", bytes.len())), "{error}");
 }
 
