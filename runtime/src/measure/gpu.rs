@@ -45,6 +45,8 @@ pub struct Measurable<'a> {
     pub devices: u32,
     /// The number of devices that run other bodies at once: 1 if they share nothing.
     pub load: u32,
+    /// CPUs take seconds for the sizes that keep a GPU busy.
+    pub are_cpus: bool,
     pub start: &'a dyn Fn(&Programs) -> Result<Session, RuntimeError>,
 }
 
@@ -89,6 +91,15 @@ struct Gauge<'a> {
 }
 
 impl Gauge<'_> {
+    /// The sizes of a series: few in quick mode, and smaller ones for CPUs.
+    fn sizes(&self, [quick, of_cpus, of_gpus]: [&'static [usize]; 3]) -> &'static [usize] {
+        match (self.harness.quick, self.of.are_cpus) {
+            (true, _) => quick,
+            (_, true) => of_cpus,
+            _ => of_gpus,
+        }
+    }
+
     /// Seconds of one run of a graph on each of the devices that run at once.
     fn alone(&mut self, graph: Graph, fused_attention: bool) -> Result<f64, RuntimeError> {
         self.seconds(&Subject { graph, mesh: Mesh::new(&[("each", self.of.load)]), fused_attention })
@@ -122,14 +133,14 @@ impl Gauge<'_> {
     }
 
     fn products(&mut self, dtype: DType) -> Result<(), RuntimeError> {
-        let axis: &[usize] = if self.harness.quick { &[8, 32] } else { &[64, 512, 2048, 8192] };
+        let axis = self.sizes([&[8, 32], &[16, 128, 512], &[64, 512, 2048, 8192]]);
         let mut seconds = Vec::new();
         for (&m, &n, &k) in grid(axis) {
             seconds.push(self.alone(product(1, m, n, k, dtype), false)?);
         }
         self.harness.grid(MATMUL, dtype, 1, vec![floats(axis, 1.0); 3], seconds);
-        let (counts, axis): (&[usize], &[usize]) =
-            if self.harness.quick { (&[2], &[4, 8]) } else { (&[8, 96], &[64, 256, 1024]) };
+        let counts = self.sizes([&[2], &[8], &[8, 96]]);
+        let axis = self.sizes([&[4, 8], &[16, 64, 256], &[64, 256, 1024]]);
         let mut seconds = Vec::new();
         for &count in counts {
             for (&m, &n, &k) in grid(axis) {
@@ -142,8 +153,12 @@ impl Gauge<'_> {
     }
 
     fn attention(&mut self, dtype: DType) -> Result<(), RuntimeError> {
-        let lengths: &[usize] = if self.harness.quick { &[16, 32] } else { &[256, 1024, 4096, 8192] };
-        let (heads, width) = if self.harness.quick { (2, 4) } else { (32, 64) };
+        let lengths = self.sizes([&[16, 32], &[64, 256, 512], &[256, 1024, 4096, 8192]]);
+        let (heads, width) = match (self.harness.quick, self.of.are_cpus) {
+            (true, _) => (2, 4),
+            (_, true) => (8, 64),
+            _ => (32, 64),
+        };
         let flop = |length: &usize| 4.0 * heads as f64 * (length * length * width) as f64;
         let seconds = lengths.iter().map(|&length| self.alone(attention(heads, length, width, dtype), true));
         let seconds = seconds.collect::<Result<Vec<f64>, RuntimeError>>()?;
@@ -152,8 +167,8 @@ impl Gauge<'_> {
     }
 
     fn passes(&mut self) -> Result<(), RuntimeError> {
-        let sizes: &[usize] =
-            if self.harness.quick { &[64, 1024] } else { &[1 << 8, 1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27] };
+        let of_gpus = &[1 << 8, 1 << 14, 1 << 18, 1 << 21, 1 << 24, 1 << 27];
+        let sizes = self.sizes([&[64, 1024], &[1 << 8, 1 << 14, 1 << 18, 1 << 22], of_gpus]);
         let seconds = sizes.iter().map(|&n| self.alone(pass(n), false)).collect::<Result<Vec<f64>, RuntimeError>>()?;
         self.harness.add(PASS, DType::F32, &floats(sizes, 8.0), seconds);
         Ok(())
@@ -161,7 +176,7 @@ impl Gauge<'_> {
 
     fn lookups(&mut self) -> Result<(), RuntimeError> {
         const WIDTH: usize = 256;
-        let rows: &[usize] = if self.harness.quick { &[4, 16] } else { &[16, 1 << 8, 1 << 12, 1 << 16] };
+        let rows = self.sizes([&[4, 16], &[16, 1 << 8, 1 << 12], &[16, 1 << 8, 1 << 12, 1 << 16]]);
         let seconds =
             rows.iter().map(|&n| self.alone(lookup(n, WIDTH), false)).collect::<Result<Vec<f64>, RuntimeError>>()?;
         // A row read and written, and its index.
@@ -170,8 +185,8 @@ impl Gauge<'_> {
     }
 
     fn collectives(&mut self, devices: u32) -> Result<(), RuntimeError> {
-        let sizes: &[usize] =
-            if self.harness.quick { &[1 << 8, 1 << 12] } else { &[1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28] };
+        let of_gpus = &[1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28];
+        let sizes = self.sizes([&[1 << 8, 1 << 12], &[1 << 10, 1 << 16, 1 << 20, 1 << 23], of_gpus]);
         let mesh = Mesh::new(&[("all", devices)]);
         let axes = || vec![AxisId(0)];
         let reducer = Reducer::Sum;
