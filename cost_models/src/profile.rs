@@ -50,7 +50,7 @@ pub struct Profile {
 pub struct Machine {
     pub processor: String,
     pub cores: u32,
-    /// True if GPUs were measured and are counted, rather than the cores of a processor.
+    /// True if GPUs or devices of XLA were measured and are counted, rather than the cores of a processor.
     #[serde(default, skip_serializing_if = "is_false")]
     pub gpus: bool,
 }
@@ -187,7 +187,7 @@ impl Profile {
     /// The description by which plans name the profile.
     pub fn label(&self) -> String {
         let day = self.measured_at.split('T').next().unwrap_or_default();
-        let each = if self.machine.gpus { "GPUs" } else { "cores" };
+        let each = if self.machine.gpus { "devices" } else { "cores" };
         let label = format!("measured profile of {}, {} {each}, {day}", self.machine.processor, self.machine.cores);
         match &self.ranks {
             None => label,

@@ -69,7 +69,7 @@ fn a_measured_profile_of_gpus_judges_plans() {
     let fixed = ["--cluster", &cluster, "--dp", "2", "-o", &plan];
     let planned = altiplano(&[&["plan", DEMO, "--profile", &profile][..], &fixed].concat());
     assert_eq!(planned.code, Some(0), "{}", planned.stderr);
-    assert!(planned.stdout.contains("predicted by    measured profile of Emulated, 2 GPUs"), "{}", planned.stdout);
+    assert!(planned.stdout.contains("predicted by    measured profile of Emulated, 2 devices"), "{}", planned.stdout);
     let explained = succeeds(&["simulate", &plan, "--profile", &profile, "--explain", "dot_general"]);
     assert!(explained.contains("source profile") && explained.contains("gpu_matmul f32 ["), "{explained}");
     // A profile prices kernels: one that is ten times slower predicts a longer step.
