@@ -473,7 +473,7 @@ pub fn measured_gpu_profile(
     let gpus = survey.usable()?;
     let start = Instant::now();
     let start_session = |programs: &Programs| Session::on_gpus(programs, options);
-    let measurable = Measurable { devices: gpus.len() as u32, load: 1, are_cpus: false, start: &start_session };
+    let measurable = Measurable { devices: gpus.len() as u32, are_cpus: false, start: &start_session };
     let found = measure_devices(measurable, quick, tell)?;
     let (name, memory_bytes) = gpus.first().map_or((String::new(), 0), |gpu| (gpu.name.clone(), gpu.memory_bytes));
     let known = probe::catalogue_device(&probe::Gpu { name: name.clone(), memory_bytes });
@@ -496,11 +496,9 @@ pub fn measured_xla_profile(
     let start = Instant::now();
     let opened = OpenedPlugin::new(options, cores)?;
     let devices = opened.num_devices() as u32;
-    // CPU devices share the cores, as they do in a run.
     let are_cpus = opened.is_cpu();
-    let load = if are_cpus { devices } else { 1 };
     let start_session = |programs: &Programs| opened.session(programs);
-    let found = measure_devices(Measurable { devices, load, are_cpus, start: &start_session }, quick, tell)?;
+    let found = measure_devices(Measurable { devices, are_cpus, start: &start_session }, quick, tell)?;
     let kind = opened.kind()?;
     let device = match are_cpus {
         true => "cpu-worker".to_string(),

@@ -43,9 +43,8 @@ struct Subject {
 pub struct Measurable<'a> {
     /// Collectives are measured between up to this many.
     pub devices: u32,
-    /// The number of devices that run other bodies at once: 1 if they share nothing.
-    pub load: u32,
-    /// CPUs take seconds for the sizes that keep a GPU busy.
+    /// CPU devices share the cores, so that all of them run a body at once, and they take seconds for the sizes that
+    /// keep a GPU busy.
     pub are_cpus: bool,
     pub start: &'a dyn Fn(&Programs) -> Result<Session, RuntimeError>,
 }
@@ -102,7 +101,8 @@ impl Gauge<'_> {
 
     /// Seconds of one run of a graph on each of the devices that run at once.
     fn alone(&mut self, graph: Graph, fused_attention: bool) -> Result<f64, RuntimeError> {
-        self.seconds(&Subject { graph, mesh: Mesh::new(&[("each", self.of.load)]), fused_attention })
+        let at_once = if self.of.are_cpus { self.of.devices } else { 1 };
+        self.seconds(&Subject { graph, mesh: Mesh::new(&[("each", at_once)]), fused_attention })
     }
 
     /// Seconds of one run.
