@@ -4,12 +4,13 @@
 use crate::arena::Storage;
 use crate::element::{Class, Element, with_class};
 use crate::error::KernelError;
+use crate::kernel::matrix::{Matrix, Strides, multiply_at};
 use crate::thread_pool::{PRODUCTS, spreads};
 use crate::view::View;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::op::DotGeneral;
 use altiplano_ir::work::{Term, Work};
-use gemm::Parallelism;
+use gemm_common::Parallelism;
 use rayon::prelude::*;
 
 /// A dimension with its stride in lhs, rhs and result.
@@ -39,6 +40,10 @@ pub struct Dot {
     terms: Axis,
     /// Adds the product to the existing output.
     pub accumulate: bool,
+}
+
+fn matrix<S>(elements: S, row: usize, column: usize) -> Matrix<S> {
+    Matrix { elements, strides: Strides { row, column } }
 }
 
 /// A pointer shared by threads, each of which writes different elements.
@@ -203,25 +208,12 @@ impl Dot {
                 // above; products of different `i` write different elements, since the result's strides are
                 // those of a contiguous tensor.
                 unsafe {
-                    gemm::gemm(
-                        self.rows.size,
-                        self.columns.size,
-                        self.terms.size,
-                        result.at(d),
-                        self.columns.result as isize,
-                        self.rows.result as isize,
+                    multiply_at(
+                        [self.rows.size, self.columns.size, self.terms.size],
+                        matrix(lhs.as_ptr().wrapping_add(lj), self.rows.lhs, self.terms.lhs),
+                        matrix(rhs.as_ptr().wrapping_add(rj), self.terms.rhs, self.columns.rhs),
+                        matrix(result.at(d), self.rows.result, self.columns.result),
                         self.accumulate || j > 0,
-                        lhs.as_ptr().wrapping_add(lj),
-                        self.terms.lhs as isize,
-                        self.rows.lhs as isize,
-                        rhs.as_ptr().wrapping_add(rj),
-                        self.columns.rhs as isize,
-                        self.terms.rhs as isize,
-                        1.0f32,
-                        1.0f32,
-                        false,
-                        false,
-                        false,
                         parallelism,
                     );
                 }

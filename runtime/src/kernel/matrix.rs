@@ -1,7 +1,8 @@
 //! Matrix products of slices, with checked bounds.
 
 use crate::thread_pool::{PRODUCTS, spreads};
-use gemm::Parallelism;
+use gemm_common::Parallelism;
+use gemm_f32::gemm::f32::get_gemm_fn;
 
 /// The layout of a matrix in a slice; its first element is at 0.
 #[derive(Clone, Copy, Debug)]
@@ -15,10 +16,17 @@ fn extent(rows: usize, columns: usize, strides: Strides) -> usize {
     if rows == 0 || columns == 0 { 0 } else { (rows - 1) * strides.row + (columns - 1) * strides.column + 1 }
 }
 
-/// A matrix in a slice, `&[f32]` or `&mut [f32]`.
+/// A matrix in a slice, `&[f32]` or `&mut [f32]`, or at a pointer to its first element.
 pub(crate) struct Matrix<S> {
     pub elements: S,
     pub strides: Strides,
+}
+
+impl<S> Matrix<S> {
+    fn transposed(self) -> Matrix<S> {
+        let Strides { row, column } = self.strides;
+        Matrix { elements: self.elements, strides: Strides { row: column, column: row } }
+    }
 }
 
 /// `result (+)= lhs * rhs`, of `rows x terms` and `terms x columns`. The rows and columns of the result must not
@@ -41,27 +49,56 @@ pub(crate) fn multiply(
     );
     let spread = spreads(threads, rows * columns * terms, PRODUCTS);
     let parallelism = if spread { Parallelism::Rayon(threads) } else { Parallelism::None };
+    let at = |elements: &[f32], strides| Matrix { elements: elements.as_ptr(), strides };
+    let to = Matrix { elements: result.as_mut_ptr(), strides: d };
     // SAFETY: the assertion above checks that all elements lie within the slices.
+    unsafe { multiply_at([rows, columns, terms], at(lhs, l), at(rhs, r), to, accumulate, parallelism) }
+}
+
+/// The same as [`multiply`], at pointers.
+///
+/// # Safety
+///
+/// All elements that sizes and strides reach are valid to read, and those of the result also to write. Nothing else reads or writes the
+/// result meanwhile, and its rows and columns do not overlap.
+pub(crate) unsafe fn multiply_at(
+    [rows, columns, terms]: [usize; 3],
+    lhs: Matrix<*const f32>,
+    rhs: Matrix<*const f32>,
+    result: Matrix<*mut f32>,
+    accumulate: bool,
+    parallelism: Parallelism,
+) {
+    // The kernel writes columns, so that a result of rows is computed as its transpose.
+    let ([rows, columns], lhs, rhs, result) = if result.strides.column < result.strides.row {
+        ([columns, rows], rhs.transposed(), lhs.transposed(), result.transposed())
+    } else {
+        ([rows, columns], lhs, rhs, result)
+    };
+    let (l, r, d) = (lhs.strides, rhs.strides, result.strides);
+    // Factors of the result and of the product; only complex numbers have conjugates.
+    let (one, conjugate) = (1.0f32, false);
+    // SAFETY: the caller's.
     unsafe {
-        gemm::gemm(
+        get_gemm_fn()(
             rows,
             columns,
             terms,
-            result.as_mut_ptr(),
+            result.elements,
             d.column as isize,
             d.row as isize,
             accumulate,
-            lhs.as_ptr(),
+            lhs.elements,
             l.column as isize,
             l.row as isize,
-            rhs.as_ptr(),
+            rhs.elements,
             r.column as isize,
             r.row as isize,
-            1.0f32,
-            1.0f32,
-            false,
-            false,
-            false,
+            one,
+            one,
+            conjugate,
+            conjugate,
+            conjugate,
             parallelism,
         );
     }
