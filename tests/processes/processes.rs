@@ -313,6 +313,42 @@ fn processes_train_as_threads_of_one_do() {
     }
 }
 
+/// The addresses and ports at which a process listens, in hexadecimal, as Linux lists them.
+fn listens_at(process: &Process) -> Vec<String> {
+    let folder = PathBuf::from(format!("/proc/{}", process.child.id()));
+    let files = std::fs::read_dir(folder.join("fd")).expect("its open files").flatten();
+    let sockets: Vec<PathBuf> = files.filter_map(|file| std::fs::read_link(file.path()).ok()).collect();
+    let tables = ["net/tcp", "net/tcp6"].map(|name| std::fs::read_to_string(folder.join(name)).unwrap_or_default());
+    let listening = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let socket = PathBuf::from(format!("socket:[{}]", fields.get(9)?));
+        (fields[3] == "0A" && sockets.contains(&socket)).then(|| fields[1].to_string())
+    };
+    tables.iter().flat_map(|table| table.lines()).filter_map(listening).collect()
+}
+
+/// On one machine neither the first process nor those that would take its place can be reached from elsewhere.
+#[test]
+fn all_processes_of_one_machine_listen_on_its_loopback() {
+    let scratch = Scratch::new();
+    if emulator(&scratch, 1).is_none() {
+        return;
+    }
+    let plan = plan(&scratch, "local:2", &["--dp", "2", "--tp", "1", "--pp", "1"]);
+    let mut all = processes(&scratch, 2, &["run", &plan, "--device", "cuda", "--steps", "100000"]);
+    all[0].wait_for("step    2");
+    for (rank, process) in all.iter().enumerate() {
+        let addresses = listens_at(process);
+        // 127.0.0.1, its lowest byte first.
+        let are_local = addresses.iter().all(|address| address.starts_with("0100007F:"));
+        assert!(!addresses.is_empty() && are_local, "rank {rank}: {addresses:?}");
+    }
+    for process in all {
+        process.signal("KILL");
+        process.end();
+    }
+}
+
 #[test]
 fn who_is_lost_or_told_to_end_ends_all() {
     let scratch = Scratch::new();
