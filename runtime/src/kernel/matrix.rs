@@ -1,4 +1,4 @@
-//! Matrix products of slices, with checked bounds.
+//! Matrix products of f32: of slices, with checked bounds, and of pointers, for callers that have checked theirs.
 
 use crate::thread_pool::{PRODUCTS, spreads};
 use gemm_common::Parallelism;
@@ -55,12 +55,12 @@ pub(crate) fn multiply(
     unsafe { multiply_at([rows, columns, terms], at(lhs, l), at(rhs, r), to, accumulate, parallelism) }
 }
 
-/// The same as [`multiply`], at pointers.
+/// `result (+)= lhs * rhs`, as [`multiply`] computes it, without its checks.
 ///
 /// # Safety
 ///
-/// All elements that sizes and strides reach are valid to read, and those of the result also to write. Nothing else reads or writes the
-/// result meanwhile, and its rows and columns do not overlap.
+/// Every element that the sizes and strides reach must be valid to read, and to write in the result. No other thread may
+/// access the result meanwhile, and its rows and columns must not overlap.
 pub(crate) unsafe fn multiply_at(
     [rows, columns, terms]: [usize; 3],
     lhs: Matrix<*const f32>,
@@ -69,7 +69,7 @@ pub(crate) unsafe fn multiply_at(
     accumulate: bool,
     parallelism: Parallelism,
 ) {
-    // The kernel writes columns, so that a result of rows is computed as its transpose.
+    // The kernel writes columns: a result whose rows are contiguous is computed as its transpose.
     let ([rows, columns], lhs, rhs, result) = if result.strides.column < result.strides.row {
         ([columns, rows], rhs.transposed(), lhs.transposed(), result.transposed())
     } else {
@@ -78,7 +78,7 @@ pub(crate) unsafe fn multiply_at(
     let (l, r, d) = (lhs.strides, rhs.strides, result.strides);
     // Factors of the result and of the product; only complex numbers have conjugates.
     let (one, conjugate) = (1.0f32, false);
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that all elements can be accessed; swapping both operands keeps them the same.
     unsafe {
         get_gemm_fn()(
             rows,
