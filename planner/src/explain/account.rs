@@ -153,8 +153,9 @@ impl Account {
     /// Adds the activities of another stage on the same devices. Both stages wait at the same time, so waiting is not
     /// added.
     fn beside(mut self, other: &Account) -> Account {
-        let of_lane = |work: &Work| matches!(work, Work::Waiting | Work::Overlapping);
-        other.0.iter().filter(|(work, _)| !of_lane(work)).for_each(|(work, &s)| self.add(work.clone(), s));
+        for (work, &s) in other.0.iter().filter(|(work, _)| **work != Work::Waiting) {
+            *self.0.entry(work.clone()).or_default() += s;
+        }
         self
     }
 }
@@ -219,10 +220,17 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
             plan.stages_of(lane).for_each(|i| accounts[i].0.values_mut().for_each(|s| *s *= part));
             whole_s *= part;
         }
+        let sends_s = |account: &Account| account.0.get(&Work::Transfers).copied().unwrap_or(0.0);
+        let sent_s: f64 = plan.stages_of(lane).map(|i| sends_s(&accounts[i])).sum();
         for i in plan.stages_of(lane) {
             match timeline.step_s - whole_s {
                 rest if rest.abs() <= ROUNDING * timeline.step_s => {}
-                over if over < 0.0 => *accounts[i].0.entry(Work::Overlapping).or_default() += over,
+                // What the lane sends while it computes, by what each of its stages sends.
+                over if over < 0.0 => {
+                    let part =
+                        if sent_s > 0.0 { sends_s(&accounts[i]) / sent_s } else { 1.0 / plan.virtual_stages as f64 };
+                    *accounts[i].0.entry(Work::Overlapping).or_default() += part * over;
+                }
                 waiting => accounts[i].add(Work::Waiting, waiting),
             }
         }
