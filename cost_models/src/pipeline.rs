@@ -2,8 +2,10 @@
 //! calls, and each link one serial stream of transfers. Stages are priced once and their calls only added up, so 64
 //! stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
+mod zero_bubble_v;
+
 use altiplano_ir::order::{Call, CallOrder, Pass};
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::plan::{Placement, Plan, Schedule};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -57,20 +59,21 @@ pub enum PipelineCall {
     },
 }
 
-/// The order of calls on the devices of a pipeline. A *lane* is the set of devices that one or more stages share. With
-/// `virtual_stages` of `v`, lane `l` of `p` has the stages `l`, `l + p`, ... `l + (v - 1) p`.
+/// The order of calls on the devices of a pipeline. A *lane* is the set of devices that one or more stages share. It has
+/// `virtual_stages` of them, and `placement` says which.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Order {
     pub schedule: Schedule,
     pub num_stages: usize,
     pub virtual_stages: usize,
+    pub placement: Placement,
     pub num_microbatches: u32,
     /// True if all devices wait for the last gradient of any before they update, as for the norm of all gradients.
     pub meets: bool,
     /// Number of steps of `num_microbatches` each that run without a flush between them. Their microbatches are
     /// numbered consecutively. It is 1 except for `pipedream` and `forward`.
     pub steps: u32,
-    /// The calls of each lane under `found`, which has no rule.
+    /// The calls of each lane under `found`, which has no rule, and under `zb-v`, whose rule gives whole lanes.
     found: Option<Arc<FoundCalls>>,
 }
 
@@ -107,9 +110,19 @@ impl FoundCalls {
 }
 
 impl Order {
-    /// An order with one stage per lane.
+    /// An order with one stage per lane, and with two under `zb-v`.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
-        Order { schedule, num_stages, virtual_stages: 1, num_microbatches, meets: false, steps: 1, found: None }
+        let calls = (schedule == Schedule::ZbV).then(|| zero_bubble_v::calls(num_stages / 2, num_microbatches));
+        Order {
+            schedule,
+            num_stages,
+            virtual_stages: schedule.virtual_stages().unwrap_or(1) as usize,
+            placement: schedule.placement(),
+            num_microbatches,
+            meets: false,
+            steps: 1,
+            found: calls.map(|calls| Arc::new(FoundCalls::of(&calls, num_stages))),
+        }
     }
 
     /// The same order with `virtual_stages` stages per lane.
@@ -117,18 +130,23 @@ impl Order {
         Order { virtual_stages, ..self }
     }
 
+    /// The stages of a lane, first to last.
+    pub fn stages_of(&self, lane: usize) -> impl Iterator<Item = usize> + use<> {
+        self.placement.stages_of(lane, self.num_lanes(), self.num_stages / self.num_lanes().max(1))
+    }
+
     /// The order in which a plan is run. The plan must be verified.
     pub fn of(plan: &Plan) -> Order {
+        let own = plan.order.as_ref().map(|order| Arc::new(FoundCalls::of(order, plan.stages.len())));
+        let named = Order::new(plan.schedule, plan.stages.len(), plan.microbatches_of_worker());
         Order {
-            schedule: plan.schedule,
-            num_stages: plan.stages.len(),
             virtual_stages: plan.virtual_stages as usize,
-            num_microbatches: plan.microbatches_of_worker(),
+            placement: plan.placement,
             // Late gradients are summed long before they are needed.
             meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
                 && plan.staleness() == 0,
-            steps: 1,
-            found: plan.order.as_ref().map(|order| Arc::new(FoundCalls::of(order, plan.stages.len()))),
+            found: own.or(named.found.clone()),
+            ..named
         }
     }
 
@@ -184,7 +202,7 @@ impl Order {
     ///
     /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     ///
-    /// `found`: as the plan says.
+    /// `zb-v`: as `zero_bubble_v` says. `found`: as the plan says.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
         if let Some(found) = &self.found {
             return found.lanes.get(lane)?.get(usize::try_from(position).ok()?).copied();
@@ -220,7 +238,7 @@ impl Order {
         let within = k - group * lanes * chunks;
         let (turn, microbatch) = (within / width, (group * lanes + within % width) as u32);
         let chunk = if is_forward { turn } else { chunks - 1 - turn };
-        let stage = lane + (chunk * lanes) as usize;
+        let stage = self.placement.stage_of(lane, chunk as usize, lanes as usize);
         let call =
             if is_forward { PipelineCall::Forward { microbatch } } else { PipelineCall::Backward { microbatch } };
         Some((stage, call))
@@ -309,12 +327,30 @@ impl Order {
     /// The most microbatches whose activations a stage holds at once.
     pub fn in_flight(&self, stage: usize) -> u32 {
         let lanes = self.num_lanes().max(1);
-        self.in_flight_of(stage % lanes).get(stage / lanes).copied().unwrap_or(0)
+        self.in_flight_of(self.placement.lane_of(stage, lanes)).get(stage / lanes).copied().unwrap_or(0)
     }
 
     /// True if a stage computes gradients of weights apart from its backward calls.
     fn splits(&self, stage: usize) -> bool {
         self.schedule == Schedule::ZbH1 || self.found.as_ref().is_some_and(|found| found.splits[stage])
+    }
+
+    /// The most bytes that a lane holds at once, if a microbatch that is in flight takes `of_stage` bytes on its stages,
+    /// first to last.
+    pub fn held_bytes(&self, lane: usize, of_stage: &[u64]) -> u64 {
+        let lanes = self.num_lanes().max(1);
+        let (mut held, mut most) = (0u64, 0u64);
+        for (stage, call) in self.calls(lane) {
+            let bytes = of_stage.get(stage / lanes).copied().unwrap_or(0);
+            held = match call {
+                PipelineCall::Forward { .. } => held.saturating_add(bytes),
+                PipelineCall::Backward { .. } if self.splits(stage) => held,
+                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => held.saturating_sub(bytes),
+                PipelineCall::Update { .. } => held,
+            };
+            most = most.max(held);
+        }
+        most
     }
 
     /// [`Order::in_flight`] of the stages of a lane, first to last.
@@ -373,6 +409,7 @@ pub fn simulate_order(
 ) -> Timeline {
     let num_stages = stages.len();
     let num_lanes = order.num_lanes();
+    let lane_of = |stage: usize| order.placement.lane_of(stage, num_lanes);
     let width = order.all_microbatches();
     // Times at which a stage's operands arrive, by stage and microbatch; NaN until they are sent.
     let mut forward_ready_s = vec![f64::NAN; num_stages * width];
@@ -405,13 +442,13 @@ pub fn simulate_order(
                 PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
                     sent_forward_s[s] = sent_forward_s[s].max(end_s) + times.transfer_forward_s;
                     forward_ready_s[at(microbatch) + width] = sent_forward_s[s];
-                    runnable.push((s + 1) % num_lanes);
+                    runnable.push(lane_of(s + 1));
                 }
                 PipelineCall::Forward { microbatch } => backward_ready_s[at(microbatch)] = end_s,
                 PipelineCall::Backward { microbatch } if s > 0 => {
                     sent_backward_s[s] = sent_backward_s[s].max(end_s) + times.transfer_backward_s;
                     backward_ready_s[at(microbatch) - width] = sent_backward_s[s];
-                    runnable.push((s - 1) % num_lanes);
+                    runnable.push(lane_of(s - 1));
                 }
                 PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
             }
@@ -419,7 +456,7 @@ pub fn simulate_order(
     }
 
     // A lane's final work is that of all its stages.
-    let finish_s = |l: usize| (l..num_stages).step_by(num_lanes).map(|s| stages[s].step_s).sum::<f64>();
+    let finish_s = |l: usize| order.stages_of(l).map(|s| stages[s].step_s).sum::<f64>();
     let last_s = lanes.iter().map(|lane| lane.free_s).fold(0.0, f64::max);
     let done_s = |lane: &Stream| if order.meets { last_s } else { lane.free_s };
     let step_s = lanes.iter().enumerate().map(|(l, lane)| done_s(lane) + finish_s(l)).fold(0.0, f64::max);

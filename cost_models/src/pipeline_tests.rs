@@ -372,3 +372,56 @@ fn stages_that_meet_update_after_the_last_gradient() {
     assert_eq!(step_s(&order), 14.0);
     assert_eq!(step_s(&Order { meets: true, ..order.clone() }), 16.0);
 }
+
+/// ZB-V on calls of equal length (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4): lanes wait
+/// only for their first microbatch and for the end, and each holds `p` microbatches of both its stages, as the first lane
+/// does under `1f1b`.
+#[test]
+fn zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b() {
+    assert_eq!(
+        Vec::<String>::from(Order::new(Schedule::ZbV, 4, 3).written()),
+        [
+            "F0 F0 F0 F3 B3 W3 F3 B3 W3 B0 W0 F3 B3 W3 B0 W0 B0 W0",
+            "F1 F2 F1 F2 B2 W2 F1 B1 W1 F2 B2 W2 B1 B2 B1 W1 W2 W1"
+        ]
+    );
+    for lanes in 1..8usize {
+        for microbatches in 1..24u32 {
+            let order = Order::new(Schedule::ZbV, 2 * lanes, microbatches);
+            assert_eq!((order.num_lanes(), order.virtual_stages), (lanes, 2));
+            let lane_of: Vec<usize> = (0..2 * lanes).map(|s| order.placement.lane_of(s, lanes)).collect();
+            assert_eq!(order.written().problem(lanes, &lane_of, microbatches), None, "{lanes} {microbatches}");
+            for lane in 0..lanes {
+                let (mut held, mut most) = (0, 0);
+                for (_, call) in order.calls(lane) {
+                    held += match call {
+                        Forward { .. } => 1,
+                        Weights { .. } => -1,
+                        Backward { .. } | Update { .. } => 0,
+                    };
+                    most = held.max(most);
+                }
+                assert!(most <= 2 * lanes as i32, "{most} on {lanes} lanes, {microbatches} microbatches");
+            }
+            // Others that do without a rule for lanes.
+            for schedule in [Schedule::GPipe, Schedule::Forward] {
+                let other = Order { schedule, found: None, ..order.clone() };
+                let calls = other.written();
+                let forwards = calls.lanes.iter().flatten().filter(|call| call.pass == Pass::Forward).count();
+                assert_eq!(forwards, 2 * lanes * microbatches as usize);
+                if schedule.trains() {
+                    assert_eq!(calls.problem(lanes, &lane_of, microbatches), None, "{lanes} {microbatches}");
+                }
+            }
+            let times = StageTimes { forward_s: 1.0, backward_s: 1.0, weights_s: 1.0, ..StageTimes::default() };
+            let simulated = simulate_order(&vec![times; 2 * lanes], &order, &mut |_, _, _, _| {});
+            if microbatches as usize >= 2 * lanes - 1 {
+                assert_eq!(
+                    simulated.step_s,
+                    f64::from(6 * microbatches) + (lanes - 1) as f64,
+                    "{lanes} {microbatches}"
+                );
+            }
+        }
+    }
+}

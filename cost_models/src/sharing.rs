@@ -110,7 +110,7 @@ impl<'a> Simulation<'a> {
     /// Gives work to the lanes that have none and whose operand is there. Returns the first arrival of an operand that
     /// a lane waits for.
     fn start(&mut self) -> f64 {
-        let (num_stages, num_lanes, width, now_s) = (self.stages.len(), self.lanes.len(), self.width, self.now_s);
+        let (width, now_s) = (self.width, self.now_s);
         let mut arrives_s = f64::INFINITY;
         for (l, lane) in self.lanes.iter_mut().enumerate().filter(|(_, lane)| lane.doing.is_none()) {
             lane.doing = match self.order.call(l, lane.position) {
@@ -125,7 +125,7 @@ impl<'a> Simulation<'a> {
                     }
                     (at_s <= now_s).then_some(Doing::Call(s, call))
                 }
-                None => (l..num_stages).step_by(num_lanes).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
+                None => self.order.stages_of(l).find(|s| !lane.finished.contains(s)).map(Doing::Finish),
             };
             (lane.left, lane.started_s) = (1.0, now_s);
         }

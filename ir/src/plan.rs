@@ -46,6 +46,11 @@ pub enum Schedule {
     /// Weight gradients fill what would otherwise be bubble (ZB-H1 of Qi et al. 2023).
     #[serde(rename = "zb-h1")]
     ZbH1,
+    /// Two stages a lane under [`Placement::V`], so that a microbatch turns on the last lane and ends on the first, and
+    /// weight gradients apart (ZB-V of Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"). If all calls take
+    /// equally long, no lane waits, and each holds as many activations as the first one under `1f1b`.
+    #[serde(rename = "zb-v")]
+    ZbV,
     /// Like `1f1b`, but without a flush between steps. A stage begins the next step early and finishes the old one in
     /// between, with the weights that the old step began with (PipeDream-2BW of Narayanan et al. 2021,
     /// "Memory-Efficient Pipeline-Parallel DNN Training"). There is no bubble, and gradients are one step late: see
@@ -66,10 +71,21 @@ impl Schedule {
             Schedule::GPipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
             Schedule::ZbH1 => "zb-h1",
+            Schedule::ZbV => "zb-v",
             Schedule::PipeDream => "pipedream",
             Schedule::Found => "found",
             Schedule::Forward => "forward",
         }
+    }
+
+    /// The number of stages a lane, if the schedule fixes it.
+    pub fn virtual_stages(self) -> Option<u32> {
+        (self == Schedule::ZbV).then_some(2)
+    }
+
+    /// The placement of stages if lanes have several, except under `found`, where either is possible.
+    pub fn placement(self) -> Placement {
+        if self == Schedule::ZbV { Placement::V } else { Placement::Loop }
     }
 
     /// Returns true if the schedule computes gradients and updates weights.
@@ -77,17 +93,69 @@ impl Schedule {
         self != Schedule::Forward
     }
 
-    /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Under `zb-h1`,
-    /// microbatches that wait only for weight gradients are not counted, because less of them is held. Orders of a plan's
-    /// own count as `1f1b`, which is about what they need.
+    /// The number of microbatches whose activations stage `stage` of `num_stages` holds at once. Microbatches that wait
+    /// only for weight gradients are not counted, because less of them is held. Orders of a plan's own count as `1f1b`,
+    /// which is about what they need.
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::PipeDream | Schedule::Found => {
+            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::ZbV | Schedule::PipeDream | Schedule::Found => {
                 num_microbatches.min(num_stages.saturating_sub(stage))
             }
             Schedule::Forward => num_microbatches.min(1),
         }
+    }
+}
+
+/// The stages of each lane, if lanes have several. A round is one stage of each lane.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Placement {
+    /// Every round begins on the first lane: of `p` lanes, lane `l` has the stages `l`, `l + p`, `l + 2p`, ...
+    #[default]
+    Loop,
+    /// Every round begins on the lane on which the round before ended: of `p` lanes, lane `l` has the stages `l`,
+    /// `2p - 1 - l`, `2p + l`, ...
+    V,
+}
+
+impl Placement {
+    fn is_loop(&self) -> bool {
+        *self == Placement::Loop
+    }
+
+    /// The lane of a stage. Without lanes, it is 0.
+    pub fn lane_of(self, stage: usize, lanes: usize) -> usize {
+        let lanes = lanes.max(1);
+        self.across(stage / lanes, stage % lanes, lanes)
+    }
+
+    /// The stage of a lane in a round.
+    pub fn stage_of(self, lane: usize, round: usize, lanes: usize) -> usize {
+        round * lanes + self.across(round, lane, lanes)
+    }
+
+    /// The stages of a lane, first to last.
+    pub fn stages_of(self, lane: usize, lanes: usize, rounds: usize) -> impl Iterator<Item = usize> + use<> {
+        (0..rounds).map(move |round| self.stage_of(lane, round, lanes))
+    }
+
+    /// The stage of lane `to` in the round of a stage of lane `from`.
+    pub fn moved(self, stage: usize, from: usize, to: usize, lanes: usize) -> usize {
+        match self.turns(stage / lanes.max(1)) {
+            true => stage + from - to,
+            false => stage + to - from,
+        }
+    }
+
+    /// True if stages of a round follow each other from the last lane to the first.
+    fn turns(self, round: usize) -> bool {
+        self == Placement::V && round % 2 == 1
+    }
+
+    /// The place in a round of a lane, and the lane of a place.
+    fn across(self, round: usize, at: usize, lanes: usize) -> usize {
+        if self.turns(round) { lanes - 1 - at } else { at }
     }
 }
 
@@ -455,10 +523,12 @@ pub struct Plan {
     pub servers: Option<ParameterServers>,
     #[serde(default, skip_serializing_if = "Goal::is_latency")]
     pub goal: Goal,
-    /// The number of stages per lane, a block of devices. With `p` lanes, lane `l` has the stages `l`, `l + p`,
-    /// `l + 2p`, ...
+    /// The number of stages per lane, a block of devices.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub virtual_stages: u32,
+    /// Which stages those are.
+    #[serde(default, skip_serializing_if = "Placement::is_loop")]
+    pub placement: Placement,
     pub optimizer: Optimizer,
     /// The largest allowed norm of all gradients together. Larger gradients are scaled down before the update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -608,12 +678,13 @@ impl Plan {
 
     /// The lane of a stage.
     pub fn lane_of(&self, stage: usize) -> usize {
-        stage % self.num_lanes().max(1)
+        self.placement.lane_of(stage, self.num_lanes())
     }
 
     /// The stages of a lane, first to last.
     pub fn stages_of(&self, lane: usize) -> impl Iterator<Item = usize> + use<> {
-        (lane..self.stages.len()).step_by(self.num_lanes().max(1))
+        let lanes = self.num_lanes();
+        self.placement.stages_of(lane, lanes, self.stages.len() / lanes.max(1))
     }
 
     /// The first stage of each lane, which lists its devices and their mesh.
@@ -625,7 +696,7 @@ impl Plan {
     pub fn splits(&self, stage: usize) -> bool {
         let lane = self.order.as_ref().and_then(|order| order.lanes.get(self.lane_of(stage)));
         let weights = Call { stage: stage as u32, pass: Pass::Weights };
-        self.schedule == Schedule::ZbH1 || lane.is_some_and(|lane| lane.contains(&weights))
+        matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV) || lane.is_some_and(|lane| lane.contains(&weights))
     }
 
     /// The stages of a lane in words: `stage0`, or `stage0, stage4`.

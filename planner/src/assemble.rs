@@ -17,7 +17,8 @@ use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{
-    FORMAT, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding, is_countable,
+    FORMAT, Offload, Placement, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding,
+    is_countable,
 };
 use altiplano_ir::rule::AxisUse;
 use altiplano_ir::sharding::Sharding;
@@ -29,8 +30,9 @@ pub struct Parts<'a> {
     pub layered: &'a LayeredGraph,
     pub num_microbatches: u32,
     pub schedule: Schedule,
-    /// Stages on the same devices: stage `s` of `n` shares those of stage `s % (n / virtual_stages)`.
+    /// Stages on the same devices.
     pub virtual_stages: u32,
+    pub placement: Placement,
     pub stages: &'a [ChosenStage],
 }
 
@@ -48,11 +50,12 @@ fn assembled(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<
     let sizes: Vec<(u32, u32)> = request.cluster.groups.iter().map(|g| (g.nodes, g.devices_per_node)).collect();
     let lanes = parts.stages.len() / parts.virtual_stages.max(1) as usize;
     let blocks: Vec<Block> = parts.stages[..lanes].iter().map(|s| s.block).collect();
-    let Some(placement) = place_blocks(&blocks, &sizes) else {
+    let Some(devices_of_lanes) = place_blocks(&blocks, &sizes) else {
         return Err(PlanFailure::NoCombination);
     };
     let mut stages: Vec<Stage> = Vec::with_capacity(parts.stages.len());
-    for (chosen, devices) in parts.stages.iter().zip(placement.iter().cycle()) {
+    for (i, chosen) in parts.stages.iter().enumerate() {
+        let devices = &devices_of_lanes[parts.placement.lane_of(i, lanes)];
         let before = parts.stages.iter().zip(&stages);
         let mut copies = before.filter_map(|(other, stage)| copied(parts.layered, other, stage, chosen));
         let stage = match copies.next() {
@@ -78,6 +81,7 @@ fn assembled(request: &Request, parts: &Parts<'_>, costs: &dyn Costs) -> Result<
         servers: None,
         goal: request.goal,
         virtual_stages: parts.virtual_stages,
+        placement: parts.placement,
         optimizer: request.training.optimizer,
         clip_norm: request.training.clip_norm,
         loss_scale: None,

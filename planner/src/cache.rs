@@ -133,6 +133,7 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
         servers,
         goal,
         virtual_stages,
+        placement,
         optimizer,
         clip_norm,
         loss_scale,
@@ -161,8 +162,8 @@ pub(crate) fn of_plan(plan: &Plan, costs: &dyn Costs) -> Option<Key> {
     } = plan;
     let size = (global_batch, num_microbatches, microbatch, schedule, update, servers, goal, virtual_stages, order);
     let training = (optimizer, clip_norm, loss_scale, measure_noise, execution, loss, stop_gradients, target);
-    let mut digest =
-        Digest::new("plan").shown((prices?, graph_hash, &graph.pins, size, training, layers)).stored(cluster);
+    let shown = (prices?, graph_hash, &graph.pins, size, placement, training, layers);
+    let mut digest = Digest::new("plan").shown(shown).stored(cluster);
     for stage in stages {
         let Stage {
             layers,

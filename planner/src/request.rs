@@ -188,6 +188,12 @@ impl Request {
         }
     }
 
+    /// Gives lanes as many stages as the schedule has, unless the user fixed another number.
+    pub(crate) fn fix_virtual_stages(&mut self) {
+        let of_schedule = self.schedule.and_then(Schedule::virtual_stages);
+        self.degrees.virtual_stages = self.degrees.virtual_stages.or(of_schedule);
+    }
+
     /// True if a plan respects the degrees and stages that the user fixed.
     pub fn allows(&self, plan: &Plan) -> bool {
         let mesh_is = |axis: usize, degree: Option<u32>| {

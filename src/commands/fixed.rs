@@ -49,7 +49,7 @@ pub(crate) struct FixedOptions {
     /// Number of devices of each pipeline stage: 1,2
     #[arg(long, value_name = "N,..", value_delimiter = ',', help_heading = "Parallelism")]
     stage_devices: Vec<u32>,
-    /// Stages that share each block of devices (interleaved 1f1b); 1 turns it off
+    /// Stages that share each block of devices (interleaved 1f1b, or zb-v with 2); 1 turns it off
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     virtual_stages: Option<u32>,
     /// Layout of parameters and values by name pattern: `params*['w']=[{}, {tensor}]`, with axes sized by --dp and --tp
@@ -108,6 +108,8 @@ enum ScheduleName {
     #[value(name = "1f1b")]
     OneFOneB,
     ZbH1,
+    /// zb-h1 on lanes of two stages, the first of one and the last of the other half
+    ZbV,
     #[value(name = "pipedream")]
     PipeDream,
     /// The order that a search finds, if it is faster than every named one
@@ -204,6 +206,7 @@ impl FixedOptions {
             ScheduleName::Gpipe => Some(Schedule::GPipe),
             ScheduleName::OneFOneB => Some(Schedule::OneFOneB),
             ScheduleName::ZbH1 => Some(Schedule::ZbH1),
+            ScheduleName::ZbV => Some(Schedule::ZbV),
             ScheduleName::PipeDream => Some(Schedule::PipeDream),
             ScheduleName::Found => None,
         });

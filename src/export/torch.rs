@@ -78,7 +78,7 @@ struct Torch<'a> {
     plan: &'a Plan,
     /// The mesh of every stage.
     mesh: &'a Mesh,
-    /// The devices of each lane. Stage `i` runs on lane `i` modulo their number.
+    /// The devices of each lane.
     lanes: Vec<&'a [u32]>,
     /// Axes over which only samples are split.
     data: Vec<AxisId>,
@@ -102,8 +102,7 @@ impl<'a> Torch<'a> {
         if let Some(other) = plan.stages.iter().position(|stage| stage.mesh != *mesh) {
             return Err(TorchProblem::Meshes(other));
         }
-        let lanes = plan.stages.len() / (plan.virtual_stages as usize).max(1);
-        let lanes: Vec<&[u32]> = plan.stages.iter().take(lanes).map(|stage| stage.devices.as_slice()).collect();
+        let lanes: Vec<&[u32]> = plan.lanes().iter().map(|stage| stage.devices.as_slice()).collect();
         for (i, lane) in lanes.iter().enumerate() {
             let shares = |other: &&[u32]| other.iter().any(|device| lane.contains(device));
             if let Some(j) = lanes[i + 1..].iter().position(shares) {

@@ -44,8 +44,8 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Function, Op};
 use altiplano_ir::padding::Padding;
 use altiplano_ir::plan::{
-    Alternative, Goal, Memory, MfuConvention, Offload, Plan, Predicted, Schedule, Stage, StagePredicted, Storage,
-    Target, Update,
+    Alternative, Goal, Memory, MfuConvention, Offload, Placement, Plan, Predicted, Schedule, Stage, StagePredicted,
+    Storage, Target, Update,
 };
 use altiplano_planner::features::offload::of_nodes;
 use comfy_table::{CellAlignment, Table, presets};
@@ -266,11 +266,14 @@ fn write_schedule(out: &mut String, plan: &Plan) -> std::fmt::Result {
     match (plan.stages.len(), plan.virtual_stages) {
         (1, _) => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
         (n, 1) => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,
-        (n, v) => writeln!(
-            out,
-            "  schedule        {} over {n} stages, {v} on the same devices (interleaved){optimizer}",
-            plan.schedule
-        )?,
+        (n, v) => {
+            let how = if plan.placement == Placement::V { "in a V" } else { "interleaved" };
+            writeln!(
+                out,
+                "  schedule        {} over {n} stages, {v} on the same devices ({how}){optimizer}",
+                plan.schedule
+            )?;
+        }
     }
     if plan.staleness() > 0 {
         let kept = match (plan.schedule, plan.update) {

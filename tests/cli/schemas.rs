@@ -27,10 +27,11 @@ fn plans_simulations_and_traces_are_as_their_schemas_say() {
     let scratch = Scratch::new();
     let path = |name: &str| scratch.path(name).display().to_string();
     let (plan, simulation, trace) = (schema_of("plan"), schema_of("simulation"), schema_of("trace"));
-    let cases: [&[&str]; 12] = [
+    let cases: [&[&str]; 13] = [
         &["--dp", "2", "--pp", "2"],
         &["--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
         &["--pp", "2", "--schedule", "zb-h1", "--optimizer", "sgd"],
+        &["--pp", "2", "--schedule", "zb-v", "--num-microbatches", "2"],
         &["--pp", "2", "--schedule", "pipedream", "--update", "stale"],
         &["--cluster", "p3.16xlarge:1", "--global-batch", "64", "--zero", "3", "--recompute", "full"],
         &["--cluster", "dgx-a100:1", "--target", "megatron", "--precision", "bf16"],

@@ -6,7 +6,7 @@ use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::Rooflines;
 use altiplano::export::{Stack, export};
 use altiplano::ir::order::{Call, CallOrder, Pass};
-use altiplano::ir::plan::{Plan, Schedule, Stage, Update};
+use altiplano::ir::plan::{Placement, Plan, Schedule, Stage, Update};
 use altiplano::ir::recompute::Recompute;
 use altiplano::planner::lower::TrainingGraphs;
 use altiplano::planner::search::ordered::ordered;
@@ -26,7 +26,7 @@ const GPT: &str =
 const MICROBATCHES: u32 = 4;
 
 /// The small model's plan over workers in a pipeline, whose lanes have `shared` stages each.
-fn small(pp: u32, shared: u32) -> Plan {
+fn small(pp: u32, shared: u32, placement: Placement) -> Plan {
     let scratch = Scratch::new();
     let file = scratch.file("config.json", LLAMA);
     let import = ImportOptions { batch: Some(8), sequence: Some(16), ..ImportOptions::default() };
@@ -35,8 +35,10 @@ fn small(pp: u32, shared: u32) -> Plan {
     request.baselines = false;
     (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(1), Some(1), Some(pp));
     (request.degrees.virtual_stages, request.batch.num_microbatches) = (Some(shared), Some(MICROBATCHES));
-    request.schedule = Some(Schedule::OneFOneB);
-    plan(&request, &Silent).expect("a plan")
+    request.schedule = Some(if placement == Placement::V { Schedule::ZbV } else { Schedule::OneFOneB });
+    let plan = plan(&request, &Silent).expect("a plan");
+    assert_eq!(plan.placement, placement);
+    plan
 }
 
 /// The plan under an order, with its prediction.
@@ -103,11 +105,17 @@ fn compare(plan: &Plan, weights: &Tensors, losses: &[f64], expected: &Tensors) {
 
 #[test]
 fn any_order_trains_as_one_device_does() {
-    let one = small(1, 1);
+    let one = small(1, 1, Placement::Loop);
     let (weights, _) = start(&one, &Training::default()).expect("weights");
     let (losses, expected, _) = trained(&one, &weights, 4, 0.05, &[1, 2, 3, 4]);
-    for (pp, shared) in [(2, 1), (3, 1), (2, 2)] {
-        let plain = small(pp, shared);
+    for (pp, shared, placement) in [
+        (2, 1, Placement::Loop),
+        (3, 1, Placement::Loop),
+        (2, 2, Placement::Loop),
+        (2, 2, Placement::V),
+        (3, 2, Placement::V),
+    ] {
+        let plain = small(pp, shared, placement);
         for seed in 0..4u64 {
             let splits: Vec<bool> = (0..plain.stages.len()).map(|s| (seed + s as u64) % 3 > 0).collect();
             let plan = under(&plain, drawn(&plain, &splits, seed));
@@ -122,7 +130,7 @@ fn any_order_trains_as_one_device_does() {
 
 #[test]
 fn wrong_orders_in_files_are_refused() {
-    let plain = small(2, 1);
+    let plain = small(2, 1, Placement::Loop);
     let plan = under(&plain, drawn(&plain, &[true, false], 1));
     let refused = |change: &dyn Fn(&mut Plan), path: &str, problem: &str| {
         let mut wrong = plan.clone();
@@ -203,7 +211,7 @@ fn found_orders_are_asked_for_said_exported_and_verified() {
     let output = altiplano(&["plan", DEMO, "--target", "megatron", "--schedule", "found"]);
     assert!(output.code == Some(2) && output.stderr.contains("named schedules only"), "{}", output.stderr);
     // PyTorch's runtime reads the calls of each stage.
-    let plain = small(2, 1);
+    let plain = small(2, 1, Placement::Loop);
     let plan = under(&plain, drawn(&plain, &[true, false], 3));
     let text = export(&plan, Stack::Torch).expect("a module").text;
     let rows: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("SCHEDULE = ")).skip(1).take(2).collect();

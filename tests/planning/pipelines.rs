@@ -3,7 +3,7 @@
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::Rooflines;
-use altiplano::ir::plan::{Plan, Schedule, Stage};
+use altiplano::ir::plan::{Placement, Plan, Schedule, Stage};
 use altiplano::ir::recompute::{Recomputation, Recompute};
 use altiplano::planner::search::fixed_degrees::{Degrees, fixed};
 use altiplano::planner::search::layout::Layout;
@@ -106,7 +106,36 @@ fn gradients_of_weights_apart_give_the_same_as_one_device() {
     let said = succeeds(&["verify", DEMO, "--dp", "2", "--pp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]);
     assert!(said.contains(", zb-h1") && said.contains("the numbers agree"), "{said}");
     let output = altiplano(&["plan", DEMO, "--pp", "2", "--schedule", "zb-h1", "--virtual-stages", "2"]);
-    assert!(output.code == Some(2) && output.stderr.contains("1f1b only"), "{}", output.stderr);
+    assert!(output.code == Some(2) && output.stderr.contains("1f1b and zb-v only"), "{}", output.stderr);
+}
+
+/// Lanes whose two stages form a V have no bubble if all calls take equally long, and hold what a first stage holds under
+/// `1f1b`. The search finds them where few microbatches make a long bubble.
+#[test]
+fn stages_in_a_v_wait_least_and_hold_no_more_than_a_first_stage() {
+    let step_s = |plan: &Plan| plan.predicted.step_time_s;
+    let bubble = |plan: &Plan| plan.stages.iter().map(|s| s.predicted.bubble_s).fold(0.0, f64::max);
+    let fullest = |plan: &Plan| plan.predicted.peak_bytes.iter().copied().max().unwrap_or(0) as f64;
+    let plain = pipeline(Some(Schedule::OneFOneB), Some(1), 8);
+    let folded = pipeline(Some(Schedule::ZbV), None, 8);
+    assert_eq!((folded.num_lanes(), folded.virtual_stages, folded.placement), (4, 2, Placement::V));
+    assert!(step_s(&folded) < step_s(&plain) && bubble(&folded) < 0.5 * bubble(&plain));
+    assert!(fullest(&folded) < 1.3 * fullest(&plain), "{} {}", fullest(&folded), fullest(&plain));
+    let free = pipeline(None, None, 8);
+    assert!(step_s(&free) <= step_s(&folded) * 1.02, "{} {}", step_s(&free), step_s(&folded));
+}
+
+#[test]
+fn stages_in_a_v_are_said_and_give_the_same_as_one_device() {
+    let scratch = Scratch::new();
+    let file = scratch.path("plan.json").display().to_string();
+    let asked = ["--dp", "2", "--pp", "2", "--schedule", "zb-v", "--num-microbatches", "4"];
+    let report = succeeds(&[&["plan", DEMO, "-o", &file], &asked[..]].concat());
+    assert!(report.contains("zb-v over 4 stages, 2 on the same devices (in a V)"), "{report}");
+    assert!(report.contains("stage0, stage3"), "{report}");
+    assert!(succeeds(&["verify", &file]).contains("the numbers agree"));
+    let output = altiplano(&["plan", DEMO, "--schedule", "zb-v", "--cluster", "local:1"]);
+    assert!(output.code == Some(2) && output.stderr.contains("two blocks of devices"), "{}", output.stderr);
 }
 
 #[test]
@@ -122,7 +151,7 @@ fn a_number_of_stages_that_is_asked_for_is_what_there_is() {
 fn stages_that_share_devices_are_said_run_and_the_same_as_one_device() {
     let scratch = Scratch::new();
     let file = scratch.path("plan.json").display().to_string();
-    let asked = ["--dp", "2", "--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"];
+    let asked = ["--dp", "2", "--pp", "2", "--schedule", "1f1b", "--virtual-stages", "2", "--num-microbatches", "4"];
     let mut arguments = vec!["plan", DEMO, "-o", &file];
     arguments.extend(asked);
     let report = succeeds(&arguments);
@@ -174,6 +203,8 @@ fn plans_with_shared_devices_are_checked() {
         "2",
         "--dp",
         "2",
+        "--schedule",
+        "1f1b",
         "--virtual-stages",
         "2",
         "--num-microbatches",

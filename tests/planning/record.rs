@@ -5,7 +5,7 @@ use crate::common::{DEMO, Scratch, altiplano, golden};
 use rayon::prelude::*;
 use serde_json::Value;
 
-const DEMO_OPTIONS: [&str; 26] = [
+const DEMO_OPTIONS: [&str; 27] = [
     "--cluster local:1",
     "--cluster local:4",
     "--cluster local:6 --global-batch 12",
@@ -23,6 +23,7 @@ const DEMO_OPTIONS: [&str; 26] = [
     "--dp 1 --tp 4 --global-batch 1",
     "--pp 2 --schedule gpipe --num-microbatches 4",
     "--pp 2 --schedule zb-h1 --num-microbatches 4",
+    "--pp 2 --schedule zb-v --num-microbatches 4",
     "--pp 2 --virtual-stages 2 --num-microbatches 4",
     "--pp 2 --schedule pipedream --optimizer sgd",
     "--dp 4 --update stale",

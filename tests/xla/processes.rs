@@ -24,7 +24,7 @@ fn processes_train_as_one_does() {
     let cases: [(&str, &[&str], u32); 5] = [
         ("local:4", &["--tp", "2", "--pp", "2", "--num-microbatches", "4", "--clip-norm", "0.5"], 2),
         ("local:4", &interleaved, 2),
-        ("local:4", &["--dp", "2", "--tp", "1", "--pp", "2", "--schedule", "zb-h1", "--num-microbatches", "4"], 2),
+        ("local:4", &["--dp", "2", "--tp", "1", "--pp", "2", "--schedule", "zb-v", "--num-microbatches", "4"], 2),
         ("local:8", &["--tp", "2", "--pp", "4", "--num-microbatches", "8"], 4),
         // Two stages for each process.
         ("local:4", &["--tp", "1", "--pp", "4", "--num-microbatches", "4", "--update", "stale"], 2),

@@ -1,7 +1,7 @@
 //! Checks everything in a plan that a file could get wrong. Each part reports all of its problems; parts that build on
 //! a wrong one are left out.
 
-use super::{Goal, Plan, PlanError, Schedule, Stage, Target, Update, graph_hash, is_countable};
+use super::{Goal, Placement, Plan, PlanError, Schedule, Stage, Target, Update, graph_hash, is_countable};
 use crate::cluster::{BetweenGroups, Group};
 use crate::graph::ValueId;
 use crate::op::Op;
@@ -133,6 +133,11 @@ impl Plan {
         let plain = |schedule| self.virtual_stages == 1 || self.schedule != schedule;
         problems.require(plain(Schedule::ZbH1), "virtual_stages", "must be 1 under the schedule zb-h1");
         problems.require(plain(Schedule::PipeDream), "virtual_stages", "must be 1 under the schedule pipedream");
+        let folded = self.virtual_stages == 2 && self.placement == Placement::V;
+        let problem = "must be 2 under the schedule zb-v, with the placement v";
+        problems.require(folded || self.schedule != Schedule::ZbV, "virtual_stages", problem);
+        let loops = self.placement == Placement::Loop || self.schedule != Schedule::OneFOneB;
+        problems.require(loops, "placement", "must be loop under the schedule 1f1b");
         self.verify_order(problems);
         let runs_alone = self.goal != Goal::Throughput || !trains;
         problems.require(runs_alone, "goal", "is of models that are run alone, and the plan trains this one");

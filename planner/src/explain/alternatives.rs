@@ -99,6 +99,7 @@ fn stages(plan: &Plan) -> String {
     match (plan.virtual_stages, plan.schedule) {
         (1, Schedule::ZbH1 | Schedule::Found) => format!("{stages} under {}", plan.schedule),
         (1, _) => stages,
+        (v, Schedule::ZbV | Schedule::Found) => format!("{stages} ({v} on the same devices) under {}", plan.schedule),
         (v, _) => format!("{stages} ({v} on the same devices)"),
     }
 }
@@ -178,6 +179,7 @@ pub(crate) mod tests {
             servers: None,
             goal: Default::default(),
             virtual_stages: 1,
+            placement: Default::default(),
             optimizer: altiplano_ir::optimizer::Optimizer::adamw(),
             clip_norm: None,
             loss_scale: None,

@@ -52,9 +52,11 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
             num_microbatches: plan.num_microbatches,
             schedule: plan.schedule,
             virtual_stages: plan.virtual_stages,
+            placement: plan.placement,
             stages: &stages,
         };
         let mut new = assemble(request, &parts, &costs)?;
+        new.order.clone_from(&plan.order);
         // A stage that does not change keeps its shardings.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
             let same = (&a.layers, &a.config.mesh, a.config.fraction) == (&b.layers, &b.config.mesh, b.config.fraction);

@@ -1,5 +1,6 @@
-//! Pipelines whose stages share devices. Each lane has several stages, which interleaved 1F1B runs in turns. So the
-//! bubble shrinks from the length of a lane to that of one of its stages (Narayanan et al. 2021, section 2.2.2).
+//! Pipelines whose stages share devices. Each lane has several stages, which interleaved 1F1B runs in turns, so that the
+//! bubble shrinks from the length of a lane to that of one of its stages (Narayanan et al. 2021, section 2.2.2). Under
+//! ZB-V it has two, the first of one and the last of the other half, and the bubble vanishes.
 //!
 //! All lanes get equal submeshes. All stages get one mesh and configuration, or one that dominates it. Layers are cut
 //! where the longest stage is shortest, and the schedule is simulated with the search's estimates. The few best
@@ -16,8 +17,8 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Most pipelines that are predicted.
-const MOST_JUDGED: usize = 5;
+/// Most pipelines under each schedule that are predicted.
+const MOST_JUDGED: [(Schedule, usize); 2] = [(Schedule::OneFOneB, 5), (Schedule::ZbV, 2)];
 /// Estimates above the best without shared devices by more than this factor are not worth predicting.
 const WORTH_JUDGING: f64 = 1.1;
 /// Most stages on the same devices to try, if their number is free.
@@ -34,7 +35,7 @@ pub fn interleaved<'a>(
     memory_bytes: &BTreeMap<u32, Vec<u64>>,
     least_s: Option<f64>,
 ) -> Vec<PipelineCandidate<'a>> {
-    if !space.schedules.contains(&Schedule::OneFOneB) {
+    if space.shared.is_empty() {
         return Vec::new();
     }
     let at_size = |candidates: &'a CandidatesAtMicrobatch| {
@@ -50,7 +51,15 @@ pub fn interleaved<'a>(
         _ => f64::INFINITY,
     };
     found.retain(|(f, _)| f.step_s <= most_s);
-    found.truncate(MOST_JUDGED);
+    for (schedule, most) in MOST_JUDGED {
+        let mut left = most;
+        let mut is_judged = |f: &PipelineCandidate<'_>| {
+            let judged = f.schedule != schedule || left > 0;
+            left -= usize::from(f.schedule == schedule && judged);
+            judged
+        };
+        found.retain(|(f, _)| is_judged(f));
+    }
     for (found, config) in &mut found {
         let block = found.candidates.blocks.iter().position(|b| *b == found.stages[0].block);
         block.into_iter().for_each(|block| Runs::new(found.candidates, block, config).move_cuts(found));
@@ -71,7 +80,8 @@ impl CandidatesAtMicrobatch {
         let on_block = |(block, lanes): (usize, usize)| {
             let limit = memory_bytes.map_or(u64::MAX, |bytes| bytes[self.blocks[block].group]);
             let of_way = move |config| {
-                let pipelines = Runs::new(self, block, config).pipelines(lanes, space.degrees.virtual_stages, limit);
+                let runs = Runs::new(self, block, config);
+                let pipelines = runs.pipelines(&space.shared, lanes, space.degrees.virtual_stages, limit);
                 pipelines.into_iter().map(move |found| (found, config))
             };
             self.configs_of_layers(block).into_iter().flat_map(of_way).collect::<Vec<_>>()
@@ -81,7 +91,7 @@ impl CandidatesAtMicrobatch {
 
     /// Step time of the best of [`CandidatesAtMicrobatch::interleaved`], if the order of calls is free and there is one.
     pub(super) fn interleaved_s(&self, space: &SearchSpace) -> Option<f64> {
-        if space.alpa || space.degrees.virtual_stages.is_some() || !space.schedules.contains(&Schedule::OneFOneB) {
+        if space.alpa || space.degrees.virtual_stages.is_some() {
             return None;
         }
         let found = self.interleaved(space, Some(&space.memory_bytes));
@@ -180,20 +190,30 @@ impl<'a> Runs<'a> {
         self.get(first, end).map_or(f64::INFINITY, |c| c.microbatch_s)
     }
 
-    /// The best cuts for each number of stages on the same devices.
-    fn pipelines(&self, lanes: usize, fixed: Option<u32>, limit_bytes: u64) -> Vec<PipelineCandidate<'a>> {
+    /// The best cuts for each schedule and number of stages on the same devices.
+    fn pipelines(
+        &self,
+        schedules: &[Schedule],
+        lanes: usize,
+        fixed: Option<u32>,
+        limit_bytes: u64,
+    ) -> Vec<PipelineCandidate<'a>> {
         let layers = self.rows.len();
-        let numbers: Vec<usize> = match fixed {
-            Some(v) => vec![v as usize],
-            None => (2..=MOST_VIRTUAL).collect(),
+        let numbers = |&schedule: &Schedule| {
+            let numbers = match schedule.virtual_stages().or(fixed) {
+                Some(count) => count as usize..=count as usize,
+                None => 2..=MOST_VIRTUAL,
+            };
+            let allowed = move |v: &usize| fixed.is_none_or(|f| f as usize == *v) && v.saturating_mul(lanes) <= layers;
+            numbers.filter(allowed).map(move |v| (schedule, v))
         };
-        let numbers: Vec<usize> = numbers.into_iter().filter(|v| v.saturating_mul(lanes) <= layers).collect();
-        let Some(&most) = numbers.last() else { return Vec::new() };
+        let numbers: Vec<(Schedule, usize)> = schedules.iter().flat_map(numbers).collect();
+        let Some(most) = numbers.iter().map(|(_, v)| *v).max() else { return Vec::new() };
         let cuts = even_cuts(layers, most * lanes, |first, end| self.seconds(first, end));
         let mut found = Vec::new();
-        for v in numbers {
+        for (schedule, v) in numbers {
             let Some(bounds) = &cuts[v * lanes - 1] else { continue };
-            let order = self.order(v * lanes, v);
+            let order = self.order(schedule, v * lanes, v);
             if self.fits(bounds, &order, limit_bytes) {
                 let stage = |w: &[usize]| ChosenStage {
                     layers: w[0]..w[1],
@@ -202,7 +222,7 @@ impl<'a> Runs<'a> {
                 };
                 found.push(PipelineCandidate {
                     candidates: self.candidates,
-                    schedule: Schedule::OneFOneB,
+                    schedule,
                     virtual_stages: v as u32,
                     stages: bounds.windows(2).map(stage).collect(),
                     step_s: self.played_s(bounds, &order),
@@ -212,9 +232,8 @@ impl<'a> Runs<'a> {
         found
     }
 
-    fn order(&self, num_stages: usize, virtual_stages: usize) -> Order {
-        let num_microbatches = self.candidates.num_microbatches;
-        Order::new(Schedule::OneFOneB, num_stages, num_microbatches).sharing(virtual_stages)
+    fn order(&self, schedule: Schedule, num_stages: usize, virtual_stages: usize) -> Order {
+        Order::new(schedule, num_stages, self.candidates.num_microbatches).sharing(virtual_stages)
     }
 
     /// Step time with stages cut at these layers.
@@ -225,8 +244,9 @@ impl<'a> Runs<'a> {
         let times = |w: &[usize]| {
             let candidate = self.get(w[0], w[1])?;
             let forward_s = part * candidate.microbatch_s;
-            let backward_s = candidate.microbatch_s - forward_s;
-            Some(StageTimes { forward_s, backward_s, step_s: candidate.step_s, ..StageTimes::default() })
+            let weights_s = if order.schedule == Schedule::ZbV { forward_s } else { 0.0 };
+            let backward_s = candidate.microbatch_s - forward_s - weights_s;
+            Some(StageTimes { forward_s, backward_s, weights_s, step_s: candidate.step_s, ..StageTimes::default() })
         };
         let times: Option<Vec<StageTimes>> = bounds.windows(2).map(times).collect();
         times.map_or(f64::INFINITY, |times| simulate_order(&times, order, &mut |_, _, _, _| {}).step_s)
@@ -235,26 +255,25 @@ impl<'a> Runs<'a> {
     /// True if no lane takes more than `limit_bytes`: static memory and activations in flight of all its stages, and the
     /// largest working memory of one.
     fn fits(&self, bounds: &[usize], order: &Order, limit_bytes: u64) -> bool {
-        let lanes = order.num_lanes();
-        let bytes = |lane: usize, in_flight: &[u32]| {
+        let fits = |lane: usize| {
             let (mut sum, mut transient) = (0u64, 0u64);
-            for (s, &in_flight) in (lane..order.num_stages).step_by(lanes).zip(in_flight) {
-                let Some(c) = self.get(bounds[s], bounds[s + 1]) else { return u64::MAX };
-                let kept = c.bytes_per_inflight_microbatch.saturating_mul(u64::from(in_flight));
-                sum = sum.saturating_add(c.static_bytes).saturating_add(kept);
+            let mut each = Vec::with_capacity(order.virtual_stages);
+            for s in order.stages_of(lane) {
+                let Some(c) = self.get(bounds[s], bounds[s + 1]) else { return false };
+                sum = sum.saturating_add(c.static_bytes);
                 transient = transient.max(c.transient_bytes);
+                each.push(c.bytes_per_inflight_microbatch);
             }
-            sum.saturating_add(transient)
+            // Some stage holds a microbatch at some time, and counting how many takes a walk over all calls.
+            let fits = |kept: u64| sum.saturating_add(transient).saturating_add(kept) <= limit_bytes;
+            fits(each.iter().copied().max().unwrap_or(0)) && fits(order.held_bytes(lane, &each))
         };
-        // Every stage holds a microbatch at some time, and counting how many takes a walk over all calls.
-        let one = vec![1; order.virtual_stages];
-        (0..lanes).all(|lane| bytes(lane, &one) <= limit_bytes)
-            && (0..lanes).all(|lane| bytes(lane, &order.in_flight_of(lane)) <= limit_bytes)
+        (0..order.num_lanes()).all(fits)
     }
 
     /// Moves one cut at a time as long as the step gets shorter.
     fn move_cuts(&self, found: &mut PipelineCandidate<'a>) {
-        let order = self.order(found.stages.len(), found.virtual_stages as usize);
+        let order = self.order(found.schedule, found.stages.len(), found.virtual_stages as usize);
         let mut bounds: Vec<usize> = found.stages.iter().map(|s| s.layers.start).chain([self.rows.len()]).collect();
         let calls = 2 * u64::from(order.num_microbatches) * order.num_stages as u64;
         let mut left = MOST_PLAYED / calls.max(1);

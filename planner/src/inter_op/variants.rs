@@ -24,9 +24,12 @@ pub fn asked_for<'a>(
     let Some(shared) = space.degrees.virtual_stages.filter(|&v| v > 1) else {
         return searched.ranked(cx, memory_bytes);
     };
-    let found = interleaved(searched, space, memory_bytes, None);
-    if !found.is_empty() {
-        return Ok(found);
+    // Without one that fits by its estimate, predictions say how much memory the others need.
+    for limits in [memory_bytes, &BTreeMap::new()] {
+        let found = interleaved(searched, space, limits, None);
+        if !found.is_empty() {
+            return Ok(found);
+        }
     }
     let layers = searched.candidates.first().map_or(0, |c| c.layered.layers.len()) as u32;
     let stages = space.degrees.pp.unwrap_or(2).saturating_mul(shared);

@@ -103,8 +103,8 @@ struct Pairing<'a> {
 }
 
 impl<'a> Pairing<'a> {
-    /// Pairs the values that lowering two stages looks at. All stages of one lane are equally far from their
-    /// counterparts in the other.
+    /// Pairs the values that lowering two stages looks at. Stages that they exchange values with must be as far from each
+    /// other as these are.
     fn stages(&mut self, a: usize, b: usize) -> bool {
         let Cut { plan, training_graphs, nodes, .. } = self.of.cut;
         let TrainingGraphs { training, owned, .. } = training_graphs;
@@ -185,11 +185,10 @@ impl<'a> Pairing<'a> {
         match (&p.op, &q.op) {
             _ if p.ty != q.ty || received.0 != received.1 => false,
             (Op::Parameter(p), Op::Parameter(q)) => {
-                let further = (b - a) as u32;
                 let holders = |v: ValueId| self.of.holders.get(&v).into_iter().flatten().copied();
                 (p.frozen, p.no_decay) == (q.frozen, q.no_decay)
                     && plan.stages[a].parameters.get(&p.name) == plan.stages[b].parameters.get(&q.name)
-                    && holders(v).map(|s| s + further).eq(holders(w))
+                    && holders(v).map(|s| moved(s, stages)).eq(holders(w))
             }
             (Op::Input(_), _) => p.op == q.op,
             _ if known => true,
@@ -213,18 +212,22 @@ impl<'a> Pairing<'a> {
 
     /// Returns true if the cotangents of two values sum the same contributions, local and remote.
     fn same_contributions(&mut self, x: ValueId, y: ValueId, stages: (usize, usize)) -> bool {
-        let (a, b) = stages;
+        let a = stages.0;
         let Cut { training_graphs, stage_of, .. } = self.of.cut;
         let all = &training_graphs.training.contributions;
         let (mine, others) = (&all[x.index()], &all[y.index()]);
-        let further = (b - a) as u32;
         mine.len() == others.len()
             && mine.iter().zip(others).all(|(&(user, value), &(other_user, other_value))| {
                 let (from, other_from) = (stage_of[user.index()], stage_of[other_user.index()]);
                 let here = from == Some(a as u32);
-                from.map(|s| s + further) == other_from
+                from.map(|s| moved(s, stages)) == other_from
                     && (!here
                         || self.to.get(&user) == Some(&other_user) && self.same_operands(value, other_value, stages))
             })
     }
+}
+
+/// A stage that lies from `stage` as far as the second of two stages from the first.
+fn moved(stage: u32, (from, to): (usize, usize)) -> u32 {
+    stage.wrapping_add_signed(to as i32 - from as i32)
 }

@@ -33,7 +33,7 @@ use altiplano_ir::expand::{Expanded, expand};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Local, Op, Operator};
-use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::plan::{Placement, Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
 use altiplano_ir::reshard::{Collective, Leg, Pattern, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
@@ -120,6 +120,7 @@ struct Cut<'a> {
     layer_of: Vec<Option<u32>>,
     /// The nodes of each stage in order.
     nodes: Vec<Vec<ValueId>>,
+    order: Order,
     /// True if equal layers are lowered once and repeated.
     repeats: bool,
 }
@@ -145,12 +146,12 @@ impl<'a> Cut<'a> {
                 nodes[*stage as usize].push(v);
             }
         }
-        Cut { plan, training_graphs, stage_of, layer_of, nodes, repeats: true }
+        Cut { plan, training_graphs, stage_of, layer_of, nodes, order: Order::of(plan), repeats: true }
     }
 
     /// Returns true if other microbatches may run on a stage between the forward and the backward pass of one.
     fn apart(&self, stage: usize) -> bool {
-        Order::of(self.plan).in_flight(stage) > 1 || self.plan.staleness() > 0
+        self.order.in_flight(stage) > 1 || self.plan.staleness() > 0
     }
 
     fn context(&'a self, index: usize, costs: &'a dyn Costs) -> StageContext<'a> {
@@ -749,12 +750,16 @@ pub struct DedupedPrograms<'a> {
     pub programs: Cow<'a, Programs>,
     /// For each lane, the first lane that equals it.
     pub same_as: Vec<usize>,
+    placement: Placement,
+    num_lanes: usize,
 }
 
 impl<'a> DedupedPrograms<'a> {
     /// Programs with every lane written out.
     pub fn whole(programs: &'a Programs) -> Self {
-        DedupedPrograms { same_as: (0..programs.programs.len()).collect(), programs: Cow::Borrowed(programs) }
+        let num_lanes = programs.programs.len();
+        let same_as = (0..num_lanes).collect();
+        DedupedPrograms { same_as, programs: Cow::Borrowed(programs), placement: Placement::Loop, num_lanes }
     }
 
     /// The program with a lane's bodies and buffers.
@@ -767,9 +772,14 @@ impl<'a> DedupedPrograms<'a> {
         let Transfer { source, target } = &self.programs.transfers[transfer.0 as usize];
         let stage = |(lane, buffer): (u32, BufferId)| {
             let lane = lane as usize;
-            self.program_of(lane).buffer(buffer).stage + (lane - self.same_as[lane]) as u32
+            self.stage_on(lane, self.program_of(lane).buffer(buffer).stage)
         };
         (stage(*source), stage(*target))
+    }
+
+    /// The stage of a lane that a stage of its program stands for.
+    pub fn stage_on(&self, lane: usize, written: u32) -> u32 {
+        self.placement.moved(written as usize, self.same_as[lane], lane, self.num_lanes) as u32
     }
 }
 
@@ -780,7 +790,7 @@ pub fn lower_deduped(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs, de
         let programs = servers::programs(&cut, over, costs, dedup);
         let workers = over.workers.len();
         let same_as = (0..programs.programs.len()).map(|p| if dedup && p < workers { 0 } else { p }).collect();
-        return DedupedPrograms { programs: Cow::Owned(programs), same_as };
+        return DedupedPrograms { programs: Cow::Owned(programs), same_as, placement: Placement::Loop, num_lanes: 1 };
     }
     let same = match dedup {
         true => dedup::same_lanes(&cut),
@@ -788,7 +798,8 @@ pub fn lower_deduped(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs, de
     };
     let programs = Cow::Owned(lower_distinct(&cut, costs, &same));
     let first = |(lane, same): (usize, Option<dedup::SameLane>)| same.map_or(lane, |a| a.lane);
-    DedupedPrograms { programs, same_as: same.into_iter().enumerate().map(first).collect() }
+    let same_as = same.into_iter().enumerate().map(first).collect();
+    DedupedPrograms { programs, same_as, placement: plan.placement, num_lanes: plan.num_lanes() }
 }
 
 /// Lowers each lane that does not equal an earlier one.
@@ -812,7 +823,10 @@ fn lower_distinct(cut: &Cut<'_>, costs: &dyn Costs, same: &[Option<dedup::SameLa
         let (lane, at) = (plan.lane_of(stage), stage / plan.num_lanes());
         match &same[lane] {
             None => lanes[lane][at].boundary.clone(),
-            Some(same) => lanes[same.lane][at].boundary.moved(|v| same.values[&v], (lane - same.lane) as u32),
+            Some(same) => {
+                let first = plan.placement.moved(stage, lane, same.lane, plan.num_lanes());
+                lanes[same.lane][at].boundary.moved(|v| same.values[&v], stage as i32 - first as i32)
+            }
         }
     };
     let boundaries: Vec<stage::Boundary> = (0..plan.stages.len()).map(boundary).collect();

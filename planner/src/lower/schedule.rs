@@ -3,7 +3,7 @@
 
 use super::Cut;
 use super::stage::{Boundary, Links, Lowered};
-use altiplano_cost_models::pipeline::{Order, PipelineCall};
+use altiplano_cost_models::pipeline::PipelineCall;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Update;
 use altiplano_ir::program::{BufferId, Call, Program, TransferId};
@@ -52,7 +52,7 @@ pub fn program(cut: &Cut<'_>, lane: usize, stages: &[Lowered], boundaries: &[Bou
         schedule.extend((0..plan.num_microbatches).map(|m| Call::Run { body, microbatch: Some(m) }));
     }
     // The order is the cost model's, so that the simulated order is the one that runs.
-    let order = Order::of(plan);
+    let order = &cut.order;
     let late_calls = order.late(lane);
     let num_prompt = order.calls(lane).count() - late_calls.len();
     // For each call of the pipeline, its end in the schedule.

@@ -69,17 +69,18 @@ pub struct Boundary {
 }
 
 impl Boundary {
-    /// The boundary of an equal stage that lies `further` stages on. `of` maps this stage's values to the other's.
-    pub fn moved(&self, of: impl Fn(ValueId) -> ValueId, further: u32) -> Boundary {
+    /// The boundary of an equal stage that lies `further` stages on, or back. `of` maps this stage's values to the other's.
+    pub fn moved(&self, of: impl Fn(ValueId) -> ValueId, further: i32) -> Boundary {
+        let moved = |stage: u32| stage.wrapping_add_signed(further);
         // Shares come from all stages except the stage itself, which is another one here.
         let stages: BTreeSet<u32> = self.receives_shares.keys().map(|(_, stage)| *stage).collect();
-        let own = (0..).find(|stage| !stages.contains(stage)).unwrap_or(0) + further;
+        let own = moved((0..).find(|stage| !stages.contains(stage)).unwrap_or(0));
         let sums = 0..self.sends_shares.len() as u32;
         let others = sums.flat_map(|sum| (0..=stages.len() as u32).filter(|s| *s != own).map(move |s| (sum, s)));
         let receives_shares = others.zip(self.receives_shares.values().copied()).collect();
         let values = |map: &BTreeMap<ValueId, BufferId>| map.iter().map(|(&v, &b)| (of(v), b)).collect();
         let by_stage = |map: &BTreeMap<(ValueId, u32), BufferId>| {
-            map.iter().map(|(&(v, stage), &b)| ((of(v), stage + further), b)).collect()
+            map.iter().map(|(&(v, stage), &b)| ((of(v), moved(stage)), b)).collect()
         };
         Boundary {
             sends_forward: values(&self.sends_forward),

@@ -106,7 +106,7 @@ pub fn whole_work_of(plan: &Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Cos
 /// The stage that represents stage `i` in a deduplicated deduped.
 fn same_as(plan: &Plan, deduped: &DedupedPrograms<'_>, i: usize) -> usize {
     let lane = plan.lane_of(i);
-    i - lane + deduped.same_as[lane]
+    plan.placement.moved(i, lane, deduped.same_as[lane], plan.num_lanes())
 }
 
 /// Times every stage of a plan from the work of its programs.

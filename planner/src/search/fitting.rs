@@ -179,12 +179,20 @@ fn with_others<'a>(
     let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
     // Workers that share a machine's cores lose nothing while some of them wait.
     let shared = cx.request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
-    let others = match cx.progress.stopped() || shared {
-        true => Vec::new(),
-        false => variants::others(cx, found, ranked, limits),
-    };
-    let others = predictor.predict_promising(&others)?;
-    fitting.extend(others.into_iter().filter(|plan| fits(plan) && step_s(plan) < most_s));
+    // Limits may be lower because plain pipelines need more than estimated, which says little of others.
+    let larger =
+        cx.space.memory_bytes.iter().map(|&bytes| (bytes as f64 * OVERESTIMATED[1]) as u64).collect::<Vec<_>>();
+    for limits in [&same_limits(found, &larger), limits] {
+        if cx.progress.stopped() || shared {
+            break;
+        }
+        let others = predictor.predict_promising(&variants::others(cx, found, ranked, limits))?;
+        let before = fitting.len();
+        fitting.extend(others.into_iter().filter(|plan| fits(plan) && step_s(plan) < most_s));
+        if fitting.len() > before {
+            break;
+        }
+    }
     Ok(fastest_first(fitting))
 }
 

@@ -180,11 +180,13 @@ pub(crate) fn of_stages(
     };
     let chosen = |(layers, fraction)| ChosenStage { layers, block, config: config(fraction) };
     let stages: Vec<ChosenStage> = stages.into_iter().map(chosen).collect();
+    let schedule = request.schedule.unwrap_or(Schedule::OneFOneB);
     let parts = Parts {
         layered,
         num_microbatches: degrees.num_microbatches,
-        schedule: request.schedule.unwrap_or(Schedule::OneFOneB),
+        schedule,
         virtual_stages: degrees.virtual_stages,
+        placement: schedule.placement(),
         stages: &stages,
     };
     let mut plan = assemble(request, &parts, costs)?;

@@ -15,7 +15,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::padding::Padding;
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use std::sync::Arc;
 
@@ -90,6 +90,7 @@ impl Judge {
 /// The request with defaults for choices that it leaves open.
 fn completed(request: &Request) -> Request {
     let mut request = request.clone();
+    request.fix_virtual_stages();
     let degrees = &mut request.degrees;
     degrees.tp = degrees.tp.or(Some(1));
     degrees.pp = degrees.pp.or(Some(1));
@@ -114,7 +115,8 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
     let of = |degree: Option<u32>| degree.unwrap_or(1);
     let (lanes, virtual_stages) = (of(space.degrees.pp), of(request.degrees.virtual_stages));
     let num_microbatches = space.num_microbatches[0];
-    if virtual_stages > 1 && !num_microbatches.is_multiple_of(lanes) {
+    let takes_turns = virtual_stages > 1 && request.schedule != Some(Schedule::ZbV);
+    if takes_turns && !num_microbatches.is_multiple_of(lanes) {
         let problem = "needs a number of microbatches that --pp divides";
         return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
     }

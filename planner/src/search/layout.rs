@@ -3,6 +3,7 @@
 
 use super::fixed_degrees::evenly;
 use crate::layers::graph::LayeredGraph;
+use altiplano_ir::plan::Placement;
 use std::ops::Range;
 
 /// A rule that deals layers out to stages.
@@ -38,7 +39,13 @@ impl Layout {
 
     /// Different layouts of a number of stages, those first whose fullest device and stage have least work for so many
     /// microbatches. `lanes` is the number of blocks of devices that take stages in turn.
-    pub fn ranked(layered: &LayeredGraph, stages: u32, lanes: u32, num_microbatches: u32) -> Vec<Layout> {
+    pub fn ranked(
+        layered: &LayeredGraph,
+        stages: u32,
+        lanes: u32,
+        placement: Placement,
+        num_microbatches: u32,
+    ) -> Vec<Layout> {
         let work: Vec<f64> = (0..layered.kinds.len()).map(|l| work(layered, l)).collect();
         let lighter = |first| {
             (0..=MOST_FEWER)
@@ -49,7 +56,7 @@ impl Layout {
         for layout in all {
             let Some(ranges) = layout.stages(layered, stages) else { continue };
             if found.iter().all(|(_, known, _)| *known != ranges) {
-                found.push((most_work(&ranges, &work, lanes, num_microbatches), ranges, layout));
+                found.push((most_work(&ranges, &work, lanes, placement, num_microbatches), ranges, layout));
             }
         }
         found.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -58,10 +65,13 @@ impl Layout {
 }
 
 /// The work of a step by the fullest device, and of filling the pipeline by the fullest stage.
-fn most_work(ranges: &[Range<usize>], work: &[f64], lanes: u32, num_microbatches: u32) -> f64 {
+fn most_work(ranges: &[Range<usize>], work: &[f64], lanes: u32, placement: Placement, num_microbatches: u32) -> f64 {
     let of_stage: Vec<f64> = ranges.iter().map(|range| work[range.clone()].iter().sum()).collect();
     let lanes = lanes.max(1) as usize;
-    let of_lane = |lane: usize| of_stage.iter().skip(lane).step_by(lanes).sum::<f64>();
+    let of_lane = |lane: usize| {
+        let stages = placement.stages_of(lane, lanes, of_stage.len().div_ceil(lanes));
+        stages.filter_map(|stage| of_stage.get(stage)).sum::<f64>()
+    };
     let fullest = (0..lanes).map(of_lane).fold(0.0, f64::max);
     let longest = of_stage.iter().copied().fold(0.0, f64::max);
     f64::from(num_microbatches) * fullest + (lanes - 1) as f64 * longest
@@ -204,7 +214,10 @@ mod tests {
         // Three stages of two layers and one of none, on two devices: each has four layers but one has two.
         let work = [1.0; 6];
         let ranges = [0..2, 2..4, 4..6, 6..6];
-        assert_eq!(most_work(&ranges, &work, 2, 8), 8.0 * 4.0 + 2.0);
-        assert_eq!(most_work(&ranges, &work, 4, 8), 8.0 * 2.0 + 3.0 * 2.0);
+        assert_eq!(most_work(&ranges, &work, 2, Placement::Loop, 8), 8.0 * 4.0 + 2.0);
+        assert_eq!(most_work(&ranges, &work, 4, Placement::Loop, 8), 8.0 * 2.0 + 3.0 * 2.0);
+        // The first device has the first stage and the one of none.
+        assert_eq!(most_work(&ranges, &work, 2, Placement::V, 8), 8.0 * 4.0 + 2.0);
+        assert_eq!(most_work(&[0..1, 1..2, 2..4, 4..6], &work, 2, Placement::V, 8), 8.0 * 3.0 + 2.0);
     }
 }

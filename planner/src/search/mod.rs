@@ -76,7 +76,9 @@ pub fn plan(
 /// # Errors
 /// If an option does not fit the model or the cluster.
 fn with_options(request: &Request) -> Result<Request, PlanFailure> {
-    let request = &stages::with_degrees(request)?;
+    let mut of_lanes = request.clone();
+    of_lanes.fix_virtual_stages();
+    let request = &stages::with_degrees(&of_lanes)?;
     let request = &pins::with_pins(request)?;
     let request = &rings::with_blocks(request)?;
     Ok(chunked_loss::with_chunks(request)?.into_owned())

@@ -13,7 +13,7 @@ use altiplano_cost_models::orders::{Call, Calls, Effort, Pass, Problem, Work, se
 use altiplano_cost_models::pipeline::{Order, StageTimes};
 use altiplano_cost_models::{Costs, Rooflines};
 use altiplano_ir::order::CallOrder;
-use altiplano_ir::plan::{Plan, Schedule, Update};
+use altiplano_ir::plan::{Placement, Plan, Schedule, Update};
 use altiplano_ir::program::{Call as ProgramCall, Phase};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -152,11 +152,17 @@ fn under(plan: &Plan, calls: Calls) -> Plan {
     Plan { schedule: Schedule::Found, order: Some(Arc::new(CallOrder { lanes: calls })), ..plan.clone() }
 }
 
-/// The orders of named schedules, with gradients of weights after each backward call of the stages that compute them
-/// apart. The first is that of `1f1b`.
+/// The orders of named schedules on the plan's lanes, with gradients of weights of the stages that compute them apart. The
+/// first is that of `1f1b`, or of `zb-v` on lanes that form a V.
 fn named(plan: &Plan, apart: &[bool]) -> Vec<Calls> {
     let shared = plan.virtual_stages as usize;
     let of = |schedule| Order::new(schedule, plan.stages.len(), plan.num_microbatches).sharing(shared).written().lanes;
+    let is_apart = |call: &Call| call.pass != Pass::Weights || apart[call.stage as usize];
+    let where_apart =
+        |calls: Calls| -> Calls { calls.into_iter().map(|lane| lane.into_iter().filter(is_apart).collect()).collect() };
+    if plan.placement == Placement::V {
+        return [of(Schedule::ZbV)].map(where_apart).into();
+    }
     let with_weights = |calls: Calls| -> Calls {
         let weights = |call: Call| {
             let splits = call.pass == Pass::Backward && apart[call.stage as usize];
@@ -165,18 +171,13 @@ fn named(plan: &Plan, apart: &[bool]) -> Vec<Calls> {
         let lane = |lane: Vec<Call>| lane.into_iter().flat_map(|call| [Some(call), weights(call)]).flatten().collect();
         calls.into_iter().map(lane).collect()
     };
-    let delayed = || -> Calls {
-        let is_apart = |call: &Call| call.pass != Pass::Weights || apart[call.stage as usize];
-        of(Schedule::ZbH1).into_iter().map(|lane| lane.into_iter().filter(is_apart).collect()).collect()
-    };
-    let zero_bubble = (shared == 1 && apart.contains(&true)).then(delayed);
+    let zero_bubble = (shared == 1 && apart.contains(&true)).then(|| where_apart(of(Schedule::ZbH1)));
     [of(Schedule::OneFOneB), of(Schedule::GPipe)].map(with_weights).into_iter().chain(zero_bubble).collect()
 }
 
 /// Writes down what the stages of a lane hold of a microbatch, by what its calls leave.
 fn hold(stages: &mut [Work], lane: usize, deduped: &DedupedPrograms<'_>, memory: &LaneMemory) {
     let (written, scheduled) = (deduped.program_of(lane), &deduped.programs.programs[lane]);
-    let further = lane - deduped.same_as[lane];
     // Bytes that the first forward and the first backward of each stage leave, with their transfers.
     let mut left = vec![[0i64; 2]; stages.len()];
     let (mut received, mut last) = (0, None);
@@ -191,8 +192,9 @@ fn hold(stages: &mut [Work], lane: usize, deduped: &DedupedPrograms<'_>, memory:
                     Phase::Backward => 1,
                     _ => continue,
                 };
-                last = Some((body.stage as usize + further, pass));
-                left[body.stage as usize + further][pass] += std::mem::take(&mut received) + bytes;
+                let stage = deduped.stage_on(lane, body.stage) as usize;
+                last = Some((stage, pass));
+                left[stage][pass] += std::mem::take(&mut received) + bytes;
             }
             ProgramCall::Send { microbatch: Some(0), .. } => {
                 if let Some((stage, pass)) = last {

@@ -113,6 +113,7 @@ pub fn predict_candidate(cx: &SearchContext<'_>, candidate: &PipelineCandidate<'
         num_microbatches: candidate.candidates.num_microbatches,
         schedule: candidate.schedule,
         virtual_stages: candidate.virtual_stages,
+        placement: candidate.schedule.placement(),
         stages: &candidate.stages,
     };
     let plan = assemble(cx.request, &parts, cx.costs)?;

@@ -1,5 +1,6 @@
 //! Search spaces: the choices that a request leaves open.
 
+use crate::features::stacks::stack;
 use crate::features::stages::list;
 use crate::inter_op::submesh::shapes;
 use crate::request::{GivenDegrees, PlanFailure, Request, SearchKind};
@@ -14,7 +15,10 @@ use altiplano_ir::recompute::Recompute;
 pub struct SearchSpace {
     pub degrees: GivenDegrees,
     pub recompute: Option<Recompute>,
+    /// Schedules of pipelines whose stages have devices of their own.
     pub schedules: Vec<Schedule>,
+    /// Schedules of pipelines whose stages share devices.
+    pub shared: Vec<Schedule>,
     /// Also predict pipelines found for `1f1b` under `zb-h1`.
     pub zero_bubble: bool,
     /// Numbers of microbatches to try.
@@ -47,13 +51,21 @@ impl SearchSpace {
         let degrees = degrees(request)?;
         let num_microbatches = microbatch_counts(request)?;
         let alpa = request.search == SearchKind::Alpa;
+        let of_target = stack(request.target).schedules;
+        let shared: Vec<Schedule> = match request.schedule {
+            None => vec![Schedule::OneFOneB, Schedule::ZbV],
+            Some(schedule) => vec![schedule],
+        };
+        // The search has no formula for lanes of several stages, and cuts such a pipeline from what it priced for others.
+        let plain = request.schedule.filter(|schedule| schedule.virtual_stages().is_none());
         Ok(SearchSpace {
+            shared: shared.into_iter().filter(|s| has_shared(*s) && of_target.contains(s)).collect(),
             degrees: GivenDegrees { zero: request.degrees.zero.or(alpa.then_some(ALPA_ZERO)), ..degrees },
             recompute: match request.trains() {
                 true => request.recompute.or(alpa.then_some(Recompute::Full)),
                 false => Some(Recompute::None),
             },
-            schedules: request.schedule.map_or(vec![Schedule::OneFOneB], |s| vec![s]),
+            schedules: vec![plain.unwrap_or(Schedule::OneFOneB)],
             zero_bubble: request.schedule.is_none(),
             num_microbatches,
             memory_bytes: request.cluster.groups.iter().map(|g| request.cluster.usable_bytes(g)).collect(),
@@ -77,6 +89,11 @@ impl SearchSpace {
     }
 }
 
+/// True if several stages of a lane may follow a schedule.
+fn has_shared(schedule: Schedule) -> bool {
+    matches!(schedule, Schedule::OneFOneB | Schedule::ZbV)
+}
+
 fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str) -> Result<T, PlanFailure> {
     Err(PlanFailure::Option { option, value: value.into(), problem })
 }
@@ -85,8 +102,11 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     let devices = request.cluster.num_devices();
     request.degrees.expect_positive()?;
     let shared = request.degrees.virtual_stages.unwrap_or(1);
-    if shared > 1 && request.schedule.is_some_and(|s| s != Schedule::OneFOneB) {
-        return invalid("virtual-stages", shared, "goes with the schedule 1f1b only");
+    if shared > 1 && request.schedule.is_some_and(|s| !has_shared(s)) {
+        return invalid("virtual-stages", shared, "goes with the schedules 1f1b and zb-v only");
+    }
+    if request.schedule.and_then(Schedule::virtual_stages).is_some_and(|count| count != shared) {
+        return invalid("virtual-stages", shared, "must be 2 under the schedule zb-v");
     }
     if shared > 1 && (devices == 1 || request.degrees.pp == Some(1)) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");

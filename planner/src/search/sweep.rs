@@ -21,7 +21,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::gcd;
-use altiplano_ir::plan::{Plan, Schedule, Stage, is_countable};
+use altiplano_ir::plan::{Placement, Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -173,7 +173,8 @@ impl<'a> Configurations<'a> {
         let cell = self.at(degrees.num_microbatches);
         let Some(layered) = cell.get().and_then(Option::as_ref) else { return Vec::new() };
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
-        Layout::ranked(layered, degrees.stages, lanes, degrees.num_microbatches)
+        let placement = self.request.schedule.map_or(Placement::Loop, Schedule::placement);
+        Layout::ranked(layered, degrees.stages, lanes, placement, degrees.num_microbatches)
     }
 }
 
@@ -337,8 +338,12 @@ impl Bound {
     fn excludes(&self, schedule: Option<Schedule>, degrees: &Degrees) -> bool {
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
         let turns = f64::from(degrees.num_microbatches) * f64::from(degrees.virtual_stages.max(1));
-        // Gradients of weights, a third of the work, fill the pipeline under zb-h1.
-        let part = if schedule == Some(Schedule::ZbH1) { 1.0 / 3.0 } else { 1.0 };
+        // Gradients of weights, a third of the work, fill the pipeline under zb-h1. Under zb-v, nothing else waits.
+        let part = match schedule {
+            Some(Schedule::ZbH1) => 1.0 / 3.0,
+            Some(Schedule::ZbV) => 0.0,
+            _ => 1.0,
+        };
         let waits = part * f64::from(lanes.saturating_sub(1)) / turns.max(1.0);
         self.busy_s * (1.0 + waits) > self.most_s
     }
@@ -382,6 +387,8 @@ const MOST_UNFIT: usize = 16;
 const FEWEST_TRIED: usize = 6;
 /// Total graph nodes of all predicted configurations.
 const NODES_TRIED: usize = 60_000;
+/// Layouts of layers that are tried under `zb-v`.
+const LAYOUTS_IN_A_V: usize = 2;
 
 /// Climbs from the configuration most like `start`, each time to the best of those that differ in one thing, until none
 /// is better. Returns the plans that fit, in no order. The search adds up prices of layers, whose errors may exceed the
@@ -441,9 +448,34 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         }
         let hopeless = fitting.is_empty() && tried.len() >= MOST_UNFIT;
         if !better || hopeless || progress.stopped() {
-            return fitting;
+            break;
         }
     }
+    if !fitting.is_empty() && !progress.stopped() {
+        fitting.extend(in_a_v(&configurations, &at, costs));
+    }
+    fitting
+}
+
+/// The pipeline with given degrees under `zb-v`, which has other stages, at its level of recomputation and those below.
+/// Returns the plans that fit.
+fn in_a_v(configurations: &Configurations<'_>, degrees: &Degrees, costs: &dyn Costs) -> Vec<Plan> {
+    let request = &Request { schedule: Some(Schedule::ZbV), ..configurations.request.clone() };
+    let (lanes, shared) = (degrees.stages / degrees.virtual_stages.max(1), request.degrees.virtual_stages);
+    let runs = stack(request.target).schedules.contains(&Schedule::ZbV) && shared.is_none_or(|count| count == 2);
+    if lanes < 2 || !runs {
+        return Vec::new();
+    }
+    let configurations = Configurations::among(request, &configurations.cache);
+    let is_open = |level: &Recompute| request.recompute.map_or(*level <= degrees.recompute, |given| given == *level);
+    // The first lane has both ends of the model, so that fewer layers on them may be faster.
+    let folded = Degrees { stages: 2 * lanes, virtual_stages: 2, ..*degrees };
+    let layouts: Vec<Layout> = configurations.layouts(&folded).into_iter().take(LAYOUTS_IN_A_V).collect();
+    let levels = Recompute::ALL.into_iter().filter(is_open);
+    let all = levels.flat_map(|recompute| layouts.iter().map(move |&layout| Degrees { recompute, layout, ..folded }));
+    let all: Vec<Degrees> = all.collect();
+    let predicted = all.par_iter().map(|degrees| configurations.configured(degrees, costs).ok().filter(fits));
+    predicted.collect::<Vec<_>>().into_iter().flatten().collect()
 }
 
 /// Returns true if the parameters of a configuration, with gradients and optimizer state, may fit on its devices.
@@ -651,6 +683,9 @@ impl Grid<'_> {
 
     /// Numbers of stages that share devices. Interleaving needs groups of as many microbatches as there are lanes.
     fn turns(&self, stages: u32, num_microbatches: u32) -> Vec<u32> {
+        if let Some(count) = self.request.schedule.and_then(Schedule::virtual_stages) {
+            return if stages > 1 { vec![count] } else { Vec::new() };
+        }
         let given = self.request.degrees.virtual_stages.map(|v| vec![v.max(1)]);
         let interleaves = self.request.schedule.is_none_or(|s| s == Schedule::OneFOneB)
             && stages > 1

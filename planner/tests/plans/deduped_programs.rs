@@ -103,6 +103,8 @@ fn equal_layers_are_lowered_once() {
         (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(2), Some(tp), Some(pp));
         (request.degrees.zero, request.recompute, request.batch.num_microbatches) =
             (Some(zero), Some(recompute), Some(4));
+        // Stages that share devices have too few layers to repeat.
+        request.degrees.virtual_stages = Some(1);
         let plan = plan(&request, &Silent).expect("a plan");
         check(&plan);
         let graphs = TrainingGraphs::of(&plan).expect("differentiable");
@@ -119,6 +121,20 @@ fn stages_that_share_devices() {
     let plan = plan(&request, &Silent).expect("a plan");
     assert_eq!(plan.stages.len(), 8);
     check(&plan);
+}
+
+/// Equal lanes that form a V: what is `n` stages later on the way down is `n` stages earlier on the way up.
+#[test]
+fn stages_that_form_a_v() {
+    for (tied, layers) in [(true, 16), (false, 16), (true, 19)] {
+        let network = if tied { transformer(layers) } else { skipping(layers) };
+        let mut request = request(&network, LossKind::Mean, "dgx-a100:1/4");
+        (request.degrees.pp, request.schedule, request.batch.num_microbatches) =
+            (Some(4), Some(Schedule::ZbV), Some(4));
+        let plan = plan(&request, &Silent).expect("a plan");
+        assert_eq!((plan.stages.len(), plan.lane_of(7)), (8, 0));
+        check(&plan);
+    }
 }
 
 /// Networks with and without equal lanes: values that skip stages, experts, convolutions, inference, stages of several
