@@ -11,7 +11,6 @@ use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
 use crate::{load_cluster, request};
 use altiplano_ir::cluster::Cluster;
-use altiplano_ir::plan::Schedule;
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -492,12 +491,7 @@ fn follow(stack: &Stack, mut c: Configuration, from: &Configuration, devices: u3
     c.accumulation = c.accumulation.map(|_| u32::try_from(count).unwrap_or(u32::MAX));
     c.local_batch = c.local_batch.map(|_| if c.pp() > 1 { of_replica } else { size });
     c.device_batch = c.device_batch.map(|_| size as f64 / c.devices_of_replica() as f64);
-    // Interleaving needs groups of as many microbatches as there are lanes.
-    let turns = c.schedule.is_none_or(|schedule| schedule == Schedule::OneFOneB);
-    if c.virtual_stages() > 1 && (!turns || count % u64::from(c.pp()) != 0) {
-        return None;
-    }
-    Some(c)
+    c.can_share(c.virtual_stages(), count).then_some(c)
 }
 
 /// True if a stack's file with this configuration states its level of sharded storage.

@@ -190,6 +190,29 @@ fn searched_plans_come_back_as_they_are_written() {
     assert_eq!(said.len(), STACKS.len(), "{said:?}");
 }
 
+/// torchtitan runs `zb-v` by the name that PyTorch gives it; Megatron-LM interleaves the same stages.
+#[test]
+fn a_pipeline_in_a_v_is_said_by_the_stack_that_runs_it() {
+    let mut request = base("llama");
+    (request.baselines, request.target) = (false, Target::Torchtitan);
+    (request.schedule, request.degrees.pp, request.degrees.tp) = (Some(Schedule::ZbV), Some(2), Some(2));
+    let plan = plan(&request, &Silent).expect("a plan");
+    assert_eq!((plan.schedule, plan.virtual_stages), (Schedule::ZbV, 2));
+    let written = export(&plan, &torchtitan::TORCHTITAN).expect("a recipe");
+    assert!(written.text.contains("ZBVZeroBubble"), "{}", written.text);
+    assert!(written.notes.iter().all(|note| !note.contains("schedule")), "{:?}", written.notes);
+    assert_eq!(written.prediction.plan.placement, altiplano_ir::plan::Placement::V);
+    assert_eq!(round_trip(&plan, &torchtitan::TORCHTITAN, "llama"), None);
+    let written = export(&plan, &megatron::MEGATRON).expect("a recipe");
+    assert!(written.notes.iter().any(|note| note.contains("schedule zb-v to 1f1b")), "{:?}", written.notes);
+    // Three stages a device form no V.
+    let three = "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = \"ZBVZeroBubble\"\n\
+                 pipeline_parallel_layers_per_stage = 1\n";
+    let how = How { model: Some(model("llama")), import: import(), cluster: Some(CLUSTER.into()), ..How::default() };
+    let error = judge_text(Path::new("three.toml"), three, &how).err().expect("a refusal").to_string();
+    assert!(error.contains("cannot be dealt out"), "{error}");
+}
+
 #[test]
 fn rounding_has_its_price() {
     let plan = configured(&torchtitan::TORCHTITAN, "llama", |s| (s.degrees.stages, s.degrees.dp) = (1, 4));
@@ -425,8 +448,8 @@ fn searched(choices: &mut Choices, family: &str) -> Option<Plan> {
     request.degrees.ep = if family == "mixtral" { choices.of(&[None, Some(2), Some(4)]) } else { None };
     request.degrees.virtual_stages = choices.of(&[None, None, Some(2)]);
     request.recompute = choices.of(&[None, Some(Recompute::None), Some(Recompute::Selective), Some(Recompute::Full)]);
-    request.schedule =
-        choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1), Some(Schedule::PipeDream)]);
+    let named = [Schedule::GPipe, Schedule::ZbH1, Schedule::ZbV, Schedule::PipeDream].map(Some);
+    request.schedule = choices.of(&[&[None, None], &named[..]].concat());
     request.offload =
         choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
     request.target = choices.of(&Target::ALL);
@@ -474,8 +497,10 @@ fn stated(choices: &mut Choices, family: &str) -> Option<Plan> {
     let target = choices.of(&Target::ALL);
     request.execution = execution(target, &request.cluster, &request.graph, Some(stated.degrees.zero));
     request.target = if target == Target::Megatron { target } else { Target::Altiplano };
-    request.schedule =
-        choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1)]).filter(|_| virtual_stages == 1);
+    request.schedule = match virtual_stages {
+        2 => choices.of(&[None, Some(Schedule::ZbV)]),
+        _ => choices.of(&[None, None, Some(Schedule::GPipe), Some(Schedule::ZbH1)]),
+    };
     request.offload =
         choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
     request.training.clip_norm = choices.of(&[None, Some(1.0)]);

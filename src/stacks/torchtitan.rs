@@ -64,16 +64,21 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "parallelism.pipeline_parallel_schedule",
         read: |c, v| {
-            let known =
-                [("1F1B", Schedule::OneFOneB), ("Interleaved1F1B", Schedule::OneFOneB), ("GPipe", Schedule::GPipe)];
+            let known = [
+                ("1F1B", Schedule::OneFOneB),
+                ("Interleaved1F1B", Schedule::OneFOneB),
+                ("GPipe", Schedule::GPipe),
+                ("ZBVZeroBubble", Schedule::ZbV),
+            ];
             c.schedule = Some(word(v, &known)?);
-            c.interleaves = bare(v) == "Interleaved1F1B";
+            c.interleaves = ["Interleaved1F1B", "ZBVZeroBubble"].contains(&bare(v).as_str());
             Ok(())
         },
         write: |c| {
             (c.pp() > 1).then(|| {
                 Value::from(match c.schedule {
                     Some(Schedule::GPipe) => "GPipe",
+                    Some(Schedule::ZbV) => "ZBVZeroBubble",
                     _ if c.virtual_stages() > 1 => "Interleaved1F1B",
                     _ => "1F1B",
                 })
@@ -300,6 +305,7 @@ fn round(c: &mut Configuration) {
     c.round_adam();
     c.schedule = match c.schedule {
         Some(Schedule::GPipe) if c.virtual_stages() == 1 => Some(Schedule::GPipe),
+        Some(Schedule::ZbV) if c.virtual_stages() == 2 => Some(Schedule::ZbV),
         Some(schedule) if !schedule.trains() => Some(schedule),
         _ => Some(Schedule::OneFOneB),
     };

@@ -8,6 +8,7 @@ use altiplano::export::{Stack, export};
 use altiplano::ir::order::{Call, CallOrder, Pass};
 use altiplano::ir::plan::{Placement, Plan, Schedule, Stage, Update};
 use altiplano::ir::recompute::Recompute;
+use altiplano::planner::explain::neighbours::neighbours;
 use altiplano::planner::lower::TrainingGraphs;
 use altiplano::planner::search::ordered::ordered;
 use altiplano::planner::{Silent, predict_plan};
@@ -123,6 +124,10 @@ fn any_order_trains_as_one_device_does() {
                 assert_eq!(plan.splits(stage), splits);
             }
             assert_eq!(Plan::from_json(&plan.to_json()).expect("the plan"), plan);
+            // What is next to the plan has its lanes and its order.
+            for next in neighbours(&plan, 1).expect("neighbours").into_iter().filter_map(|next| next.plan.ok()) {
+                assert_eq!((&next.order, next.placement, next.verify().len()), (&plan.order, placement, 0));
+            }
             compare(&plan, &weights, &losses, &expected);
         }
     }

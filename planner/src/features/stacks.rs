@@ -32,7 +32,6 @@ pub struct Stack {
 
 const ALL_LEVELS: &[u8] = &[0, 1, 2, 3];
 const SYNCHRONOUS: &[Schedule] = &[Schedule::OneFOneB, Schedule::GPipe, Schedule::ZbH1, Schedule::ZbV];
-const IN_TURN: &[Schedule] = &[Schedule::OneFOneB, Schedule::GPipe, Schedule::ZbH1];
 
 /// The row of a target:
 ///
@@ -72,7 +71,6 @@ pub fn stack(target: Target) -> Stack {
         Target::Xla => one_stage,
         Target::Torchtitan => {
             let zero = &[0, 2, 3];
-            let all = Stack { schedules: IN_TURN, ..all };
             Stack { uneven: true, uniform: true, zero, zero_with_tensor: zero, zero_in_pipelines: zero, ..all }
         }
         Target::Deepspeed => Stack {

@@ -179,17 +179,23 @@ fn with_others<'a>(
     let most_s = fitting.iter().map(step_s).fold(f64::INFINITY, f64::min) * (1.0 - UNDECIDED);
     // Workers that share a machine's cores lose nothing while some of them wait.
     let shared = cx.request.cluster.groups.iter().any(|g| g.device.kind == DeviceKind::Cpu);
-    // Limits may be lower because plain pipelines need more than estimated, which says little of others.
+    // Limits may be lower because plain pipelines need more than estimated, which says little of others. Within lower limits
+    // there are only slower ones, unless those that were tried first do not fit.
     let larger =
         cx.space.memory_bytes.iter().map(|&bytes| (bytes as f64 * OVERESTIMATED[1]) as u64).collect::<Vec<_>>();
+    let mut tried: Vec<PipelineCandidate<'a>> = Vec::new();
     for limits in [&same_limits(found, &larger), limits] {
         if cx.progress.stopped() || shared {
             break;
         }
-        let others = predictor.predict_promising(&variants::others(cx, found, ranked, limits))?;
+        let mut others = variants::others(cx, found, ranked, limits);
+        others.retain(|other| !tried.iter().any(|known| known.is(other)));
+        let predicted = predictor.predict_promising(&others)?;
+        tried.extend(others);
+        let (roomy, too_large): (Vec<Plan>, Vec<Plan>) = predicted.into_iter().partition(fits);
         let before = fitting.len();
-        fitting.extend(others.into_iter().filter(|plan| fits(plan) && step_s(plan) < most_s));
-        if fitting.len() > before {
+        fitting.extend(roomy.into_iter().filter(|plan| step_s(plan) < most_s));
+        if fitting.len() > before || too_large.is_empty() {
             break;
         }
     }
