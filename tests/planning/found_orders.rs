@@ -124,7 +124,7 @@ fn any_order_trains_as_one_device_does() {
                 assert_eq!(plan.splits(stage), splits);
             }
             assert_eq!(Plan::from_json(&plan.to_json()).expect("the plan"), plan);
-            // What is next to the plan has its lanes and its order.
+            // Neighbours of the plan have its lanes and its order.
             for next in neighbours(&plan, 1).expect("neighbours").into_iter().filter_map(|next| next.plan.ok()) {
                 assert_eq!((&next.order, next.placement, next.verify().len()), (&plan.order, placement, 0));
             }

@@ -225,7 +225,7 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
         for i in plan.stages_of(lane) {
             match timeline.step_s - whole_s {
                 rest if rest.abs() <= ROUNDING * timeline.step_s => {}
-                // What the lane sends while it computes, by what each of its stages sends.
+                // The lane's transfers overlap with its computing. They are divided by the seconds that each stage sends.
                 over if over < 0.0 => {
                     let part =
                         if sent_s > 0.0 { sends_s(&accounts[i]) / sent_s } else { 1.0 / plan.virtual_stages as f64 };
