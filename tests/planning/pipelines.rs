@@ -134,6 +134,15 @@ fn stages_in_a_v_are_said_and_give_the_same_as_one_device() {
     assert!(report.contains("zb-v over 4 stages, 2 on the same devices (in a V)"), "{report}");
     assert!(report.contains("stage0, stage3"), "{report}");
     assert!(succeeds(&["verify", &file]).contains("the numbers agree"));
+    let plan = Plan::from_json(&std::fs::read_to_string(&file).expect("the file")).expect("the plan");
+    let refusal = |change: fn(&mut Plan)| {
+        let mut wrong = plan.clone();
+        change(&mut wrong);
+        Plan::from_json(&wrong.to_json()).expect_err("a refusal").to_string()
+    };
+    assert!(refusal(|plan| plan.placement = Placement::Loop).contains("with the placement v"));
+    assert!(refusal(|plan| plan.virtual_stages = 4).contains("must be 2 under the schedule zb-v"));
+    assert!(refusal(|plan| plan.schedule = Schedule::OneFOneB).contains("must be loop"));
     let output = altiplano(&["plan", DEMO, "--schedule", "zb-v", "--cluster", "local:1"]);
     assert!(output.code == Some(2) && output.stderr.contains("two blocks of devices"), "{}", output.stderr);
 }
