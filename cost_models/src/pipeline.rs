@@ -338,37 +338,39 @@ impl Order {
     /// The most bytes that a lane holds at once, if a microbatch that is in flight takes `of_stage` bytes on its stages,
     /// first to last.
     pub fn held_bytes(&self, lane: usize, of_stage: &[u64]) -> u64 {
-        let lanes = self.num_lanes().max(1);
         let (mut held, mut most) = (0u64, 0u64);
-        for (stage, call) in self.calls(lane) {
-            let bytes = of_stage.get(stage / lanes).copied().unwrap_or(0);
-            held = match call {
-                PipelineCall::Forward { .. } => held.saturating_add(bytes),
-                PipelineCall::Backward { .. } if self.splits(stage) => held,
-                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => held.saturating_sub(bytes),
-                PipelineCall::Update { .. } => held,
-            };
+        for (round, begins) in self.begun_and_ended(lane) {
+            let bytes = of_stage.get(round).copied().unwrap_or(0);
+            held = if begins { held.saturating_add(bytes) } else { held.saturating_sub(bytes) };
             most = most.max(held);
         }
         most
     }
 
+    /// The rounds of a lane in which a call begins to hold a microbatch's activations (true) or frees them, in order.
+    fn begun_and_ended(&self, lane: usize) -> impl Iterator<Item = (usize, bool)> {
+        let lanes = self.num_lanes().max(1);
+        self.calls(lane).filter_map(move |(stage, call)| match call {
+            PipelineCall::Forward { .. } => Some((stage / lanes, true)),
+            PipelineCall::Backward { .. } if self.splits(stage) => None,
+            PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => Some((stage / lanes, false)),
+            PipelineCall::Update { .. } => None,
+        })
+    }
+
     /// [`Order::in_flight`] of the stages of a lane, first to last.
     pub fn in_flight_of(&self, lane: usize) -> Vec<u32> {
-        let lanes = self.num_lanes().max(1);
-        let mut held = vec![0u32; self.num_stages.div_ceil(lanes)];
+        let mut held = vec![0u32; self.num_stages.div_ceil(self.num_lanes().max(1))];
         let mut most = held.clone();
-        for (stage, call) in self.calls(lane) {
-            let (held, most) = (&mut held[stage / lanes], &mut most[stage / lanes]);
-            match call {
+        for (round, begins) in self.begun_and_ended(lane) {
+            let held = &mut held[round];
+            *held = match begins {
                 // Without a backward pass, no activations are kept for one.
-                PipelineCall::Forward { .. } if !self.schedule.trains() => *held = 1,
-                PipelineCall::Forward { .. } => *held += 1,
-                PipelineCall::Backward { .. } if self.splits(stage) => {}
-                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } => *held = held.saturating_sub(1),
-                PipelineCall::Update { .. } => {}
-            }
-            *most = (*most).max(*held);
+                true if !self.schedule.trains() => 1,
+                true => *held + 1,
+                false => held.saturating_sub(1),
+            };
+            most[round] = most[round].max(*held);
         }
         most
     }

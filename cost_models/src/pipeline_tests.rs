@@ -392,16 +392,8 @@ fn zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b() {
             let lane_of: Vec<usize> = (0..2 * lanes).map(|s| order.placement.lane_of(s, lanes)).collect();
             assert_eq!(order.written().problem(lanes, &lane_of, microbatches), None, "{lanes} {microbatches}");
             for lane in 0..lanes {
-                let (mut held, mut most) = (0, 0);
-                for (_, call) in order.calls(lane) {
-                    held += match call {
-                        Forward { .. } => 1,
-                        Weights { .. } => -1,
-                        Backward { .. } | Update { .. } => 0,
-                    };
-                    most = held.max(most);
-                }
-                assert!(most <= 2 * lanes as i32, "{most} on {lanes} lanes, {microbatches} microbatches");
+                let most = order.held_bytes(lane, &[1, 1]);
+                assert!(most <= 2 * lanes as u64, "{most} on {lanes} lanes, {microbatches} microbatches");
             }
             // Others that do without a rule for lanes.
             for schedule in [Schedule::GPipe, Schedule::Forward] {

@@ -83,6 +83,15 @@ impl Schedule {
         (self == Schedule::ZbV).then_some(2)
     }
 
+    /// True if `shared` stages of each lane can follow the schedule. Stages that take turns under `1f1b` need groups of as
+    /// many microbatches as there are lanes.
+    pub fn can_share(self, shared: u32, num_microbatches: u64, lanes: u32) -> bool {
+        match self {
+            Schedule::OneFOneB => shared == 1 || num_microbatches.is_multiple_of(u64::from(lanes.max(1))),
+            _ => shared == self.virtual_stages().unwrap_or(1),
+        }
+    }
+
     /// The placement of stages if lanes have several, except under `found`, where either is possible.
     pub fn placement(self) -> Placement {
         if self == Schedule::ZbV { Placement::V } else { Placement::Loop }

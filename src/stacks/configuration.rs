@@ -199,15 +199,6 @@ impl Configuration {
         self.virtual_stages.unwrap_or(1)
     }
 
-    /// True if so many stages that share devices can follow the schedule: groups of as many microbatches as there are lanes
-    /// take turns on any number, and two form a V.
-    pub fn can_share(&self, virtual_stages: u32, num_microbatches: u64) -> bool {
-        match self.order() {
-            Schedule::OneFOneB => virtual_stages <= 1 || num_microbatches.is_multiple_of(u64::from(self.pp().max(1))),
-            schedule => virtual_stages == schedule.virtual_stages().unwrap_or(1),
-        }
-    }
-
     /// The order of a pipeline's calls. Without a pipeline, each microbatch goes forward and backward before the next.
     pub fn order(&self) -> Schedule {
         match self.schedule {
@@ -269,7 +260,7 @@ impl Configuration {
         if stages > layers.saturating_add(2) || virtual_stages > 1 && self.pp() == 1 {
             return Err(Misfit::Stages { layers, stages: stages.into() });
         }
-        if !self.can_share(virtual_stages, num_microbatches.into()) {
+        if !self.order().can_share(virtual_stages, num_microbatches.into(), self.pp()) {
             let of_schedule = self.order().virtual_stages();
             return Err(match of_schedule.filter(|&count| count != virtual_stages) {
                 Some(_) => Misfit::Stages { layers, stages: stages.into() },

@@ -491,7 +491,7 @@ fn follow(stack: &Stack, mut c: Configuration, from: &Configuration, devices: u3
     c.accumulation = c.accumulation.map(|_| u32::try_from(count).unwrap_or(u32::MAX));
     c.local_batch = c.local_batch.map(|_| if c.pp() > 1 { of_replica } else { size });
     c.device_batch = c.device_batch.map(|_| size as f64 / c.devices_of_replica() as f64);
-    c.can_share(c.virtual_stages(), count).then_some(c)
+    c.order().can_share(c.virtual_stages(), count, c.pp()).then_some(c)
 }
 
 /// True if a stack's file with this configuration states its level of sharded storage.

@@ -21,9 +21,10 @@ fn processes_train_as_one_does() {
     let ids: Vec<u8> = (0..23 * 16 + 1u32).flat_map(|i| ((i * i + 3 * i) % 13).to_le_bytes()[..2].to_vec()).collect();
     let data = scratch.file("ids.u16", ids);
     let interleaved = ["--tp", "2", "--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"];
-    let cases: [(&str, &[&str], u32); 5] = [
+    let cases: [(&str, &[&str], u32); 6] = [
         ("local:4", &["--tp", "2", "--pp", "2", "--num-microbatches", "4", "--clip-norm", "0.5"], 2),
         ("local:4", &interleaved, 2),
+        ("local:4", &["--dp", "2", "--tp", "1", "--pp", "2", "--schedule", "zb-h1", "--num-microbatches", "4"], 2),
         ("local:4", &["--dp", "2", "--tp", "1", "--pp", "2", "--schedule", "zb-v", "--num-microbatches", "4"], 2),
         ("local:8", &["--tp", "2", "--pp", "4", "--num-microbatches", "8"], 4),
         // Two stages for each process.

@@ -3,8 +3,8 @@
 //! it, so backward passes begin everywhere after about the same time, and no lane holds more than another.
 //!
 //! A lane has four phases: forwards that fill the pipeline; forwards and whole backwards of the way up; all passes in
-//! turn; backwards, with gradients of weights where lanes would wait. The rule is for at least `2p - 1` microbatches on `p` lanes.
-//! With fewer, the calls of those that are missing are left out.
+//! turn; backwards, with gradients of weights where lanes would wait. The rule is for at least `2p - 1` microbatches on
+//! `p` lanes. With fewer, the calls of those that are missing are left out.
 
 use altiplano_ir::order::{Call, CallOrder, Pass};
 use altiplano_ir::plan::Placement;
@@ -15,17 +15,18 @@ pub(super) fn calls(num_lanes: usize, num_microbatches: u32) -> CallOrder {
 }
 
 fn of_lane(lane: usize, num_lanes: usize, num_microbatches: u32) -> Vec<Call> {
-    let (first, behind) = (lane as u32, (num_lanes - lane) as u32);
+    // Lanes before this one, and those from it on.
+    let (before, after) = (lane as u32, (num_lanes - lane) as u32);
     let all = num_microbatches.max(2 * num_lanes as u32 - 1);
     let mut made = Made::new(lane, num_lanes, num_microbatches);
-    for _ in 0..2 * behind - 1 {
+    for _ in 0..2 * after - 1 {
         made.call(DOWN, Pass::Forward);
     }
-    for _ in 0..first {
+    for _ in 0..before {
         made.call(UP, Pass::Forward);
         made.call(DOWN, Pass::Forward);
     }
-    for _ in 0..behind {
+    for _ in 0..after {
         made.call(UP, Pass::Forward);
         made.backward(UP);
     }
@@ -37,11 +38,11 @@ fn of_lane(lane: usize, num_lanes: usize, num_microbatches: u32) -> Vec<Call> {
         made.call(UP, Pass::Forward);
         made.backward(UP);
     }
-    for _ in 0..first {
+    for _ in 0..before {
         made.call(DOWN, Pass::Backward);
         made.call(UP, Pass::Backward);
     }
-    for _ in 0..behind {
+    for _ in 0..after {
         made.call(DOWN, Pass::Backward);
         made.call(DOWN, Pass::Weights);
     }

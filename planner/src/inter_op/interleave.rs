@@ -17,8 +17,9 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Most pipelines under each schedule that are predicted.
-const MOST_JUDGED: [(Schedule, usize); 2] = [(Schedule::OneFOneB, 5), (Schedule::ZbV, 2)];
+/// Most pipelines that are predicted: of those whose stages take turns, and of those whose lanes form a V.
+const MOST_JUDGED: usize = 5;
+const MOST_IN_A_V: usize = 2;
 /// Estimates above the best without shared devices by more than this factor are not worth predicting.
 const WORTH_JUDGING: f64 = 1.1;
 /// Most stages on the same devices to try, if their number is free.
@@ -51,15 +52,15 @@ pub fn interleaved<'a>(
         _ => f64::INFINITY,
     };
     found.retain(|(f, _)| f.step_s <= most_s);
-    for (schedule, most) in MOST_JUDGED {
-        let mut left = most;
-        let mut is_judged = |f: &PipelineCandidate<'_>| {
-            let judged = f.schedule != schedule || left > 0;
-            left -= usize::from(f.schedule == schedule && judged);
-            judged
+    let [mut in_turn, mut in_a_v] = [0; 2];
+    found.retain(|(f, _)| {
+        let (count, most) = match f.schedule {
+            Schedule::ZbV => (&mut in_a_v, MOST_IN_A_V),
+            _ => (&mut in_turn, MOST_JUDGED),
         };
-        found.retain(|(f, _)| is_judged(f));
-    }
+        *count += 1;
+        *count <= most
+    });
     for (found, config) in &mut found {
         let block = found.candidates.blocks.iter().position(|b| *b == found.stages[0].block);
         block.into_iter().for_each(|block| Runs::new(found.candidates, block, config).move_cuts(found));

@@ -115,8 +115,8 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
     let of = |degree: Option<u32>| degree.unwrap_or(1);
     let (lanes, virtual_stages) = (of(space.degrees.pp), of(request.degrees.virtual_stages));
     let num_microbatches = space.num_microbatches[0];
-    let takes_turns = virtual_stages > 1 && request.schedule != Some(Schedule::ZbV);
-    if takes_turns && !num_microbatches.is_multiple_of(lanes) {
+    let schedule = request.schedule.unwrap_or(Schedule::OneFOneB);
+    if !schedule.can_share(virtual_stages, num_microbatches.into(), lanes) {
         let problem = "needs a number of microbatches that --pp divides";
         return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
     }

@@ -681,17 +681,13 @@ impl Grid<'_> {
         levels.into_iter().filter(|&level| alone || self.stack.shards(level, tp, stages)).collect()
     }
 
-    /// Numbers of stages that share devices. Interleaving needs groups of as many microbatches as there are lanes.
-    fn turns(&self, stages: u32, num_microbatches: u32) -> Vec<u32> {
-        if let Some(count) = self.request.schedule.and_then(Schedule::virtual_stages) {
-            return if stages > 1 { vec![count] } else { Vec::new() };
-        }
+    /// Numbers of stages that share devices.
+    fn turns(&self, lanes: u32, num_microbatches: u32) -> Vec<u32> {
         let given = self.request.degrees.virtual_stages.map(|v| vec![v.max(1)]);
-        let interleaves = self.request.schedule.is_none_or(|s| s == Schedule::OneFOneB)
-            && stages > 1
-            && num_microbatches.is_multiple_of(stages);
-        let all = given.unwrap_or(self.space.virtual_stages.clone());
-        all.into_iter().filter(|&v| v == 1 || interleaves).collect()
+        let schedule = self.request.schedule.unwrap_or(Schedule::OneFOneB);
+        let mut all = given.unwrap_or(self.space.virtual_stages.clone());
+        all.retain(|&v| (v == 1 || lanes > 1) && schedule.can_share(v, num_microbatches.into(), lanes));
+        all
     }
 }
 
