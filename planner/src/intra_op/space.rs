@@ -459,10 +459,13 @@ pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool
 }
 
 /// A bit mask for each value of the dimensions that come from the model's inputs. These are samples and tokens,
-/// as opposed to features, whose sizes depend only on parameters.
+/// as opposed to features, whose sizes depend only on parameters. Inputs without samples, such as a router's bias for each
+/// expert, say nothing of these where others have samples.
 pub fn input_dims(graph: &Graph) -> Vec<u32> {
     let mut dims = vec![0u32; graph.len()];
-    for (v, _) in graph.inputs() {
+    let has_samples = |v: ValueId| graph.node(v).batch_dims != 0;
+    let any = graph.inputs().any(|(v, _)| has_samples(v));
+    for (v, _) in graph.inputs().filter(|(v, _)| !any || has_samples(*v)) {
         dims[v.index()] = (1u32 << graph.shape(v).len().min(31)) - 1;
     }
     for v in graph.values() {
