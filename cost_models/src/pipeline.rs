@@ -2,11 +2,13 @@
 //! calls, and each link one serial stream of transfers. Stages are priced once and their calls only added up, so 64
 //! stages and 512 microbatches cost 65,536 additions, and the planner can ask for every candidate.
 
+mod dual_pipe_v;
 mod zero_bubble_v;
 
 use altiplano_ir::order::{Call, CallOrder, Pass};
 use altiplano_ir::plan::{Placement, Plan, Schedule};
 use serde::{Deserialize, Serialize};
+use smallvec::SmallVec;
 use std::sync::Arc;
 
 /// The times of one stage in seconds. Forward and backward are those of one microbatch.
@@ -61,7 +63,7 @@ pub enum PipelineCall {
 
 /// The order of calls on the devices of a pipeline. A *lane* is the set of devices that one or more stages share. It has
 /// `virtual_stages` of them, and `placement` says which.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Order {
     pub schedule: Schedule,
     pub num_stages: usize,
@@ -73,7 +75,14 @@ pub struct Order {
     /// Number of steps of `num_microbatches` each that run without a flush between them. Their microbatches are
     /// numbered consecutively. It is 1 except for `pipedream` and `forward`.
     pub steps: u32,
-    /// The calls of each lane under `found`, which has no rule, and under `zb-v`, whose rule gives whole lanes.
+    /// A forward pass and a backward pass that take turns run side by side. Forwards then run one further ahead under
+    /// `1f1b`, so that no backward pass waits for its own forward pass.
+    pub pairs: bool,
+    /// Seconds of a stage's forward pass beside the backward pass of each stage of its lane, first to last, if passes that take
+    /// turns run side by side. Without, they run one after the other.
+    paired_s: Option<Arc<Vec<Vec<f64>>>>,
+    /// The calls of each lane under `found`, which has no rule, and under `zb-v` and `dualpipe-v`, whose rules give whole
+    /// lanes.
     found: Option<Arc<FoundCalls>>,
 }
 
@@ -81,6 +90,8 @@ pub struct Order {
 #[derive(Debug, PartialEq, Eq)]
 struct FoundCalls {
     lanes: Vec<Vec<(usize, PipelineCall)>>,
+    /// The positions of each lane, in order, at which a forward call begins a pair.
+    pairs: Vec<Vec<usize>>,
     /// By stage: true if it computes gradients of weights apart.
     splits: Vec<bool>,
 }
@@ -104,15 +115,23 @@ impl FoundCalls {
             });
             numbered.collect()
         });
-        let lanes = lanes.collect();
-        FoundCalls { lanes, splits }
+        let lanes: Vec<_> = lanes.collect();
+        FoundCalls { pairs: vec![Vec::new(); lanes.len()], lanes, splits }
     }
 }
 
 impl Order {
-    /// An order with one stage per lane, and with two under `zb-v`.
+    /// An order with one stage per lane, and with two under `zb-v` and `dualpipe-v`.
     pub fn new(schedule: Schedule, num_stages: usize, num_microbatches: u32) -> Order {
-        let calls = (schedule == Schedule::ZbV).then(|| zero_bubble_v::calls(num_stages / 2, num_microbatches));
+        let (lanes, of_rule) = (num_stages / 2, |calls: CallOrder| FoundCalls::of(&calls, num_stages));
+        let found = match schedule {
+            Schedule::ZbV => Some(of_rule(zero_bubble_v::calls(lanes, num_microbatches))),
+            Schedule::DualPipeV => {
+                let (calls, pairs) = dual_pipe_v::calls(lanes, num_microbatches);
+                Some(FoundCalls { pairs, ..of_rule(calls) })
+            }
+            _ => None,
+        };
         Order {
             schedule,
             num_stages,
@@ -121,13 +140,21 @@ impl Order {
             num_microbatches,
             meets: false,
             steps: 1,
-            found: calls.map(|calls| Arc::new(FoundCalls::of(&calls, num_stages))),
+            pairs: false,
+            paired_s: None,
+            found: found.map(Arc::new),
         }
     }
 
     /// The same order with `virtual_stages` stages per lane.
     pub fn sharing(self, virtual_stages: usize) -> Order {
         Order { virtual_stages, ..self }
+    }
+
+    /// The same order with passes that run side by side. `paired_s` has the seconds of each stage's forward pass beside the
+    /// backward pass of each stage of its lane, first to last.
+    pub fn pairing(self, paired_s: Vec<Vec<f64>>) -> Order {
+        Order { paired_s: Some(Arc::new(paired_s)), ..self }
     }
 
     /// The stages of a lane, first to last.
@@ -145,6 +172,7 @@ impl Order {
             // Late gradients are summed long before they are needed.
             meets: (plan.clip_norm.is_some() || plan.measure_noise || plan.loss_scale.is_some())
                 && plan.staleness() == 0,
+            pairs: plan.execution.pairs_passes,
             found: own.or(named.found.clone()),
             ..named
         }
@@ -202,7 +230,10 @@ impl Order {
     ///
     /// Example: stage 0 of 2 with 3 microbatches under `1f1b`: F0 F1 B0 F2 B1 B2.
     ///
-    /// `zb-v`: as `zero_bubble_v` says. `found`: as the plan says.
+    /// With [`Order::pairs`], `1f1b` runs `2 (p - l - 1) + (v - 1) p + 1` forwards ahead, as Megatron-LM does for
+    /// `--overlap-moe-expert-parallel-comm`: the next lanes get a forward pass and give a cotangent in each turn.
+    ///
+    /// `zb-v` and `dualpipe-v`: as `zero_bubble_v` and `dual_pipe_v` say. `found`: as the plan says.
     pub fn call(&self, lane: usize, position: u64) -> Option<(usize, PipelineCall)> {
         if let Some(found) = &self.found {
             return found.lanes.get(lane)?.get(usize::try_from(position).ok()?).copied();
@@ -215,14 +246,10 @@ impl Order {
         }
         let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
         let microbatches = self.all_microbatches() as u64;
-        let total = microbatches * chunks;
-        let behind = lanes.saturating_sub(lane as u64 + 1);
-        let ahead = match self.schedule {
-            Schedule::Forward if position >= total => return None,
-            Schedule::OneFOneB if chunks == 1 => behind.min(total),
-            Schedule::OneFOneB if microbatches.is_multiple_of(lanes) => (2 * behind + (chunks - 1) * lanes).min(total),
-            _ => total,
-        };
+        let (total, ahead) = (self.forwards_of_lane(), self.forwards_ahead(lane));
+        if self.schedule == Schedule::Forward && position >= total {
+            return None;
+        }
         let (is_forward, k) = match position {
             _ if position >= 2 * total => return None,
             _ if position < ahead => (true, position),
@@ -318,6 +345,39 @@ impl Order {
         if at < late { call(2, microbatches - late + at) } else { None }
     }
 
+    /// The number of calls from `position` of a lane on that run side by side: a forward pass and a backward pass, with its
+    /// gradients of weights if they are apart. Otherwise it is 1.
+    pub fn together(&self, lane: usize, position: u64) -> usize {
+        if !self.pairs {
+            return 1;
+        }
+        if let Some(found) = &self.found {
+            let Some(pairs) = found.pairs.get(lane) else { return 1 };
+            return if pairs.binary_search(&(position as usize)).is_ok() { 3 } else { 1 };
+        }
+        let (ahead, total) = (self.forwards_ahead(lane), self.forwards_of_lane());
+        let takes_turns = self.schedule == Schedule::OneFOneB && (ahead..2 * total - ahead).contains(&position);
+        if takes_turns && (position - ahead).is_multiple_of(2) { 2 } else { 1 }
+    }
+
+    /// Forwards of a lane under `forward`, `gpipe` and `1f1b`.
+    fn forwards_of_lane(&self) -> u64 {
+        (self.all_microbatches() * self.virtual_stages.max(1)) as u64
+    }
+
+    /// Forwards of a lane before its first backward, under `gpipe` and `1f1b`.
+    fn forwards_ahead(&self, lane: usize) -> u64 {
+        let (lanes, chunks) = (self.num_lanes().max(1) as u64, self.virtual_stages.max(1) as u64);
+        let (behind, total) = (lanes.saturating_sub(lane as u64 + 1), self.forwards_of_lane());
+        match self.schedule {
+            Schedule::OneFOneB if chunks == 1 && !self.pairs => behind.min(total),
+            Schedule::OneFOneB if chunks == 1 || (self.all_microbatches() as u64).is_multiple_of(lanes) => {
+                (2 * behind + (chunks - 1) * lanes + u64::from(self.pairs)).min(total)
+            }
+            _ => total,
+        }
+    }
+
     /// The calls of a lane, first to last.
     pub fn calls(&self, lane: usize) -> impl Iterator<Item = (usize, PipelineCall)> {
         let order = self.clone();
@@ -379,7 +439,8 @@ impl Order {
 /// Simulates one step of `num_microbatches` under `schedule`.
 ///
 /// A call starts when the stage is free and its operand has arrived. Sending does not block the sender, but a link
-/// carries one transfer at a time in each direction. Times must be finite and not negative.
+/// carries one transfer at a time in each direction. Times must be finite and not negative. Passes that run side by side
+/// ([`Order::pairing`]) start when the operands of both have arrived, and send when both have ended.
 ///
 /// Example: S equal stages without transfers take `(S - 1 + B) * (forward_s + backward_s) + step_s` under `gpipe` and
 /// `1f1b`.
@@ -425,34 +486,51 @@ pub fn simulate_order(
     // A lane runs until it lacks an operand. The sender of that operand puts it back on the list.
     let mut runnable: Vec<usize> = (0..num_lanes).rev().collect();
     while let Some(l) = runnable.pop() {
-        while let Some((s, call)) = order.call(l, lanes[l].position) {
-            let times = &stages[s];
-            let at = |microbatch: u32| s * width + microbatch as usize;
-            let (ready_s, seconds) = match call {
-                PipelineCall::Forward { microbatch } => (forward_ready_s[at(microbatch)], times.forward_s),
-                PipelineCall::Backward { microbatch } => (backward_ready_s[at(microbatch)], times.backward_s),
+        loop {
+            let position = lanes[l].position;
+            let count = if order.paired_s.is_some() { order.together(l, position) } else { 1 };
+            let calls: SmallVec<[(usize, PipelineCall); 3]> =
+                (position..position + count as u64).map_while(|position| order.call(l, position)).collect();
+            let at = |s: usize, microbatch: u32| s * width + microbatch as usize;
+            let times = |&(s, call): &(usize, PipelineCall)| match call {
+                PipelineCall::Forward { microbatch } => (forward_ready_s[at(s, microbatch)], stages[s].forward_s),
+                PipelineCall::Backward { microbatch } => (backward_ready_s[at(s, microbatch)], stages[s].backward_s),
                 // They follow a backward on the same devices.
-                PipelineCall::Weights { .. } => (0.0, times.weights_s),
-                PipelineCall::Update { .. } => (0.0, times.step_s),
+                PipelineCall::Weights { .. } => (0.0, stages[s].weights_s),
+                PipelineCall::Update { .. } => (0.0, stages[s].step_s),
             };
-            if ready_s.is_nan() {
+            let timed: SmallVec<[(f64, f64); 3]> = calls.iter().map(times).collect();
+            if calls.is_empty() || timed.iter().any(|(ready_s, _)| ready_s.is_nan()) {
                 break;
             }
-            let end_s = lanes[l].run(ready_s, seconds);
-            watch(s, call, end_s - seconds, end_s);
-            match call {
-                PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
-                    sent_forward_s[s] = sent_forward_s[s].max(end_s) + times.transfer_forward_s;
-                    forward_ready_s[at(microbatch) + width] = sent_forward_s[s];
-                    runnable.push(lane_of(s + 1));
+            let ready_s = timed.iter().map(|(ready_s, _)| *ready_s).fold(0.0, f64::max);
+            let alone_s: f64 = timed.iter().map(|(_, seconds)| *seconds).sum();
+            let seconds = match (&order.paired_s, calls.as_slice()) {
+                (Some(paired_s), [(forward, _), (backward, _), ..]) => paired_s[*forward][backward / num_lanes],
+                _ => alone_s,
+            };
+            let end_s = lanes[l].run(calls.len(), ready_s, seconds);
+            // Side by side, calls are shown one after the other, each with its part of the time.
+            let (mut start_s, part) = (end_s - seconds, if alone_s > 0.0 { seconds / alone_s } else { 1.0 });
+            for (&(s, call), (_, call_s)) in calls.iter().zip(&timed) {
+                watch(s, call, start_s, if calls.len() == 1 { end_s } else { start_s + part * call_s });
+                start_s += part * call_s;
+            }
+            for (s, call) in calls {
+                match call {
+                    PipelineCall::Forward { microbatch } if s + 1 < num_stages => {
+                        sent_forward_s[s] = sent_forward_s[s].max(end_s) + stages[s].transfer_forward_s;
+                        forward_ready_s[at(s + 1, microbatch)] = sent_forward_s[s];
+                        runnable.push(lane_of(s + 1));
+                    }
+                    PipelineCall::Forward { microbatch } => backward_ready_s[at(s, microbatch)] = end_s,
+                    PipelineCall::Backward { microbatch } if s > 0 => {
+                        sent_backward_s[s] = sent_backward_s[s].max(end_s) + stages[s].transfer_backward_s;
+                        backward_ready_s[at(s - 1, microbatch)] = sent_backward_s[s];
+                        runnable.push(lane_of(s - 1));
+                    }
+                    PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
                 }
-                PipelineCall::Forward { microbatch } => backward_ready_s[at(microbatch)] = end_s,
-                PipelineCall::Backward { microbatch } if s > 0 => {
-                    sent_backward_s[s] = sent_backward_s[s].max(end_s) + times.transfer_backward_s;
-                    backward_ready_s[at(microbatch) - width] = sent_backward_s[s];
-                    runnable.push(lane_of(s - 1));
-                }
-                PipelineCall::Backward { .. } | PipelineCall::Weights { .. } | PipelineCall::Update { .. } => {}
             }
         }
     }
@@ -479,9 +557,9 @@ struct Stream {
 }
 
 impl Stream {
-    /// Makes the next call, not before `ready_s`. Returns its end.
-    fn run(&mut self, ready_s: f64, seconds: f64) -> f64 {
-        self.position += 1;
+    /// Makes the next `calls` together, not before `ready_s`. Returns their end.
+    fn run(&mut self, calls: usize, ready_s: f64, seconds: f64) -> f64 {
+        self.position += calls as u64;
         self.busy_s += seconds;
         self.free_s = self.free_s.max(ready_s) + seconds;
         self.free_s

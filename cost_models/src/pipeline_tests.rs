@@ -417,3 +417,80 @@ fn zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b() {
         }
     }
 }
+
+/// DualPipeV on calls of equal length, as its authors state it for DualPipe (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
+/// table 2, with half as many lanes as stages): lanes wait `(p - 1) (F&B + B - 3W)`, where `F&B` are a forward and a backward
+/// pass side by side and `B` is a whole backward pass, and hold `2p + 1` activations.
+#[test]
+fn dual_pipe_v_has_the_bubble_and_the_memory_that_its_authors_state() {
+    let order =
+        |lanes: usize, microbatches| Order { pairs: true, ..Order::new(Schedule::DualPipeV, 2 * lanes, microbatches) };
+    // PyTorch's ScheduleDualPipeV for two lanes and four microbatches.
+    assert_eq!(
+        Vec::<String>::from(order(2, 4).written()),
+        [
+            "F0 F0 F0 F3 B3 W3 F3 F0 B3 W3 F3 B0 W0 B3 W3 F3 B0 W0 B3 W3 B0 W0 B0 W0",
+            "F1 F2 F1 F2 F1 B2 W2 F2 B1 W1 F1 B2 W2 F2 B1 W1 B2 W2 B1 W1 B2 B1 W2 W1"
+        ]
+    );
+    let together = |lane| (0..24).filter(|&at| order(2, 4).together(lane, at) == 3).collect::<Vec<_>>();
+    assert_eq!([together(0), together(1)], [[7, 10, 15], [7, 10, 13]]);
+    let [forward_s, backward_s, weights_s] = [1.0, 1.0, 1.0];
+    let times = StageTimes { forward_s, backward_s, weights_s, ..StageTimes::default() };
+    for lanes in 1..8usize {
+        let lane_of: Vec<usize> = (0..2 * lanes).map(|s| Placement::V.lane_of(s, lanes)).collect();
+        // Fewer microbatches than stages leave out calls.
+        for microbatches in 1..2 * lanes as u32 {
+            assert_eq!(order(lanes, microbatches).written().problem(lanes, &lane_of, microbatches), None);
+        }
+        for microbatches in 2 * lanes as u32..2 * lanes as u32 + 9 {
+            let order = order(lanes, microbatches);
+            assert_eq!(order.written().problem(lanes, &lane_of, microbatches), None, "{lanes} {microbatches}");
+            assert!((0..lanes).all(|lane| order.held_bytes(lane, &[1, 1]) == 2 * lanes as u64 + 1));
+            for paired_s in [2.0, 2.5, 3.0] {
+                let order = order.clone().pairing(vec![vec![paired_s; 2]; 2 * lanes]);
+                let simulated = simulate_order(&vec![times; 2 * lanes], &order, &mut |_, _, _, _| {});
+                let stated_s = (lanes - 1) as f64 * (paired_s + backward_s + weights_s - 3.0 * weights_s);
+                for lane in &simulated.stages {
+                    assert_eq!(lane.bubble_s, stated_s, "{lanes} {microbatches} {paired_s}");
+                }
+            }
+        }
+    }
+}
+
+/// Passes side by side need one more forward pass ahead, so that no backward pass waits for the forward pass beside it.
+#[test]
+fn passes_of_1f1b_run_side_by_side() {
+    let order = |lanes: usize, shared: usize, microbatches, pairs| Order {
+        pairs,
+        ..Order::new(Schedule::OneFOneB, lanes * shared, microbatches).sharing(shared)
+    };
+    assert_eq!(Vec::<String>::from(order(1, 1, 3, true).written()), ["F0 F0 B0 F0 B0 B0"]);
+    let times = StageTimes { forward_s: 1.0, backward_s: 2.0, ..StageTimes::default() };
+    for (lanes, shared, microbatches) in
+        (1..6).flat_map(|l| (1..4).flat_map(move |v| [1, 2, 3, 4, 6, 8, 12, 24].map(|m| (l, v, m))))
+    {
+        let case = format!("{lanes} lanes of {shared} stages, {microbatches} microbatches");
+        let [alone, paired] = [false, true].map(|pairs| order(lanes, shared, microbatches, pairs));
+        let lane_of: Vec<usize> = (0..shared * lanes).map(|s| s % lanes).collect();
+        assert_eq!(paired.written().problem(lanes, &lane_of, microbatches), None, "{case}");
+        let stages = vec![times; lanes * shared];
+        let step_s = |order: &Order, spans: &mut Vec<(f64, f64)>| {
+            simulate_order(&stages, order, &mut |_, _, start, end| spans.push((start, end))).step_s
+        };
+        // Each call is made once, and those of a pair share its time.
+        let mut spans = Vec::new();
+        let beside = paired.clone().pairing(vec![vec![2.0; shared]; lanes * shared]);
+        let beside_s = step_s(&beside, &mut spans);
+        assert_eq!(spans.len(), 2 * shared * lanes * microbatches as usize, "{case}");
+        assert!(spans.iter().all(|(start, end)| start < end && *end <= beside_s), "{case}");
+        // What a pair saves shortens the step, and without savings a lane at most waits for what is beside it.
+        let alone_s = step_s(&alone, &mut Vec::new());
+        assert!(beside_s <= alone_s, "{case}: {beside_s} {alone_s}");
+        if lanes == 1 {
+            let pairs = f64::from(microbatches * shared as u32) - shared as f64;
+            assert_eq!(alone_s - beside_s, pairs, "{case}");
+        }
+    }
+}

@@ -27,6 +27,8 @@ pub enum Stream {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Task {
     pub stream: Stream,
+    /// Communication over different links has channels of its own, which run side by side.
+    pub channel: u8,
     pub seconds: f64,
     /// Seconds that the host takes to issue it.
     pub issue_s: f64,
@@ -101,35 +103,114 @@ impl Played {
 /// Simulates tasks in the order in which they are issued. Tasks of one stream run one after the other, from time 0. The
 /// host begins to issue them earlier, by its run-ahead.
 pub fn play(tasks: &[Task], host: Host) -> Played {
+    let mut device = Device::new(host);
     let mut played = Played { spans: Vec::with_capacity(tasks.len()), ..Played::default() };
-    let (mut host_s, mut free_s) = (-host.ahead_s, [0.0f64; 5]);
-    // End of each task that waits for its turn.
-    let mut done_s: Vec<f64> = Vec::new();
     for task in tasks {
-        let runs_ahead = task.runs_ahead();
-        if !runs_ahead && done_s.len() >= host.queued {
-            host_s = host_s.max(done_s[done_s.len() - host.queued]);
-        }
-        host_s += task.issue_s;
-        let stream = &mut free_s[task.stream as usize];
-        let after_s = task.after.iter().map(|&t| played.spans[t as usize].1).fold(task.ready_s, f64::max);
-        let issued_s = if runs_ahead { 0.0 } else { host_s };
-        let start_s = issued_s.max(*stream).max(after_s);
-        *stream = start_s + task.seconds;
-        played.spans.push((start_s, *stream));
-        if !runs_ahead {
-            done_s.push(*stream);
-        }
+        let span = device.run(task, &played.spans);
+        played.spans.push(span);
         match task.stream {
             Stream::Compute => played.compute_s += task.seconds,
             _ => played.communication_s += task.seconds,
         }
     }
     played.host_s = tasks.iter().map(|task| task.issue_s).sum();
-    played.seconds = free_s.into_iter().fold(host_s, f64::max);
-    played.ahead_s = [host.ahead_s, played.seconds - host_s];
+    played.seconds = device.end_s();
+    played.ahead_s = [host.ahead_s, played.seconds - device.host_s];
     played.exposed_s = exposed_s(tasks, &played.spans);
     played
+}
+
+/// Simulates two lists of tasks side by side on the same streams. Of the next tasks of both, the host issues the one that can
+/// start first, so that one list computes while the other waits for a collective. Spans are those of the first list and then of
+/// the second.
+pub fn play_beside(lists: [&[Task]; 2], host: Host) -> Played {
+    let mut device = Device::new(host);
+    let mut spans = lists.map(|list| Vec::with_capacity(list.len()));
+    loop {
+        let mut next = |i: usize| Some((device.start_s(lists[i].get(spans[i].len())?, &spans[i]), i));
+        let first = [next(0), next(1)].into_iter().flatten().min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((_, i)) = first else { break };
+        let span = device.run(&lists[i][spans[i].len()], &spans[i]);
+        spans[i].push(span);
+    }
+    let all: Vec<Task> = lists.concat();
+    let seconds = |computes: bool| -> f64 {
+        all.iter().filter(|task| (task.stream == Stream::Compute) == computes).map(|task| task.seconds).sum()
+    };
+    let spans = spans.concat();
+    // Tasks of one stream are not in order here.
+    let mut in_order: Vec<usize> = (0..all.len()).collect();
+    in_order.sort_by(|&a, &b| spans[a].0.total_cmp(&spans[b].0));
+    let (sorted, sorted_spans): (Vec<Task>, Vec<(f64, f64)>) =
+        in_order.into_iter().map(|i| (all[i].clone(), spans[i])).unzip();
+    let seconds_of_device = device.end_s();
+    Played {
+        seconds: seconds_of_device,
+        host_s: all.iter().map(|task| task.issue_s).sum(),
+        ahead_s: [host.ahead_s, seconds_of_device - device.host_s],
+        compute_s: seconds(true),
+        communication_s: seconds(false),
+        exposed_s: exposed_s(&sorted, &sorted_spans),
+        spans,
+    }
+}
+
+/// The streams of a device and its host, as tasks are issued.
+struct Device {
+    host: Host,
+    host_s: f64,
+    /// When each stream is free again, and each further channel.
+    free_s: [f64; 5],
+    channels_s: [f64; Device::CHANNELS],
+    /// End of each task that waits for its turn.
+    done_s: Vec<f64>,
+}
+
+impl Device {
+    /// Most channels beside the first of a device. Further ones share the last.
+    const CHANNELS: usize = 7;
+
+    fn new(host: Host) -> Device {
+        let host_s = -host.ahead_s;
+        Device { host, host_s, free_s: [0.0; 5], channels_s: [0.0; Self::CHANNELS], done_s: Vec::new() }
+    }
+
+    fn free_s(&mut self, task: &Task) -> &mut f64 {
+        match (task.stream, usize::from(task.channel)) {
+            (Stream::Communication, channel) if channel > 0 => &mut self.channels_s[channel.min(Self::CHANNELS) - 1],
+            (stream, _) => &mut self.free_s[stream as usize],
+        }
+    }
+
+    /// The time at which the host has issued a task, if it is the next.
+    fn issued_s(&self, task: &Task) -> f64 {
+        let waits = !task.runs_ahead() && self.done_s.len() >= self.host.queued;
+        let free_s =
+            if waits { self.host_s.max(self.done_s[self.done_s.len() - self.host.queued]) } else { self.host_s };
+        free_s + task.issue_s
+    }
+
+    /// The start of a task, if it is the next. `spans` are those of the tasks that it may wait for.
+    fn start_s(&mut self, task: &Task, spans: &[(f64, f64)]) -> f64 {
+        let after_s = task.after.iter().map(|&t| spans[t as usize].1).fold(task.ready_s, f64::max);
+        let issued_s = if task.runs_ahead() { 0.0 } else { self.issued_s(task) };
+        issued_s.max(*self.free_s(task)).max(after_s)
+    }
+
+    fn run(&mut self, task: &Task, spans: &[(f64, f64)]) -> (f64, f64) {
+        let start_s = self.start_s(task, spans);
+        self.host_s = self.issued_s(task);
+        let end_s = start_s + task.seconds;
+        *self.free_s(task) = end_s;
+        if !task.runs_ahead() {
+            self.done_s.push(end_s);
+        }
+        (start_s, end_s)
+    }
+
+    fn end_s(&self) -> f64 {
+        self.free_s.into_iter().chain(self.channels_s).fold(self.host_s, f64::max)
+    }
 }
 
 /// Seconds of communication without computation.
@@ -188,6 +269,7 @@ pub fn tasks(kernels: &[Kernel], prices: &[Price]) -> Vec<Task> {
     for (i, (kernel, price)) in kernels.iter().zip(prices).enumerate() {
         let mut task = Task {
             stream: stream(&kernel.kind),
+            channel: 0,
             seconds: price.seconds,
             issue_s: price.issue_s,
             after: Vec::new(),

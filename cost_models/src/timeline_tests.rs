@@ -4,7 +4,7 @@ use super::*;
 use proptest::prelude::*;
 
 fn task(stream: Stream, seconds: f64, after: &[u32]) -> Task {
-    Task { stream, seconds, issue_s: 0.0, after: after.to_vec(), ready_s: f64::NEG_INFINITY }
+    Task { stream, channel: 0, seconds, issue_s: 0.0, after: after.to_vec(), ready_s: f64::NEG_INFINITY }
 }
 
 #[test]
@@ -95,6 +95,7 @@ proptest! {
             .iter()
             .enumerate()
             .map(|(i, (stream, seconds, issue_s, after))| Task {
+                channel: 0,
                 stream: [Stream::Compute, Stream::Communication, Stream::Gradients][*stream as usize],
                 seconds: *seconds,
                 issue_s: *issue_s,
@@ -109,6 +110,10 @@ proptest! {
             prop_assert!(held_up <= before && held_up >= played.seconds, "{queued} queued: {held_up} s");
             before = held_up;
         }
+        // Beside another pass, neither is faster than alone, and no stream does two things at once.
+        let beside = play_beside([&tasks, &tasks], Host::FREE);
+        prop_assert!(beside.seconds >= played.seconds && beside.seconds >= 2.0 * played.compute_s - 1e-9);
+        prop_assert!(played.spans.iter().chain(&played.spans).zip(&beside.spans).all(|(alone, both)| both.0 >= alone.0));
         let mut path: Vec<f64> = Vec::new();
         for task in &tasks {
             let before = task.after.iter().map(|&a| path[a as usize]).fold(0.0, f64::max);
@@ -124,4 +129,25 @@ proptest! {
         prop_assert!(played.seconds <= all + 1e-9);
         prop_assert!(played.exposed_s <= played.communication_s + 1e-9);
     }
+}
+
+#[test]
+fn one_pass_computes_while_the_other_sends() {
+    // Each pass computes, sends and computes. Alone it takes 4 seconds, of which it waits for 2.
+    let pass =
+        || [task(Stream::Compute, 1.0, &[]), task(Stream::Communication, 2.0, &[0]), task(Stream::Compute, 1.0, &[1])];
+    let (one, other) = (pass(), pass());
+    let played = play_beside([&one, &other], Host::FREE);
+    assert_eq!(play(&one, Host::FREE).seconds, 4.0);
+    // The second pass computes first while the first sends, and then sends behind it.
+    let spans = [(0.0, 1.0), (1.0, 3.0), (3.0, 4.0), (1.0, 2.0), (3.0, 5.0), (5.0, 6.0)];
+    assert_eq!(played.spans, spans);
+    assert_eq!((played.seconds, played.compute_s, played.communication_s, played.exposed_s), (6.0, 4.0, 4.0, 2.0));
+    // Over other links, the second pass need not wait for what the first sends.
+    let apart = other.clone().map(|task| Task { channel: 1, ..task });
+    let played = play_beside([&one, &apart], Host::FREE);
+    assert_eq!((played.seconds, played.exposed_s), (5.0, 1.0));
+    // Beside nothing, a pass takes what it takes alone.
+    assert_eq!(play_beside([&one, &[]], Host::FREE), play(&one, Host::FREE));
+    assert_eq!(play_beside([&[], &one], Host::FREE), play(&one, Host::FREE));
 }

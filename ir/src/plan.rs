@@ -51,6 +51,11 @@ pub enum Schedule {
     /// equally long, no lane waits, and each holds as many activations as the first one under `1f1b`.
     #[serde(rename = "zb-v")]
     ZbV,
+    /// Lanes as under `zb-v`, and forward passes in turn with whole backward passes of other microbatches, which may run side
+    /// by side ([`Execution::pairs_passes`]). Weight gradients are apart where the pipeline fills and drains (DualPipeV, the
+    /// half of DeepSeek-AI's DualPipe 2024 that keeps one copy of each parameter).
+    #[serde(rename = "dualpipe-v")]
+    DualPipeV,
     /// Like `1f1b`, but without a flush between steps. A stage begins the next step early and finishes the old one in
     /// between, with the weights that the old step began with (PipeDream-2BW of Narayanan et al. 2021,
     /// "Memory-Efficient Pipeline-Parallel DNN Training"). There is no bubble, and gradients are one step late: see
@@ -72,6 +77,7 @@ impl Schedule {
             Schedule::OneFOneB => "1f1b",
             Schedule::ZbH1 => "zb-h1",
             Schedule::ZbV => "zb-v",
+            Schedule::DualPipeV => "dualpipe-v",
             Schedule::PipeDream => "pipedream",
             Schedule::Found => "found",
             Schedule::Forward => "forward",
@@ -80,21 +86,28 @@ impl Schedule {
 
     /// The number of stages a lane, if the schedule fixes it.
     pub fn virtual_stages(self) -> Option<u32> {
-        (self == Schedule::ZbV).then_some(2)
+        (self.placement() == Placement::V).then_some(2)
     }
 
     /// True if `shared` stages of each lane can follow the schedule. Stages that take turns under `1f1b` need groups of as
-    /// many microbatches as there are lanes.
+    /// many microbatches as there are lanes, and those of `dualpipe-v` need one for each stage.
     pub fn can_share(self, shared: u32, num_microbatches: u64, lanes: u32) -> bool {
         match self {
             Schedule::OneFOneB => shared == 1 || num_microbatches.is_multiple_of(u64::from(lanes.max(1))),
+            Schedule::DualPipeV => shared == 2 && num_microbatches >= 2 * u64::from(lanes),
             _ => shared == self.virtual_stages().unwrap_or(1),
         }
     }
 
+    /// True if a forward pass can run beside the backward pass of another microbatch on each of `lanes` lanes of `shared`
+    /// stages: both take turns, and neither waits for the other.
+    pub fn can_pair(self, shared: u32, lanes: u32) -> bool {
+        self == Schedule::DualPipeV || self == Schedule::OneFOneB && (shared > 1 || lanes == 1)
+    }
+
     /// The placement of stages if lanes have several, except under `found`, where either is possible.
     pub fn placement(self) -> Placement {
-        if self == Schedule::ZbV { Placement::V } else { Placement::Loop }
+        if matches!(self, Schedule::ZbV | Schedule::DualPipeV) { Placement::V } else { Placement::Loop }
     }
 
     /// Returns true if the schedule computes gradients and updates weights.
@@ -108,9 +121,12 @@ impl Schedule {
     pub fn in_flight(self, num_microbatches: u32, num_stages: u32, stage: u32) -> u32 {
         match self {
             Schedule::GPipe => num_microbatches,
-            Schedule::OneFOneB | Schedule::ZbH1 | Schedule::ZbV | Schedule::PipeDream | Schedule::Found => {
-                num_microbatches.min(num_stages.saturating_sub(stage))
-            }
+            Schedule::OneFOneB
+            | Schedule::ZbH1
+            | Schedule::ZbV
+            | Schedule::DualPipeV
+            | Schedule::PipeDream
+            | Schedule::Found => num_microbatches.min(num_stages.saturating_sub(stage)),
             Schedule::Forward => num_microbatches.min(1),
         }
     }
@@ -705,7 +721,8 @@ impl Plan {
     pub fn splits(&self, stage: usize) -> bool {
         let lane = self.order.as_ref().and_then(|order| order.lanes.get(self.lane_of(stage)));
         let weights = Call { stage: stage as u32, pass: Pass::Weights };
-        matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV) || lane.is_some_and(|lane| lane.contains(&weights))
+        let apart = matches!(self.schedule, Schedule::ZbH1 | Schedule::ZbV | Schedule::DualPipeV);
+        apart || lane.is_some_and(|lane| lane.contains(&weights))
     }
 
     /// The stages of a lane in words: `stage0`, or `stage0, stage4`.

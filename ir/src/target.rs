@@ -31,6 +31,9 @@ pub struct Execution {
     /// Parameters are gathered for a pass, and their gradients reduced, through one buffer that holds so many bytes; 0: each on its own.
     #[serde(skip_serializing_if = "is_default")]
     pub unit_bytes: u64,
+    /// A forward pass runs beside the backward pass of another microbatch, so that one computes while the other communicates.
+    #[serde(skip_serializing_if = "is_default")]
+    pub pairs_passes: bool,
 }
 
 /// The kernels of fused attention that software has.
@@ -68,6 +71,7 @@ impl Default for Execution {
             attention: AttentionKernels::Newest,
             recomputes_products: false,
             unit_bytes: 0,
+            pairs_passes: false,
         }
     }
 }

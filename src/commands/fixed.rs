@@ -49,7 +49,7 @@ pub(crate) struct FixedOptions {
     /// Number of devices of each pipeline stage: 1,2
     #[arg(long, value_name = "N,..", value_delimiter = ',', help_heading = "Parallelism")]
     stage_devices: Vec<u32>,
-    /// Stages that share each block of devices (interleaved 1f1b, or zb-v with 2); 1 turns it off
+    /// Stages that share each block of devices (interleaved 1f1b, or zb-v and dualpipe-v with 2); 1 turns it off
     #[arg(long, value_name = "N", help_heading = "Parallelism")]
     virtual_stages: Option<u32>,
     /// Layout of parameters and values by name pattern: `params*['w']=[{}, {tensor}]`, with axes sized by --dp and --tp
@@ -110,6 +110,9 @@ enum ScheduleName {
     ZbH1,
     /// zb-h1 on lanes of two stages, the first of one and the last of the other half
     ZbV,
+    /// Lanes as of zb-v, on which a forward and a backward pass take turns
+    #[value(name = "dualpipe-v")]
+    DualPipeV,
     #[value(name = "pipedream")]
     PipeDream,
     /// The order that a search finds, if it is faster than every named one
@@ -207,6 +210,7 @@ impl FixedOptions {
             ScheduleName::OneFOneB => Some(Schedule::OneFOneB),
             ScheduleName::ZbH1 => Some(Schedule::ZbH1),
             ScheduleName::ZbV => Some(Schedule::ZbV),
+            ScheduleName::DualPipeV => Some(Schedule::DualPipeV),
             ScheduleName::PipeDream => Some(Schedule::PipeDream),
             ScheduleName::Found => None,
         });

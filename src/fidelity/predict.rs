@@ -3,7 +3,7 @@
 
 use super::table::{MicroBatch, Row, RowModel, TableError};
 use crate::{Error, ImportOptions, Model, load_cluster, model_of, read_bytes, request};
-use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
+use altiplano_cost_models::pipeline::Order;
 use altiplano_cost_models::{CostModel, Costs, Devices, Roofline, Rooflines};
 use altiplano_ir::batch::rebatch;
 use altiplano_ir::cluster::{Architecture, Device};
@@ -143,8 +143,7 @@ impl Prepared {
     pub fn step_s(&self, costs: &dyn Costs) -> f64 {
         let seconds = |size: &Size| {
             let timings = predict::timings_of(&size.plan, &size.deduped, &size.work, costs);
-            let times: Vec<StageTimes> = timings.into_iter().map(|t| t.0).collect();
-            simulate_order(&times, &size.order, &mut |_, _, _, _| {}).step_s
+            predict::played_alone(&timings, &size.order, &mut |_, _, _, _| {}).step_s
         };
         self.sizes.iter().map(seconds).fold(f64::INFINITY, f64::min)
     }

@@ -262,7 +262,11 @@ fn write_schedule(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let trains = plan.schedule.trains();
     let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
     let scale = plan.loss_scale.map(|scale| format!(", loss scale {scale}")).unwrap_or_default();
-    let optimizer = if trains { format!("; optimizer {}{clip}{scale}", plan.optimizer.name()) } else { String::new() };
+    let pairs = if plan.execution.pairs_passes { ", passes of two microbatches side by side" } else { "" };
+    let optimizer = match trains {
+        true => format!("{pairs}; optimizer {}{clip}{scale}", plan.optimizer.name()),
+        false => String::new(),
+    };
     match (plan.stages.len(), plan.virtual_stages) {
         (1, _) => writeln!(out, "  schedule        {}, one stage{optimizer}", plan.schedule)?,
         (n, 1) => writeln!(out, "  schedule        {} over {n} stages{optimizer}", plan.schedule)?,

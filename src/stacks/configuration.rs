@@ -70,6 +70,8 @@ pub struct Configuration {
     pub fused_attention: Option<bool>,
     /// True if reductions of gradients and gathering of parameters overlap with computing.
     pub overlap: Option<bool>,
+    /// True if a forward pass runs beside the backward pass of another microbatch.
+    pub pairs_passes: Option<bool>,
     /// Samples of a pass over the number of all devices.
     pub device_batch: Option<f64>,
     pub model: ModelFacts,
@@ -134,6 +136,8 @@ pub enum Misfit {
         "virtual stages need the schedule 1f1b and a number of microbatches that {lanes} pipeline stages divide, not {microbatches}"
     )]
     Turns { microbatches: u32, lanes: u32 },
+    #[error("DualPipeV needs as many microbatches as stages, but there are {microbatches} and {stages}")]
+    Pairs { microbatches: u32, stages: u32 },
     #[error("{0} is 0")]
     Zero(&'static str),
 }
@@ -146,6 +150,7 @@ impl Misfit {
             Misfit::Batch { .. } | Misfit::Zero(_) => "--micro-batch-size",
             Misfit::Layers { .. } | Misfit::Stages { .. } => "another --pp",
             Misfit::Turns { .. } => "--virtual-stages 1",
+            Misfit::Pairs { .. } => "--schedule zb-v",
         }
     }
 }
@@ -264,6 +269,7 @@ impl Configuration {
             let of_schedule = self.order().virtual_stages();
             return Err(match of_schedule.filter(|&count| count != virtual_stages) {
                 Some(_) => Misfit::Stages { layers, stages: stages.into() },
+                None if of_schedule.is_some() => Misfit::Pairs { microbatches: num_microbatches, stages },
                 None => Misfit::Turns { microbatches: num_microbatches, lanes: self.pp() },
             });
         }

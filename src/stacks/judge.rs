@@ -234,6 +234,9 @@ fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
     if c.overlap == Some(false) {
         edits.push(Box::new(|c| c.overlap = Some(true)));
     }
+    if c.pairs_passes.is_some() && c.ep() > 1 {
+        edits.push(Box::new(|c| c.pairs_passes = c.pairs_passes.map(|on| !on)));
+    }
     if c.pp() > 1 && c.layout.is_none() {
         let shared = c.virtual_stages();
         let counts = [Some(shared * 2), Some(shared / 2).filter(|&n| n > 0)];

@@ -122,6 +122,14 @@ pub const KNOBS: &[Knob] = &[
             Some(Value::from(name))
         },
     },
+    Knob {
+        name: "overlap-moe-expert-parallel-comm",
+        read: |c, v| {
+            c.pairs_passes = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(true)),
+    },
     Knob { name: "recompute-granularity", read: read_granularity, write: write_granularity },
     Knob {
         name: "recompute-method",
@@ -287,7 +295,6 @@ pub const KNOBS: &[Knob] = &[
     noted!("enable-cuda-graph", "the overhead of launching kernels is left out anyway"),
     noted!("external-cuda-graph", "the overhead of launching kernels is left out anyway"),
     noted!("use-precision-aware-optimizer", "the optimizer's state is in f32"),
-    noted!("overlap-moe-expert-parallel-comm", "overlap of the experts' transfers is left out"),
     noted!("delay-wgrad-compute", "gradients of weights are computed with those of inputs"),
     noted!("window-size", "attention sees all positions"),
     noted!("accumulate-allreduce-grads-in-fp32", "gradients are summed in f32 anyway"),
@@ -571,6 +578,7 @@ pub fn defaults(c: &mut Configuration) {
     }
     c.sequence_parallel = c.sequence_parallel.or(Some(false));
     c.overlap = c.overlap.or(Some(false));
+    c.pairs_passes = c.pairs_passes.or(Some(false));
     c.clip_by_default(1.0);
     c.precision = c.precision.or(Some(DType::F32));
     c.micro_batch = c.micro_batch.or(Some(1));
@@ -599,6 +607,8 @@ pub fn round(c: &mut Configuration) {
         c.recompute = Some(Recompute::Full);
     }
     c.overlap = Some(c.zero.unwrap_or(0) > 0);
+    let pairs = c.ep() > 1 && c.recompute != Some(Recompute::Full) && (c.pp() == 1 || c.virtual_stages() > 1);
+    c.pairs_passes = Some(c.pairs_passes == Some(true) && pairs);
 }
 
 pub fn limit(c: &Configuration) -> Option<Unsayable> {
@@ -614,6 +624,18 @@ pub fn limit(c: &Configuration) -> Option<Unsayable> {
         () if c.pp() > 1 && c.zero.unwrap_or(0) > 1 => {
             unsayable("Megatron's FSDP shards gradients and parameters without a pipeline", "--zero 1")
         }
+        () if c.pairs_passes == Some(true) => match () {
+            () if c.ep() == 1 => unsayable("Megatron overlaps the exchange of experts that devices share", "--ep 2"),
+            () if c.recompute == Some(Recompute::Full) => unsayable(
+                "Megatron overlaps the exchange of experts without full recomputation",
+                "--recompute selective",
+            ),
+            () if c.pp() > 1 && c.virtual_stages() == 1 => unsayable(
+                "Megatron overlaps the exchange of experts in pipelines of several stages a device",
+                "--virtual-stages 2",
+            ),
+            () => None,
+        },
         () => None,
     }
 }

@@ -152,6 +152,14 @@ const KNOBS: &[Knob] = &[
         write: |c| Some(Value::Bool(c.overlap == Some(true) && c.zero.unwrap_or(0) > 0)),
     },
     Knob {
+        name: "comm_overlap.overlap_moe_expert_parallel_comm",
+        read: |c, v| {
+            c.pairs_passes = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(true)),
+    },
+    Knob {
         name: "ddp.use_megatron_fsdp",
         read: |_, v| truth(v).map(|_| ()),
         write: |c| (c.zero.unwrap_or(0) > 1).then_some(Value::Bool(true)),

@@ -42,6 +42,7 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
         offload: plan.stages[0].offload,
         optimizer: Some(plan.optimizer.name().to_string()),
         clip_norm: plan.clip_norm,
+        pairs_passes: Some(plan.execution.pairs_passes),
         sequence_parallel: Some(tp > 1 && splits_positions(plan)),
         layout: Some(layers_by_stage(plan)),
         ..Configuration::default()

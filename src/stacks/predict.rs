@@ -75,6 +75,8 @@ impl<'a> Predictor<'a> {
             Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
+        let pairs = c.order().can_pair(settled.stated.degrees.virtual_stages, c.pp());
+        request.execution.pairs_passes = c.pairs_passes == Some(true) && pairs;
         if let Some(fused) = c.fused_attention.or(request.fused_attention) {
             let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
             request.execution.fused_attention = fused && possible;

@@ -6,7 +6,11 @@ use crate::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
+use altiplano_planner::explain::account::{accounts, of_lanes};
+use altiplano_planner::features::pairs::with_pairs;
+use altiplano_planner::features::parallelism::parallelism;
 use altiplano_planner::features::target::execution;
+use altiplano_planner::predict::predict_plan;
 use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::{Stated, predict_stated};
@@ -22,6 +26,14 @@ fn model(family: &str) -> PathBuf {
         "gpt2" => {
             r#"{"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 8, "vocab_size": 500, "n_positions": 64}"#
         }
+        // Its router adds a bias, which is an input without samples, to the score of each expert.
+        "biased" => {
+            r#"{"model_type": "glm4_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64,
+                "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8,
+                "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                "first_k_dense_replace": 0, "norm_topk_prob": true, "routed_scaling_factor": 1.0,
+                "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
         // Its parameters take longer to send than a message takes to start.
         "large" => {
             r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
@@ -35,6 +47,11 @@ fn model(family: &str) -> PathBuf {
         "llama" => {
             r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
                 "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
+        "experts" => {
+            r#"{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
+                "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "vocab_size": 512, "max_position_embeddings": 2048}"#
         }
         _ => {
             r#"{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -57,8 +74,13 @@ fn import() -> ImportOptions {
     ImportOptions { sequence: Some(64), batch: Some(64), precision: Some(DType::BF16), ..ImportOptions::default() }
 }
 
+/// Experts take long samples, so that their exchange takes longer than its start.
+fn import_of(family: &str) -> ImportOptions {
+    ImportOptions { sequence: Some(if family == "experts" { 2048 } else { 64 }), ..import() }
+}
+
 fn base(family: &str) -> Request {
-    let model = load_model(&model(family), &import()).expect("a model");
+    let model = load_model(&model(family), &import_of(family)).expect("a model");
     let mut request = request(&model, load_cluster(CLUSTER).expect("a cluster"));
     request.batch.global = Some(64);
     request.training.loss_scale = None;
@@ -67,7 +89,12 @@ fn base(family: &str) -> Request {
 
 /// The plan that software runs with these choices.
 fn configured(stack: &Stack, family: &str, change: impl Fn(&mut Stated)) -> Plan {
-    let mut request = base(family);
+    configured_under(stack, family, None, change)
+}
+
+/// The same under a schedule.
+fn configured_under(stack: &Stack, family: &str, schedule: Option<Schedule>, change: impl Fn(&mut Stated)) -> Plan {
+    let mut request = Request { schedule, ..base(family) };
     let mut stated = Stated {
         degrees: Degrees {
             dp: 2,
@@ -103,7 +130,7 @@ fn judged(written: &Written, stack: &'static Stack, family: &str) -> Judgement {
     let says = |name: &str| stack.knobs.iter().any(|knob| knob.name.ends_with(name));
     let how = How {
         model: Some(model(family)),
-        import: ImportOptions { precision: None, ..import() },
+        import: ImportOptions { precision: None, ..import_of(family) },
         cluster: Some(match written.prediction.plan.num_devices() {
             8 => CLUSTER.into(),
             some => format!("dgx-a100/{some}"),
@@ -134,6 +161,17 @@ fn round_trip(plan: &Plan, stack: &'static Stack, family: &str) -> Option<String
     let what = || format!("{}: {:?}\n{}\n{:?}", stack.name, written.notes, written.text, judged.configuration);
     assert_eq!(there, back, "{}", what());
     None
+}
+
+/// With one tensor-parallel device an expert, tensor-parallel devices hold different experts, whatever the router reads.
+#[test]
+fn experts_are_dealt_out_as_stated() {
+    for family in ["mixtral", "biased"] {
+        let plan = configured(&megatron::MEGATRON, family, |s| (s.ep, s.etp, s.degrees.sequence) = (4, Some(1), true));
+        for stage in parallelism(&plan) {
+            assert_eq!((stage.data, stage.expert, stage.within_expert), (2, 4, 1), "{family}");
+        }
+    }
 }
 
 #[test]
@@ -604,4 +642,52 @@ fn the_level_of_zero_is_that_of_the_layouts() {
     assert_eq!(of_plan::configuration(&plan).expect("a configuration").zero, Some(3));
     let answer = crate::report::answer(&plan);
     assert!(answer.starts_with("DP 8 (FSDP) x TP 1"), "{answer}");
+}
+
+/// Passes side by side hide the exchange between experts. Megatron-LM says them in a pipeline of several stages a device, and
+/// torchtitan under DualPipeV, which overlaps them unless it is told otherwise.
+#[test]
+fn passes_side_by_side_are_said_and_predicted() {
+    let costs = |plan: &Plan| altiplano_cost_models::Rooflines::of(&plan.cluster);
+    let with_experts = |stack, schedule, level, pairs_passes| {
+        let mut plan = configured_under(stack, "experts", Some(schedule), |s| {
+            (s.degrees.stages, s.degrees.virtual_stages, s.ep) = (4, 2, 2);
+            (s.degrees.tp, s.degrees.dp, s.degrees.zero, s.degrees.recompute) = (1, 4, 1, level);
+        });
+        plan.execution.pairs_passes = pairs_passes;
+        predict_plan(plan.clone(), &costs(&plan)).expect("a prediction")
+    };
+    for (stack, schedule, knob) in [
+        (&megatron::MEGATRON, Schedule::OneFOneB, "--overlap-moe-expert-parallel-comm"),
+        (&megatron_bridge::MEGATRON_BRIDGE, Schedule::OneFOneB, "overlap_moe_expert_parallel_comm = True"),
+        (&torchtitan::TORCHTITAN, Schedule::DualPipeV, "pipeline_parallel_expert_parallel_overlap=True"),
+    ] {
+        let [alone, beside] = [false, true].map(|pairs| with_experts(stack, schedule, Recompute::None, pairs));
+        // Pairs of DualPipeV wait for each other, which costs more here than the few of them save.
+        let faster = beside.predicted.step_time_s < alone.predicted.step_time_s;
+        assert_eq!(faster, schedule == Schedule::OneFOneB, "{}", stack.name);
+        for (plan, says) in [(&alone, false), (&beside, true)] {
+            let written = export(plan, stack).expect("a configuration");
+            let text = written.text.replace('"', "");
+            assert_eq!(text.contains(knob), says, "{}: {text}", stack.name);
+            assert_eq!(round_trip(plan, stack, "experts"), None);
+        }
+        // The search takes the faster one if its target can run it.
+        let target = if schedule == Schedule::DualPipeV { Target::Torchtitan } else { Target::Megatron };
+        let searched = |target| with_pairs(Plan { target, ..alone.clone() }, &costs(&alone)).expect("a plan");
+        let gains = beside.predicted.step_time_s * 1.02 < alone.predicted.step_time_s;
+        assert_eq!(searched(target).execution.pairs_passes, gains, "{}", stack.name);
+        assert!(!searched(Target::Altiplano).execution.pairs_passes);
+        // What they save is communication, and the parts of a step still add up to it.
+        let accounts = accounts(&beside, &costs(&beside)).expect("accounts");
+        for account in of_lanes(&beside, &accounts) {
+            assert!((account.sum_s() / beside.predicted.step_time_s - 1.0).abs() < 1e-9, "{account:?}");
+        }
+        let communication_s = |plan: &Plan| plan.stages.iter().map(|s| s.predicted.communication_s).sum::<f64>();
+        assert!(communication_s(&beside) < communication_s(&alone));
+    }
+    // Neither overlaps passes beside full recomputation.
+    let full = with_experts(&megatron::MEGATRON, Schedule::OneFOneB, Recompute::Full, true);
+    let written = export(&full, &megatron::MEGATRON).expect("a configuration");
+    assert!(!written.text.contains("overlap-moe"), "{}", written.text);
 }

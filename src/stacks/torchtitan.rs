@@ -69,9 +69,10 @@ const KNOBS: &[Knob] = &[
                 ("Interleaved1F1B", Schedule::OneFOneB),
                 ("GPipe", Schedule::GPipe),
                 ("ZBVZeroBubble", Schedule::ZbV),
+                ("DualPipeV", Schedule::DualPipeV),
             ];
             c.schedule = Some(word(v, &known)?);
-            c.interleaves = ["Interleaved1F1B", "ZBVZeroBubble"].contains(&bare(v).as_str());
+            c.interleaves = ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"].contains(&bare(v).as_str());
             Ok(())
         },
         write: |c| {
@@ -79,10 +80,22 @@ const KNOBS: &[Knob] = &[
                 Value::from(match c.schedule {
                     Some(Schedule::GPipe) => "GPipe",
                     Some(Schedule::ZbV) => "ZBVZeroBubble",
+                    Some(Schedule::DualPipeV) => "DualPipeV",
                     _ if c.virtual_stages() > 1 => "Interleaved1F1B",
                     _ => "1F1B",
                 })
             })
+        },
+    },
+    Knob {
+        name: "parallelism.pipeline_parallel_expert_parallel_overlap",
+        read: |c, v| {
+            c.pairs_passes = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| {
+            let may_pair = c.schedule == Some(Schedule::DualPipeV) && c.pp() > 1 && c.ep() > 1;
+            may_pair.then(|| Value::Bool(c.pairs_passes == Some(true)))
         },
     },
     Knob { name: "parallelism.module_fqns_per_model_part", read: read_parts, write: write_parts },
@@ -292,6 +305,9 @@ fn defaults(c: &mut Configuration) {
     } else {
         c.micro_batch = c.local_batch;
     }
+    // Unless told otherwise, it overlaps the exchange of experts.
+    let pairs = c.schedule == Some(Schedule::DualPipeV) && c.pp() > 1 && c.ep() > 1;
+    c.pairs_passes = Some(pairs && c.pairs_passes != Some(false));
     // One replica has nothing to shard.
     let shards = c.shard != Some(1) || c.cp() > 1;
     c.zero = match (shards, c.zero) {
@@ -305,11 +321,14 @@ fn round(c: &mut Configuration) {
     c.round_adam();
     c.schedule = match c.schedule {
         Some(Schedule::GPipe) if c.virtual_stages() == 1 => Some(Schedule::GPipe),
-        Some(Schedule::ZbV) if c.virtual_stages() == 2 => Some(Schedule::ZbV),
+        Some(schedule) if schedule.virtual_stages() == Some(c.virtual_stages()) => Some(schedule),
         Some(schedule) if !schedule.trains() => Some(schedule),
         _ => Some(Schedule::OneFOneB),
     };
     c.recomputed_layers = None;
+    let pairs =
+        c.schedule == Some(Schedule::DualPipeV) && c.ep() > 1 && c.recompute.unwrap_or_default() == Recompute::None;
+    c.pairs_passes = Some(pairs && c.pairs_passes == Some(true));
     if c.zero == Some(1) {
         c.zero = Some(2);
     }
@@ -324,6 +343,9 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
     let unsayable = |problem, option| Some(Unsayable { problem, option });
     let region = [c.shard.unwrap_or(1), c.cp(), c.tp()].iter().fold(1_u64, |all, &d| all.saturating_mul(d.into()));
     match () {
+        () if c.pairs_passes == Some(true) && c.recompute.unwrap_or_default() != Recompute::None => {
+            unsayable("torchtitan overlaps the exchange of experts without recomputation", "--recompute none")
+        }
         () if c.ep() > 1 && region % u64::from(c.ep()) != 0 => {
             unsayable("expert parallelism must divide the devices that shard, split positions and features", "--ep 1")
         }

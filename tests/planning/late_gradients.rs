@@ -322,7 +322,7 @@ fn late_gradients_are_asked_for_said_and_resumed() {
     let output = altiplano(&[&["run", DEMO, "--measure-noise-scale"], &stale[..]].concat());
     assert!(output.code == Some(2) && output.stderr.contains("--measure-noise-scale"), "{}", output.stderr);
     let output = altiplano(&[&["plan", DEMO, "--virtual-stages", "2"], &pipeline[..]].concat());
-    assert!(output.code == Some(2) && output.stderr.contains("1f1b and zb-v only"), "{}", output.stderr);
+    assert!(output.code == Some(2) && output.stderr.contains("1f1b, zb-v and dualpipe-v only"), "{}", output.stderr);
 }
 
 /// On a cluster whose stages have their own devices no bubble remains, and sums over a slow link are no longer waited

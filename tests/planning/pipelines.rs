@@ -106,7 +106,7 @@ fn gradients_of_weights_apart_give_the_same_as_one_device() {
     let said = succeeds(&["verify", DEMO, "--dp", "2", "--pp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]);
     assert!(said.contains(", zb-h1") && said.contains("the numbers agree"), "{said}");
     let output = altiplano(&["plan", DEMO, "--pp", "2", "--schedule", "zb-h1", "--virtual-stages", "2"]);
-    assert!(output.code == Some(2) && output.stderr.contains("1f1b and zb-v only"), "{}", output.stderr);
+    assert!(output.code == Some(2) && output.stderr.contains("1f1b, zb-v and dualpipe-v only"), "{}", output.stderr);
 }
 
 /// Lanes whose two stages form a V have no bubble if all calls take equally long, and hold what a first stage holds under
@@ -141,7 +141,13 @@ fn stages_in_a_v_are_said_and_give_the_same_as_one_device() {
         Plan::from_json(&wrong.to_json()).expect_err("a refusal").to_string()
     };
     assert!(refusal(|plan| plan.placement = Placement::Loop).contains("with the placement v"));
-    assert!(refusal(|plan| plan.virtual_stages = 4).contains("must be 2 under the schedule zb-v"));
+    assert!(refusal(|plan| plan.virtual_stages = 4).contains("must be 2 under the schedules zb-v"));
+    assert!(refusal(|plan| plan.execution.pairs_passes = true).contains("needs the schedule dualpipe-v"));
+    // Whole backward passes in turn with forward passes need a microbatch for each stage.
+    let asked = ["--dp", "2", "--pp", "2", "--schedule", "dualpipe-v", "--num-microbatches"];
+    assert!(succeeds(&[&["verify", DEMO], &asked[..], &["4"]].concat()).contains("the numbers agree"));
+    let output = altiplano(&[&["plan", DEMO], &asked[..], &["2"]].concat());
+    assert!(output.code == Some(2) && output.stderr.contains("at least the number of stages"), "{}", output.stderr);
     assert!(refusal(|plan| plan.schedule = Schedule::OneFOneB).contains("must be loop"));
     let output = altiplano(&["plan", DEMO, "--schedule", "zb-v", "--cluster", "local:1"]);
     assert!(output.code == Some(2) && output.stderr.contains("two blocks of devices"), "{}", output.stderr);

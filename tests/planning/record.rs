@@ -5,7 +5,7 @@ use crate::common::{DEMO, Scratch, altiplano, golden};
 use rayon::prelude::*;
 use serde_json::Value;
 
-const DEMO_OPTIONS: [&str; 27] = [
+const DEMO_OPTIONS: [&str; 28] = [
     "--cluster local:1",
     "--cluster local:4",
     "--cluster local:6 --global-batch 12",
@@ -24,6 +24,7 @@ const DEMO_OPTIONS: [&str; 27] = [
     "--pp 2 --schedule gpipe --num-microbatches 4",
     "--pp 2 --schedule zb-h1 --num-microbatches 4",
     "--pp 2 --schedule zb-v --num-microbatches 4",
+    "--pp 2 --schedule dualpipe-v --num-microbatches 4",
     "--pp 2 --virtual-stages 2 --num-microbatches 4",
     "--pp 2 --schedule pipedream --optimizer sgd",
     "--dp 4 --update stale",

@@ -16,7 +16,7 @@ use common::{DEMO, Scratch, altiplano, succeeds};
 use mutations::{Mutant, Place, equal, mutants, results};
 
 /// The demo model under many plans.
-const OF_DEMO: [&[&str]; 14] = [
+const OF_DEMO: [&[&str]; 15] = [
     &["--cluster", "local:1"],
     &["--dp", "4"],
     &["--tp", "4"],
@@ -28,6 +28,7 @@ const OF_DEMO: [&[&str]; 14] = [
     &["--pp", "2", "--schedule", "gpipe", "--num-microbatches", "4"],
     &["--pp", "2", "--schedule", "zb-h1", "--num-microbatches", "4", "--clip-norm", "1"],
     &["--pp", "2", "--schedule", "zb-v", "--num-microbatches", "4"],
+    &["--pp", "2", "--schedule", "dualpipe-v", "--num-microbatches", "4"],
     &["--pp", "2", "--virtual-stages", "2", "--num-microbatches", "4"],
     &["--tp", "2", "--optimizer", "lamb"],
     &["--dp", "2", "--tp", "2", "--loss-scale", "dynamic", "--clip-norm", "1"],

@@ -134,8 +134,17 @@ impl Plan {
         problems.require(plain(Schedule::ZbH1), "virtual_stages", "must be 1 under the schedule zb-h1");
         problems.require(plain(Schedule::PipeDream), "virtual_stages", "must be 1 under the schedule pipedream");
         let folded = self.virtual_stages == 2 && self.placement == Placement::V;
-        let problem = "must be 2 under the schedule zb-v, with the placement v";
-        problems.require(folded || self.schedule != Schedule::ZbV, "virtual_stages", problem);
+        let problem = "must be 2 under the schedules zb-v and dualpipe-v, with the placement v";
+        problems.require(folded || self.schedule.placement() == Placement::Loop, "virtual_stages", problem);
+        let enough = self.schedule != Schedule::DualPipeV || self.num_microbatches as usize >= self.stages.len();
+        problems.require(
+            enough,
+            "num_microbatches",
+            "must be at least the number of stages under the schedule dualpipe-v",
+        );
+        let pairs = self.schedule.can_pair(self.virtual_stages, self.num_lanes() as u32);
+        let problem = "needs the schedule dualpipe-v, or 1f1b without a pipeline or with several stages a lane";
+        problems.require(pairs || !self.execution.pairs_passes, "execution.pairs_passes", problem);
         let loops = self.placement == Placement::Loop || self.schedule != Schedule::OneFOneB;
         problems.require(loops, "placement", "must be loop under the schedule 1f1b");
         self.verify_order(problems);

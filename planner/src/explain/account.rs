@@ -4,7 +4,7 @@
 
 use crate::lower::DedupedPrograms;
 use crate::predict::timing::{BodyWork, StageTiming};
-use crate::predict::{played, timings_of, work_of};
+use crate::predict::{hidden_parts, played, timings_of, work_of};
 use crate::programs;
 use crate::request::PlanFailure;
 use altiplano_cost_models::Costs;
@@ -172,6 +172,7 @@ pub fn accounts(plan: &Plan, costs: &dyn Costs) -> Result<Vec<Account>, PlanFail
 /// Like [`accounts`], for work and times that are already known.
 pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, StageTiming)]) -> Vec<Account> {
     let timeline = played(plan, timings, &Order::of(plan), &mut |_, _, _, _| {});
+    let hidden = hidden_parts(plan, timings, &timeline);
     let batches = f64::from(plan.microbatches_of_worker());
     let of_stage = |(i, bodies): (usize, &Vec<BodyWork>)| {
         let (times, timing) = &timings[i];
@@ -184,7 +185,11 @@ pub fn accounts_of(plan: &Plan, work: &[Vec<BodyWork>], timings: &[(StageTimes, 
                 Phase::Weights => &timing.weights,
                 Phase::Totals | Phase::Reduce | Phase::Norm | Phase::Update => continue,
             };
-            of_body(body, played, mesh).0.into_iter().for_each(|(work, s)| account.add(work, batches * s));
+            for (work, s) in of_body(body, played, mesh).0 {
+                let is_hidden = work.part() == Part::Communicating;
+                let part = if is_hidden { 1.0 - hidden[plan.lane_of(i)] } else { 1.0 };
+                account.add(work, batches * part * s);
+            }
         }
         let update_s = timing.finish_compute_s.min(timing.finish_s);
         account.add(Work::Update, update_s);

@@ -99,7 +99,9 @@ fn stages(plan: &Plan) -> String {
     match (plan.virtual_stages, plan.schedule) {
         (1, Schedule::ZbH1 | Schedule::Found) => format!("{stages} under {}", plan.schedule),
         (1, _) => stages,
-        (v, Schedule::ZbV | Schedule::Found) => format!("{stages} ({v} on the same devices) under {}", plan.schedule),
+        (v, Schedule::ZbV | Schedule::DualPipeV | Schedule::Found) => {
+            format!("{stages} ({v} on the same devices) under {}", plan.schedule)
+        }
         (v, _) => format!("{stages} ({v} on the same devices)"),
     }
 }

@@ -4,6 +4,7 @@ pub mod chunked_loss;
 pub mod offload;
 pub mod one_device;
 pub(crate) mod padding;
+pub mod pairs;
 pub mod parallelism;
 pub(crate) mod pins;
 pub mod rings;

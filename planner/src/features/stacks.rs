@@ -31,7 +31,8 @@ pub struct Stack {
 }
 
 const ALL_LEVELS: &[u8] = &[0, 1, 2, 3];
-const SYNCHRONOUS: &[Schedule] = &[Schedule::OneFOneB, Schedule::GPipe, Schedule::ZbH1, Schedule::ZbV];
+const SYNCHRONOUS: &[Schedule] =
+    &[Schedule::OneFOneB, Schedule::GPipe, Schedule::ZbH1, Schedule::ZbV, Schedule::DualPipeV];
 
 /// The row of a target:
 ///

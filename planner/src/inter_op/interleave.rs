@@ -55,7 +55,7 @@ pub fn interleaved<'a>(
     let [mut in_turn, mut in_a_v] = [0; 2];
     found.retain(|(f, _)| {
         let (count, most) = match f.schedule {
-            Schedule::ZbV => (&mut in_a_v, MOST_IN_A_V),
+            Schedule::ZbV | Schedule::DualPipeV => (&mut in_a_v, MOST_IN_A_V),
             _ => (&mut in_turn, MOST_JUDGED),
         };
         *count += 1;
@@ -205,7 +205,13 @@ impl<'a> Runs<'a> {
                 Some(count) => count as usize..=count as usize,
                 None => 2..=MOST_VIRTUAL,
             };
-            let allowed = move |v: &usize| fixed.is_none_or(|f| f as usize == *v) && v.saturating_mul(lanes) <= layers;
+            let microbatches = u64::from(self.candidates.num_microbatches);
+            let follows = move |v: usize| {
+                schedule == Schedule::OneFOneB || schedule.can_share(v as u32, microbatches, lanes as u32)
+            };
+            let allowed = move |v: &usize| {
+                fixed.is_none_or(|f| f as usize == *v) && v.saturating_mul(lanes) <= layers && follows(*v)
+            };
             numbers.filter(allowed).map(move |v| (schedule, v))
         };
         let numbers: Vec<(Schedule, usize)> = schedules.iter().flat_map(numbers).collect();
@@ -245,7 +251,7 @@ impl<'a> Runs<'a> {
         let times = |w: &[usize]| {
             let candidate = self.get(w[0], w[1])?;
             let forward_s = part * candidate.microbatch_s;
-            let weights_s = if order.schedule == Schedule::ZbV { forward_s } else { 0.0 };
+            let weights_s = if order.schedule.virtual_stages().is_some() { forward_s } else { 0.0 };
             let backward_s = candidate.microbatch_s - forward_s - weights_s;
             Some(StageTimes { forward_s, backward_s, weights_s, step_s: candidate.step_s, ..StageTimes::default() })
         };

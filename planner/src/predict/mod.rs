@@ -16,16 +16,20 @@ use crate::layers::graph::LayeredGraph;
 use crate::lower::{DedupedPrograms, Prices, TrainingGraphs, lower_deduped};
 use crate::predict::flop::step_work;
 use crate::predict::memory::{LaneMemory, steps};
-use crate::predict::timing::{BodyWork, StageTiming, stage_timing, work};
+use crate::predict::timing::{BodyWork, StageTiming, paired_s, stage_timing, work};
 use crate::request::PlanFailure;
 use crate::timings::{Phase, part_of, timed};
-use altiplano_cost_models::pipeline::{Order, PipelineCall, StageTimes, Timeline, in_steady_state, simulate_order};
+use altiplano_cost_models::pipeline::{
+    Order, PipelineCall, StageTimeline, StageTimes, Timeline, in_steady_state, simulate_order,
+};
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
+use altiplano_cost_models::timeline::Played;
 use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
 use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Predicts a plan with the given costs.
@@ -130,7 +134,10 @@ pub fn timings_of(
         let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
         timed(Phase::Timing, || stage_timing(&work[i], &prices, &plan.execution, late_by(plan)))
     };
-    let timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
+    let mut timings: Vec<StageTiming> = (0..plan.stages.len()).into_par_iter().map(timing).collect();
+    if plan.execution.pairs_passes {
+        pair(plan, deduped, work, costs, &mut timings);
+    }
     let with_sends = |i: usize| {
         let timing = timings[same_as(plan, deduped, i)].clone();
         let cost = costs.of_group(plan.stages[i].group);
@@ -146,6 +153,33 @@ pub fn timings_of(
         (times, timing)
     };
     (0..plan.stages.len()).into_par_iter().map(with_sends).collect()
+}
+
+/// Times the forward pass of each stage beside the backward pass of each stage of its lane. Stages of equal times have equal
+/// work, of which one pair is timed.
+fn pair(
+    plan: &Plan,
+    deduped: &DedupedPrograms<'_>,
+    work: &[Vec<BodyWork>],
+    costs: &dyn Costs,
+    timings: &mut [StageTiming],
+) {
+    let key = |timing: &StageTiming| {
+        let of = |played: &Played| [played.seconds, played.compute_s, played.communication_s].map(f64::to_bits);
+        [of(&timing.forward), of(&timing.backward), of(&timing.weights)]
+    };
+    let mut known = FxHashMap::default();
+    for i in (0..plan.stages.len()).filter(|&i| same_as(plan, deduped, i) == i) {
+        let stage = &plan.stages[i];
+        let prices = Prices::new(costs.of_group(stage.group), plan.group_of(stage), stage.submesh, &stage.mesh);
+        let beside = |other: usize| {
+            let (forward, backward) = (&timings[i], &timings[other]);
+            *known
+                .entry((key(forward), key(backward)))
+                .or_insert_with(|| paired_s((&work[i], forward), (&work[other], backward), &prices, &plan.execution))
+        };
+        timings[i].paired_s = plan.stages_of(plan.lane_of(i)).map(beside).collect();
+    }
 }
 
 /// Times a worker of a plan with parameter servers while all workers compute, and its exchange with the servers.
@@ -289,8 +323,7 @@ fn played_as(
     watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
 ) -> Timeline {
     if timings.iter().all(|(_, timing)| timing.shared.is_empty()) {
-        let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
-        return simulate_order(&times, order, watch);
+        return played_alone(timings, order, watch);
     }
     let stage = |(stage, (_, timing)): (&Stage, &(StageTimes, StageTiming))| SharedStage {
         devices: stage.devices.len() as u32,
@@ -298,6 +331,36 @@ fn played_as(
     };
     let stages: Vec<SharedStage> = plan.stages.iter().zip(timings).map(stage).collect();
     simulate_shared(&stages, order, watch)
+}
+
+/// For each lane, the part of the exposed communication of its passes that the passes beside them hide; zero if passes run
+/// one after the other.
+pub(crate) fn hidden_parts(plan: &Plan, timings: &[(StageTimes, StageTiming)], timeline: &Timeline) -> Vec<f64> {
+    let batches = f64::from(plan.microbatches_of_worker());
+    let of_lane = |(lane, played): (usize, &StageTimeline)| {
+        let (mut whole_s, mut exposed_s) = (0.0, 0.0);
+        for (times, timing) in plan.stages_of(lane).map(|i| &timings[i]) {
+            whole_s += batches * (times.forward_s + times.backward_s + times.weights_s) + times.step_s;
+            exposed_s += batches * (timing.forward.exposed_s + timing.backward.exposed_s + timing.weights.exposed_s);
+        }
+        let pairs = plan.execution.pairs_passes && exposed_s > 0.0;
+        if pairs { ((whole_s - played.busy_s) / exposed_s).clamp(0.0, 1.0) } else { 0.0 }
+    };
+    timeline.stages.iter().enumerate().map(of_lane).collect()
+}
+
+/// Simulates the calls of a step on devices that share nothing.
+pub fn played_alone(
+    timings: &[(StageTimes, StageTiming)],
+    order: &Order,
+    watch: &mut dyn FnMut(usize, PipelineCall, f64, f64),
+) -> Timeline {
+    let times: Vec<StageTimes> = timings.iter().map(|t| t.0).collect();
+    if !order.pairs {
+        return simulate_order(&times, order, watch);
+    }
+    let order = order.clone().pairing(timings.iter().map(|t| t.1.paired_s.clone()).collect());
+    simulate_order(&times, &order, watch)
 }
 
 /// Seconds that a stage's sends take: forward and backward with each microbatch, and once a step.
@@ -375,15 +438,17 @@ pub fn predict(plan: &mut Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs
     let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;
     let latency_s = (plan.goal == Goal::Throughput).then(alone);
     let batches = f64::from(plan.microbatches_of_worker());
-    let parts = timings.iter().map(|(times, timing)| {
+    let hidden = hidden_parts(plan, &timings, &timeline);
+    let parts = timings.iter().enumerate().map(|(i, (times, timing))| {
         let bodies = [&timing.forward, &timing.backward, &timing.weights];
         let exposed_s: f64 = bodies.iter().map(|b| b.exposed_s).sum();
+        let waited_s = exposed_s * (1.0 - hidden[plan.lane_of(i)]);
         let seconds: f64 = bodies.iter().map(|b| b.seconds).sum();
         // Sends may overlap with computation, but count in full as communication here.
         let sends_s = batches * (times.transfer_forward_s + times.transfer_backward_s);
         let finish_compute_s = timing.finish_compute_s.min(timing.finish_s);
         let compute_s = batches * (seconds - exposed_s) + finish_compute_s;
-        let communication_s = batches * exposed_s + sends_s + times.step_s - finish_compute_s - timing.waits_s;
+        let communication_s = batches * waited_s + sends_s + times.step_s - finish_compute_s - timing.waits_s;
         (compute_s, communication_s)
     });
     let parts: Vec<(f64, f64)> = parts.collect();

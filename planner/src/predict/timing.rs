@@ -8,9 +8,10 @@
 use crate::lower::Prices;
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::pipeline::StageTimes;
-use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, tasks};
+use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, play_beside, tasks};
 use altiplano_cost_models::{CostModel, Runtime};
 use altiplano_ir::graph::{Graph, ValueId};
+use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Binary, HostRoute, Op};
 use altiplano_ir::plan::Execution;
 use altiplano_ir::program::{Body, BufferId, Phase, Program};
@@ -312,6 +313,9 @@ pub struct StageTiming {
     pub waits_s: f64,
     /// On a machine that all devices share, the stage's times by the number of devices that compute at once.
     pub shared: Vec<(u32, StageTimes)>,
+    /// Seconds of the forward pass beside the backward pass of each stage of the lane, first to last, if passes run side by
+    /// side ([`Execution::pairs_passes`]).
+    pub paired_s: Vec<f64>,
 }
 
 /// The work of a stage's bodies in its program, in the order in which a step runs them.
@@ -460,6 +464,38 @@ pub fn stage_timing(bodies: &[BodyWork], prices: &Prices<'_>, execution: &Execut
         timing.finish_s -= gathers_s.min(timing.forward.seconds).min(timing.finish_s);
     }
     timing
+}
+
+/// Seconds of one stage's forward pass beside another's backward pass, with its gradients of weights. Both stages are on the
+/// same devices. Collectives occupy a part of the device while the other pass computes. Those over the same axes queue.
+pub fn paired_s(
+    forward: (&[BodyWork], &StageTiming),
+    backward: (&[BodyWork], &StageTiming),
+    prices: &Prices<'_>,
+    execution: &Execution,
+) -> f64 {
+    let mut channels: Vec<Vec<AxisId>> = Vec::new();
+    let mut of_phases = |bodies: &[BodyWork], phases: &[Phase]| {
+        let mut list = Vec::new();
+        for body in bodies.iter().filter(|body| phases.contains(&body.phase)) {
+            let base = list.len() as u32;
+            let mut of_body = tasks(&body.kernels, &body.prices(prices, execution));
+            for (task, sent) in of_body.iter_mut().zip(&body.sent) {
+                task.after.iter_mut().for_each(|after| *after += base);
+                let Some((collective, ..)) = sent else { continue };
+                let known = channels.iter().position(|axes| axes == collective.axes());
+                task.channel = known.unwrap_or(channels.len()) as u8;
+                channels.extend(known.is_none().then(|| collective.axes().to_vec()));
+            }
+            list.append(&mut of_body);
+        }
+        list
+    };
+    let lists = [of_phases(forward.0, &[Phase::Forward]), of_phases(backward.0, &[Phase::Backward, Phase::Weights])];
+    let host = Host { ahead_s: forward.1.forward.ahead_s[1], queued: prices.cost.queued_kernels() };
+    let played = play_beside([&lists[0], &lists[1]], host).shared(prices.cost.sending_part());
+    let alone_s = forward.1.forward.seconds + backward.1.backward.seconds + backward.1.weights.seconds;
+    played.seconds.min(alone_s)
 }
 
 /// Counts the work that precedes a microbatch's forward pass as the beginning of that pass.

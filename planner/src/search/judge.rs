@@ -117,7 +117,10 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
     let num_microbatches = space.num_microbatches[0];
     let schedule = request.schedule.unwrap_or(Schedule::OneFOneB);
     if !schedule.can_share(virtual_stages, num_microbatches.into(), lanes) {
-        let problem = "needs a number of microbatches that --pp divides";
+        let problem = match schedule {
+            Schedule::DualPipeV => "needs as many microbatches as stages under the schedule dualpipe-v",
+            _ => "needs a number of microbatches that --pp divides",
+        };
         return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });
     }
     let [dp, cp] = [space.degrees.dp, request.degrees.cp].map(of);

@@ -25,7 +25,7 @@ mod variants;
 
 use crate::explain::alternatives;
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, one_device, pins, rings, servers, stages, target};
+use crate::features::{chunked_loss, one_device, pairs, pins, rings, servers, stages, target};
 use crate::layers::cache::{LayeredAtBatch, LayeredCache};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
@@ -102,7 +102,7 @@ fn plan_padded(
     let space = SearchSpace::from_request(request)?;
     if sweep::is_uniform(request) {
         // Megatron pads vocabularies, which slight padding covers, and never adds heads.
-        return uniform::best(request, costs, progress);
+        return pairs::with_pairs(uniform::best(request, costs, progress)?, costs);
     }
     let layered = LayeredAtBatch::among(request, cache);
     if request.trains() {
@@ -111,8 +111,10 @@ fn plan_padded(
     let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
-        Err(why) if needs_expert_mesh(request, &why) => return uniform::best(request, costs, progress),
-        plan => plan?,
+        Err(why) if needs_expert_mesh(request, &why) => {
+            return pairs::with_pairs(uniform::best(request, costs, progress)?, costs);
+        }
+        plan => pairs::with_pairs(plan?, costs)?,
     };
     let mut faster = None;
     if let Some(of_one) = one_device::instead_of(&cx, &plan) {

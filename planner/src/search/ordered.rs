@@ -161,7 +161,7 @@ fn named(plan: &Plan, apart: &[bool]) -> Vec<Calls> {
     let where_apart =
         |calls: Calls| -> Calls { calls.into_iter().map(|lane| lane.into_iter().filter(is_apart).collect()).collect() };
     if plan.placement == Placement::V {
-        return [of(Schedule::ZbV)].map(where_apart).into();
+        return [of(Schedule::ZbV), of(Schedule::DualPipeV)].map(where_apart).into();
     }
     let with_weights = |calls: Calls| -> Calls {
         let weights = |call: Call| {

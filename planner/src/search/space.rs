@@ -91,7 +91,7 @@ impl SearchSpace {
 
 /// True if several stages of a lane may follow a schedule.
 fn has_shared(schedule: Schedule) -> bool {
-    matches!(schedule, Schedule::OneFOneB | Schedule::ZbV)
+    schedule == Schedule::OneFOneB || schedule.virtual_stages().is_some()
 }
 
 fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str) -> Result<T, PlanFailure> {
@@ -103,10 +103,20 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     request.degrees.expect_positive()?;
     let shared = request.degrees.virtual_stages.unwrap_or(1);
     if shared > 1 && request.schedule.is_some_and(|s| !has_shared(s)) {
-        return invalid("virtual-stages", shared, "goes with the schedules 1f1b and zb-v only");
+        return invalid("virtual-stages", shared, "goes with the schedules 1f1b, zb-v and dualpipe-v only");
     }
     if request.schedule.and_then(Schedule::virtual_stages).is_some_and(|count| count != shared) {
-        return invalid("virtual-stages", shared, "must be 2 under the schedule zb-v");
+        return invalid("virtual-stages", shared, "must be 2 under the schedules zb-v and dualpipe-v");
+    }
+    let stages = u64::from(request.degrees.pp.unwrap_or(1)) * u64::from(shared);
+    if let Some(count) = request.batch.num_microbatches.filter(|&count| u64::from(count) < stages)
+        && request.schedule == Some(Schedule::DualPipeV)
+    {
+        return invalid(
+            "num-microbatches",
+            count,
+            "must be at least the number of stages under the schedule dualpipe-v",
+        );
     }
     if shared > 1 && (devices == 1 || request.degrees.pp == Some(1)) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");

@@ -338,10 +338,10 @@ impl Bound {
     fn excludes(&self, schedule: Option<Schedule>, degrees: &Degrees) -> bool {
         let lanes = degrees.stages / degrees.virtual_stages.max(1);
         let turns = f64::from(degrees.num_microbatches) * f64::from(degrees.virtual_stages.max(1));
-        // Gradients of weights, a third of the work, fill the pipeline under zb-h1. Under zb-v, nothing else waits.
+        // Gradients of weights, a third of the work, fill the pipeline under zb-h1. Under zb-v and dualpipe-v, little else waits.
         let part = match schedule {
             Some(Schedule::ZbH1) => 1.0 / 3.0,
-            Some(Schedule::ZbV) => 0.0,
+            Some(Schedule::ZbV | Schedule::DualPipeV) => 0.0,
             _ => 1.0,
         };
         let waits = part * f64::from(lanes.saturating_sub(1)) / turns.max(1.0);

@@ -126,11 +126,13 @@ fn stages_that_share_devices() {
 /// Equal lanes that form a V: what is `n` stages later on the way down is `n` stages earlier on the way up.
 #[test]
 fn stages_that_form_a_v() {
-    for (tied, layers) in [(true, 16), (false, 16), (true, 19)] {
+    let [zb, dual] = [Schedule::ZbV, Schedule::DualPipeV];
+    for (tied, layers, schedule) in [(true, 16, zb), (false, 16, zb), (true, 19, zb), (false, 16, dual)] {
         let network = if tied { transformer(layers) } else { skipping(layers) };
         let mut request = request(&network, LossKind::Mean, "dgx-a100:1/4");
         (request.degrees.pp, request.schedule, request.batch.num_microbatches) =
-            (Some(4), Some(Schedule::ZbV), Some(4));
+            (Some(4), Some(schedule), Some(if schedule == dual { 8 } else { 4 }));
+        request.batch.global = (schedule == dual).then_some(8);
         let plan = plan(&request, &Silent).expect("a plan");
         assert_eq!((plan.stages.len(), plan.lane_of(7)), (8, 0));
         check(&plan);

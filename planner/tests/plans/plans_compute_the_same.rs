@@ -329,13 +329,21 @@ fn stages_that_form_a_v() {
         ("local:4", 2, 1, 2, 2),
         ("local:4", 1, 2, 2, 4),
     ] {
-        for (zero, recompute) in [(0, Recompute::None), (3, Recompute::Full)] {
+        let cases = [
+            (Schedule::ZbV, 0, Recompute::None),
+            (Schedule::ZbV, 3, Recompute::Full),
+            (Schedule::DualPipeV, 0, Recompute::Full),
+        ];
+        for (schedule, zero, recompute) in cases {
+            if !schedule.can_share(2, microbatches.into(), pp) {
+                continue;
+            }
             let mut request = request_of(&transformer(5), LossKind::Mean, cluster);
             (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
-            (request.schedule, request.batch.num_microbatches) = (Some(Schedule::ZbV), Some(microbatches));
+            (request.schedule, request.batch.num_microbatches) = (Some(schedule), Some(microbatches));
             (request.degrees.zero, request.recompute) = (Some(zero), Some(recompute));
             let plan = check(&request);
-            assert_eq!((plan.schedule, plan.num_lanes() as u32, plan.virtual_stages), (Schedule::ZbV, pp, 2));
+            assert_eq!((plan.schedule, plan.num_lanes() as u32, plan.virtual_stages), (schedule, pp, 2));
             assert_eq!(plan.stages[0].devices, plan.stages[2 * pp as usize - 1].devices);
             assert_eq!(Plan::from_json(&plan.to_json()).unwrap(), plan);
         }
@@ -426,8 +434,12 @@ fn contradictions_and_impossible_requests_are_refused() {
         ),
         (&|r| r.degrees.zero = Some(4), "--zero"),
         (&|r| r.degrees.virtual_stages = Some(0), "--virtual-stages"),
-        (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(2), Some(Schedule::GPipe)), "1f1b and zb-v only"),
+        (
+            &|r| (r.degrees.virtual_stages, r.schedule) = (Some(2), Some(Schedule::GPipe)),
+            "1f1b, zb-v and dualpipe-v only",
+        ),
         (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(3), Some(Schedule::ZbV)), "must be 2"),
+        (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(4), Some(Schedule::DualPipeV)), "must be 2"),
         (&|r| (r.degrees.pp, r.schedule) = (Some(1), Some(Schedule::ZbV)), "two blocks"),
         (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(2), Some(1)), "two blocks"),
         (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(9), Some(2)), "too few for 18"),

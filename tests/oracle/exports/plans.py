@@ -25,6 +25,7 @@ PIPELINES = {
     "interleaved": (4, ["--pp", "2", "--dp", "2", "--num-microbatches", "4", "--virtual-stages", "2"]),
     "zb-h1": (4, ["--pp", "2", "--tp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]),
     "zb-v": (4, ["--pp", "2", "--tp", "2", "--num-microbatches", "4", "--schedule", "zb-v"]),
+    "dualpipe-v": (4, ["--pp", "2", "--tp", "2", "--num-microbatches", "4", "--schedule", "dualpipe-v"]),
     "dp-tp-pp": (8, ["--dp", "2", "--tp", "2", "--pp", "2", "--zero", "1", "--num-microbatches", "2"]),
     "pp4": (4, ["--pp", "4", "--num-microbatches", "4"]),
     "searched-pp": (8, ["--pp", "2"]),

@@ -54,6 +54,7 @@ PIPELINES = {
     "gpipe": (2, ["--pp", "2", "--num-microbatches", "2", "--schedule", "gpipe"]),
     "zb-h1": (2, ["--pp", "2", "--num-microbatches", "4", "--schedule", "zb-h1"]),
     "zb-v": (2, ["--pp", "2", "--num-microbatches", "4", "--schedule", "zb-v"]),
+    "dualpipe-v": (2, ["--pp", "2", "--num-microbatches", "4", "--schedule", "dualpipe-v"]),
     "found": (4, ["--pp", "4", "--num-microbatches", "8", "--schedule", "found"]),
     "interleaved": (2, ["--pp", "2", "--num-microbatches", "4", "--virtual-stages", "2"]),
     "1f1b-dp": (4, ["--pp", "2", "--dp", "2", "--zero", "0", "--num-microbatches", "2"]),
