@@ -29,9 +29,9 @@ use serde::{Deserialize, Serialize};
 const TRIES: usize = 3;
 /// Relative difference below which two costs are equal.
 const EQUAL: f64 = 1e-9;
-/// Most stage problems need a small part of this effort. If memory is tight, more effort gives a smaller gap; one this
-/// small is far below the accuracy of prices.
-const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 1.0, gap: 1e-4 };
+/// Most stage problems need a small part of this effort. If memory is tight, twelve times as much takes up to twice as long for
+/// the whole search, and made plans at most 0.01 % faster (benches/results/search.md).
+const OPTIONS: Options = Options { time_limit_s: f64::INFINITY, effort: 0.08, gap: 1e-4 };
 
 /// The result for one stage.
 #[derive(Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use example::{Asked, learn};
 #[test]
 fn text_is_learnt() {
     let mut said = Vec::new();
-    let asked = Asked { steps: 80, workers: 2, seed: 3, characters: 8, measure_noise: false };
+    let asked = Asked { steps: 120, workers: 2, seed: 3, characters: 8, measure_noise: false };
     let learnt = learn(&asked, &mut |line| said.push(line)).expect("it trains");
     // An untrained model gives each of 128 characters the same probability.
     assert!((learnt.first_loss - 128f64.ln()).abs() < 0.2, "{}", learnt.first_loss);
