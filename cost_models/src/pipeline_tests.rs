@@ -419,8 +419,8 @@ fn zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b() {
 }
 
 /// DualPipeV on calls of equal length, as its authors state it for DualPipe (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-/// table 2, with half as many lanes as stages): lanes wait `(p - 1) (F&B + B - 3W)`, where `F&B` are a forward and a backward
-/// pass side by side and `B` is a whole backward pass, and hold `2p + 1` activations.
+/// table 2, with half as many lanes as stages): the lane that waits longest waits `(p - 1) (F&B + B - 3W)`, where `F&B` are a
+/// forward and a backward pass side by side and `B` is a whole backward pass. Lanes hold `2p + 1` activations.
 #[test]
 fn dual_pipe_v_has_the_bubble_and_the_memory_that_its_authors_state() {
     let order =
@@ -451,9 +451,10 @@ fn dual_pipe_v_has_the_bubble_and_the_memory_that_its_authors_state() {
                 let order = order.clone().pairing(vec![vec![paired_s; 2]; 2 * lanes]);
                 let simulated = simulate_order(&vec![times; 2 * lanes], &order, &mut |_, _, _, _| {});
                 let stated_s = (lanes - 1) as f64 * (paired_s + backward_s + weights_s - 3.0 * weights_s);
-                for lane in &simulated.stages {
-                    assert_eq!(lane.bubble_s, stated_s, "{lanes} {microbatches} {paired_s}");
-                }
+                let waits = simulated.stages.iter().map(|lane| lane.bubble_s);
+                assert_eq!(waits.clone().fold(0.0, f64::max), stated_s, "{lanes} {microbatches} {paired_s}");
+                // If passes gain nothing side by side, all lanes wait as long.
+                assert!(paired_s < 3.0 || waits.into_iter().all(|waits_s| waits_s == stated_s));
             }
         }
     }

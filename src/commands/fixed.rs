@@ -110,7 +110,7 @@ enum ScheduleName {
     ZbH1,
     /// zb-h1 on lanes of two stages, the first of one and the last of the other half
     ZbV,
-    /// Lanes as of zb-v, on which a forward and a backward pass take turns
+    /// The lanes of zb-v, on which a forward and a backward pass take turns
     #[value(name = "dualpipe-v")]
     DualPipeV,
     #[value(name = "pipedream")]

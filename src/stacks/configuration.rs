@@ -136,7 +136,7 @@ pub enum Misfit {
         "virtual stages need the schedule 1f1b and a number of microbatches that {lanes} pipeline stages divide, not {microbatches}"
     )]
     Turns { microbatches: u32, lanes: u32 },
-    #[error("DualPipeV needs as many microbatches as stages, but there are {microbatches} and {stages}")]
+    #[error("DualPipeV needs at least as many microbatches as stages, but there are {microbatches} and {stages}")]
     Pairs { microbatches: u32, stages: u32 },
     #[error("{0} is 0")]
     Zero(&'static str),

@@ -86,6 +86,13 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
     let request = request(&model, cluster);
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| in_file(error, file))?;
+    if configuration.pairs_passes == Some(true) && !prediction.plan.execution.pairs_passes {
+        notes.push(
+            "passes of two microbatches do not run side by side here, as this stack needs experts on several devices for it, less \
+             recomputation, or several stages a device: predicted one after the other"
+                .into(),
+        );
+    }
     let limits = Limits::new(&Simulation::new(prediction.plan.clone(), None)?);
     let mut judgement = Judgement {
         stack,

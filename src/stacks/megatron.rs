@@ -130,6 +130,12 @@ pub const KNOBS: &[Knob] = &[
         },
         write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(true)),
     },
+    Knob {
+        name: "moe-token-dispatcher-type",
+        // Exchanges cost what they cost by all-to-all. The default gathers tokens, beside which no passes run.
+        read: |_, _| Ok(()),
+        write: |c| (c.pairs_passes == Some(true)).then(|| Value::from("alltoall")),
+    },
     Knob { name: "recompute-granularity", read: read_granularity, write: write_granularity },
     Knob {
         name: "recompute-method",
@@ -624,18 +630,6 @@ pub fn limit(c: &Configuration) -> Option<Unsayable> {
         () if c.pp() > 1 && c.zero.unwrap_or(0) > 1 => {
             unsayable("Megatron's FSDP shards gradients and parameters without a pipeline", "--zero 1")
         }
-        () if c.pairs_passes == Some(true) => match () {
-            () if c.ep() == 1 => unsayable("Megatron overlaps the exchange of experts that devices share", "--ep 2"),
-            () if c.recompute == Some(Recompute::Full) => unsayable(
-                "Megatron overlaps the exchange of experts without full recomputation",
-                "--recompute selective",
-            ),
-            () if c.pp() > 1 && c.virtual_stages() == 1 => unsayable(
-                "Megatron overlaps the exchange of experts in pipelines of several stages a device",
-                "--virtual-stages 2",
-            ),
-            () => None,
-        },
         () => None,
     }
 }

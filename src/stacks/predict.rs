@@ -4,11 +4,23 @@ use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Target};
+use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_ir::recompute::Recompute;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
 use std::sync::Arc;
+
+/// True if a stack runs a configuration's passes side by side when it is told to: where experts are dealt out, with little
+/// recomputation ([`altiplano_planner::features::pairs`]).
+fn can_pair(c: &Configuration, stated: &Stated) -> bool {
+    let most = if c.order() == Schedule::DualPipeV { Recompute::None } else { Recompute::Selective };
+    let level = match stated.full_blocks {
+        Some(1..) => Recompute::Full,
+        _ => stated.degrees.recompute,
+    };
+    stated.ep > 1 && level <= most && c.order().can_pair(stated.degrees.virtual_stages, c.pp())
+}
 
 /// A predicted configuration.
 #[derive(Clone, Debug)]
@@ -75,8 +87,7 @@ impl<'a> Predictor<'a> {
             Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
-        let pairs = c.order().can_pair(settled.stated.degrees.virtual_stages, c.pp());
-        request.execution.pairs_passes = c.pairs_passes == Some(true) && pairs;
+        request.execution.pairs_passes = c.pairs_passes == Some(true) && can_pair(&c, &settled.stated);
         if let Some(fused) = c.fused_attention.or(request.fused_attention) {
             let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
             request.execution.fused_attention = fused && possible;

@@ -7,6 +7,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::explain::account::{accounts, of_lanes};
+use altiplano_planner::explain::neighbours::neighbours;
 use altiplano_planner::features::pairs::with_pairs;
 use altiplano_planner::features::parallelism::parallelism;
 use altiplano_planner::features::target::execution;
@@ -690,4 +691,20 @@ fn passes_side_by_side_are_said_and_predicted() {
     let full = with_experts(&megatron::MEGATRON, Schedule::OneFOneB, Recompute::Full, true);
     let written = export(&full, &megatron::MEGATRON).expect("a configuration");
     assert!(!written.text.contains("overlap-moe"), "{}", written.text);
+    // A file that asks for it nevertheless is predicted without, which a note says.
+    let text = written.text.replace("--micro-batch-size", "--overlap-moe-expert-parallel-comm --micro-batch-size");
+    let how = How {
+        model: Some(model("experts")),
+        import: import_of("experts"),
+        cluster: Some(CLUSTER.into()),
+        only_predict: true,
+        ..How::default()
+    };
+    let asked = judge_text(Path::new("asked.sh"), &text, &how).expect("a judgement");
+    assert!(asked.notes.iter().any(|note| note.contains("side by side")), "{:?}", asked.notes);
+    assert_eq!(asked.prediction.step_s(), written.prediction.step_s());
+    // What `why` compares a plan with has its passes side by side as well.
+    let beside = with_experts(&megatron::MEGATRON, Schedule::OneFOneB, Recompute::None, true);
+    let compared = neighbours(&beside, 0).expect("neighbours");
+    assert!(compared.iter().filter_map(|n| n.plan.as_ref().ok()).all(|plan| plan.execution.pairs_passes));
 }

@@ -72,7 +72,8 @@ const KNOBS: &[Knob] = &[
                 ("DualPipeV", Schedule::DualPipeV),
             ];
             c.schedule = Some(word(v, &known)?);
-            c.interleaves = ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"].contains(&bare(v).as_str());
+            let name = bare(v).to_lowercase();
+            c.interleaves = ["interleaved1f1b", "zbvzerobubble", "dualpipev"].contains(&name.as_str());
             Ok(())
         },
         write: |c| {
@@ -343,9 +344,6 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
     let unsayable = |problem, option| Some(Unsayable { problem, option });
     let region = [c.shard.unwrap_or(1), c.cp(), c.tp()].iter().fold(1_u64, |all, &d| all.saturating_mul(d.into()));
     match () {
-        () if c.pairs_passes == Some(true) && c.recompute.unwrap_or_default() != Recompute::None => {
-            unsayable("torchtitan overlaps the exchange of experts without recomputation", "--recompute none")
-        }
         () if c.ep() > 1 && region % u64::from(c.ep()) != 0 => {
             unsayable("expert parallelism must divide the devices that shard, split positions and features", "--ep 1")
         }

@@ -146,8 +146,16 @@ fn stages_in_a_v_are_said_and_give_the_same_as_one_device() {
     // Whole backward passes in turn with forward passes need a microbatch for each stage.
     let asked = ["--dp", "2", "--pp", "2", "--schedule", "dualpipe-v", "--num-microbatches"];
     assert!(succeeds(&[&["verify", DEMO], &asked[..], &["4"]].concat()).contains("the numbers agree"));
-    let output = altiplano(&[&["plan", DEMO], &asked[..], &["2"]].concat());
-    assert!(output.code == Some(2) && output.stderr.contains("at least the number of stages"), "{}", output.stderr);
+    for few in [
+        &["--pp", "2", "--num-microbatches", "2"][..],
+        &["--num-microbatches", "2"],
+        &["--pp", "2", "--microbatch", "8"],
+    ] {
+        let output = altiplano(&[&["plan", DEMO, "--schedule", "dualpipe-v"], few].concat());
+        assert!(output.code == Some(2) && output.stderr.contains("at least the number of stages"), "{}", output.stderr);
+    }
+    // The search finds a number that is enough.
+    assert!(succeeds(&["plan", DEMO, "--cluster", "local:4", "--schedule", "dualpipe-v"]).contains("dualpipe-v over"));
     assert!(refusal(|plan| plan.schedule = Schedule::OneFOneB).contains("must be loop"));
     let output = altiplano(&["plan", DEMO, "--schedule", "zb-v", "--cluster", "local:1"]);
     assert!(output.code == Some(2) && output.stderr.contains("two blocks of devices"), "{}", output.stderr);

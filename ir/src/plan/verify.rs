@@ -143,7 +143,7 @@ impl Plan {
             "must be at least the number of stages under the schedule dualpipe-v",
         );
         let pairs = self.schedule.can_pair(self.virtual_stages, self.num_lanes() as u32);
-        let problem = "needs the schedule dualpipe-v, or 1f1b without a pipeline or with several stages a lane";
+        let problem = "needs the schedule dualpipe-v, or 1f1b with one stage in all or several a lane";
         problems.require(pairs || !self.execution.pairs_passes, "execution.pairs_passes", problem);
         let loops = self.placement == Placement::Loop || self.schedule != Schedule::OneFOneB;
         problems.require(loops, "placement", "must be loop under the schedule 1f1b");

@@ -118,7 +118,7 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
     let schedule = request.schedule.unwrap_or(Schedule::OneFOneB);
     if !schedule.can_share(virtual_stages, num_microbatches.into(), lanes) {
         let problem = match schedule {
-            Schedule::DualPipeV => "needs as many microbatches as stages under the schedule dualpipe-v",
+            Schedule::DualPipeV => "needs at least as many microbatches as stages under the schedule dualpipe-v",
             _ => "needs a number of microbatches that --pp divides",
         };
         return Err(PlanFailure::Option { option: "virtual-stages", value: virtual_stages.into(), problem });

@@ -102,7 +102,7 @@ fn plan_padded(
     let space = SearchSpace::from_request(request)?;
     if sweep::is_uniform(request) {
         // Megatron pads vocabularies, which slight padding covers, and never adds heads.
-        return pairs::with_pairs(uniform::best(request, costs, progress)?, costs);
+        return uniform::best(request, costs, progress);
     }
     let layered = LayeredAtBatch::among(request, cache);
     if request.trains() {
@@ -111,9 +111,7 @@ fn plan_padded(
     let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
-        Err(why) if needs_expert_mesh(request, &why) => {
-            return pairs::with_pairs(uniform::best(request, costs, progress)?, costs);
-        }
+        Err(why) if needs_expert_mesh(request, &why) => return uniform::best(request, costs, progress),
         plan => pairs::with_pairs(plan?, costs)?,
     };
     let mut faster = None;

@@ -49,7 +49,7 @@ impl SearchSpace {
     pub fn from_request(request: &Request) -> Result<SearchSpace, PlanFailure> {
         check_options(request)?;
         let degrees = degrees(request)?;
-        let num_microbatches = microbatch_counts(request)?;
+        let num_microbatches = with_enough_microbatches(request, degrees, microbatch_counts(request)?)?;
         let alpa = request.search == SearchKind::Alpa;
         let of_target = stack(request.target).schedules;
         let shared: Vec<Schedule> = match request.schedule {
@@ -98,6 +98,23 @@ fn invalid<T>(option: &'static str, value: impl Into<u64>, problem: &'static str
     Err(PlanFailure::Option { option, value: value.into(), problem })
 }
 
+/// The numbers of microbatches that the schedule runs: `dualpipe-v` needs one for each stage.
+fn with_enough_microbatches(
+    request: &Request,
+    degrees: GivenDegrees,
+    mut counts: Vec<u32>,
+) -> Result<Vec<u32>, PlanFailure> {
+    if request.schedule == Some(Schedule::DualPipeV) {
+        let (most, lanes) = (counts.iter().copied().max().unwrap_or(0), degrees.pp.unwrap_or(2));
+        counts.retain(|&count| Schedule::DualPipeV.can_share(2, count.into(), lanes));
+        if counts.is_empty() {
+            let problem = "must be at least the number of stages under the schedule dualpipe-v, which is 4 or more";
+            return invalid("num-microbatches", most, problem);
+        }
+    }
+    Ok(counts)
+}
+
 fn check_options(request: &Request) -> Result<(), PlanFailure> {
     let devices = request.cluster.num_devices();
     request.degrees.expect_positive()?;
@@ -107,16 +124,6 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     }
     if request.schedule.and_then(Schedule::virtual_stages).is_some_and(|count| count != shared) {
         return invalid("virtual-stages", shared, "must be 2 under the schedules zb-v and dualpipe-v");
-    }
-    let stages = u64::from(request.degrees.pp.unwrap_or(1)) * u64::from(shared);
-    if let Some(count) = request.batch.num_microbatches.filter(|&count| u64::from(count) < stages)
-        && request.schedule == Some(Schedule::DualPipeV)
-    {
-        return invalid(
-            "num-microbatches",
-            count,
-            "must be at least the number of stages under the schedule dualpipe-v",
-        );
     }
     if shared > 1 && (devices == 1 || request.degrees.pp == Some(1)) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
