@@ -75,11 +75,11 @@ pub struct Order {
     /// Number of steps of `num_microbatches` each that run without a flush between them. Their microbatches are
     /// numbered consecutively. It is 1 except for `pipedream` and `forward`.
     pub steps: u32,
-    /// The order is one whose passes can run side by side. Under `1f1b`, forwards run further ahead then, so that no backward
-    /// pass waits for the forward pass beside it. How long they take together is said by [`Order::pairing`].
+    /// Passes can run side by side in this order. Under `1f1b`, forwards run further ahead, so that no backward pass waits for
+    /// the forward pass beside it. [`Order::pairing`] gives the seconds of such pairs.
     pub pairs: bool,
     /// Seconds of a stage's forward pass beside the backward pass of each stage of its lane, first to last, if passes that take
-    /// turns run side by side. Without it, they run one after the other.
+    /// turns run side by side. If it is absent, they run one after the other.
     paired_s: Option<Arc<Vec<Vec<f64>>>>,
     /// The calls of each lane under `found`, which has no rule, and under `zb-v` and `dualpipe-v`, whose rules give whole
     /// lanes.

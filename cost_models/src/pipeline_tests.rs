@@ -486,7 +486,7 @@ fn passes_of_1f1b_run_side_by_side() {
         let beside_s = step_s(&beside, &mut spans);
         assert_eq!(spans.len(), 2 * shared * lanes * microbatches as usize, "{case}");
         assert!(spans.iter().all(|(start, end)| start < end && *end <= beside_s), "{case}");
-        // What a pair saves shortens the step, and without savings a lane at most waits for what is beside it.
+        // The seconds that pairs save exceed those that lanes wait for the passes beside theirs.
         let alone_s = step_s(&alone, &mut Vec::new());
         assert!(beside_s <= alone_s, "{case}: {beside_s} {alone_s}");
         if lanes == 1 {

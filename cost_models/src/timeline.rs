@@ -138,16 +138,16 @@ pub fn play_beside(lists: [&[Task]; 2], host: Host) -> Played {
         all.iter().filter(|task| (task.stream == Stream::Compute) == computes).map(|task| task.seconds).sum()
     };
     let spans = spans.concat();
-    // Tasks of one stream are not in order here.
+    // The lists one after the other do not have the tasks of a stream in the order in which they ran.
     let mut in_order: Vec<usize> = (0..all.len()).collect();
     in_order.sort_by(|&a, &b| spans[a].0.total_cmp(&spans[b].0));
     let (sorted, sorted_spans): (Vec<Task>, Vec<(f64, f64)>) =
         in_order.into_iter().map(|i| (all[i].clone(), spans[i])).unzip();
-    let seconds_of_device = device.end_s();
+    let end_s = device.end_s();
     Played {
-        seconds: seconds_of_device,
+        seconds: end_s,
         host_s: all.iter().map(|task| task.issue_s).sum(),
-        ahead_s: [host.ahead_s, seconds_of_device - device.host_s],
+        ahead_s: [host.ahead_s, end_s - device.host_s],
         compute_s: seconds(true),
         communication_s: seconds(false),
         exposed_s: exposed_s(&sorted, &sorted_spans),

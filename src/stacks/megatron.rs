@@ -132,7 +132,7 @@ pub const KNOBS: &[Knob] = &[
     },
     Knob {
         name: "moe-token-dispatcher-type",
-        // Exchanges cost what they cost by all-to-all. The default gathers tokens, beside which no passes run.
+        // Megatron-LM pairs passes only with this dispatcher; its default gathers tokens.
         read: |_, _| Ok(()),
         write: |c| (c.pairs_passes == Some(true)).then(|| Value::from("alltoall")),
     },
@@ -613,7 +613,7 @@ pub fn round(c: &mut Configuration) {
         c.recompute = Some(Recompute::Full);
     }
     c.overlap = Some(c.zero.unwrap_or(0) > 0);
-    let pairs = c.ep() > 1 && c.recompute != Some(Recompute::Full) && (c.pp() == 1 || c.virtual_stages() > 1);
+    let pairs = c.ep() > 1 && c.recompute != Some(Recompute::Full) && c.order().can_pair(c.virtual_stages(), c.pp());
     c.pairs_passes = Some(c.pairs_passes == Some(true) && pairs);
 }
 

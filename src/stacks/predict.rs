@@ -4,17 +4,18 @@ use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_ir::plan::{Plan, Target};
 use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::pairs::most_recomputed;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
 use std::sync::Arc;
 
-/// True if a stack runs a configuration's passes side by side when it is told to: where experts are dealt out, with little
-/// recomputation ([`altiplano_planner::features::pairs`]).
+/// True if a stack that is told to run passes side by side does so with this configuration: it deals out experts, and recomputes
+/// no more than [`most_recomputed`] says.
 fn can_pair(c: &Configuration, stated: &Stated) -> bool {
-    let most = if c.order() == Schedule::DualPipeV { Recompute::None } else { Recompute::Selective };
+    let Some(most) = most_recomputed(c.order()) else { return false };
     let level = match stated.full_blocks {
         Some(1..) => Recompute::Full,
         _ => stated.degrees.recompute,

@@ -679,7 +679,7 @@ fn passes_side_by_side_are_said_and_predicted() {
         let gains = beside.predicted.step_time_s * 1.02 < alone.predicted.step_time_s;
         assert_eq!(searched(target).execution.pairs_passes, gains, "{}", stack.name);
         assert!(!searched(Target::Altiplano).execution.pairs_passes);
-        // What they save is communication, and the parts of a step still add up to it.
+        // They save communication, and the parts of a step still add up to it.
         let accounts = accounts(&beside, &costs(&beside)).expect("accounts");
         for account in of_lanes(&beside, &accounts) {
             assert!((account.sum_s() / beside.predicted.step_time_s - 1.0).abs() < 1e-9, "{account:?}");
@@ -703,7 +703,7 @@ fn passes_side_by_side_are_said_and_predicted() {
     let asked = judge_text(Path::new("asked.sh"), &text, &how).expect("a judgement");
     assert!(asked.notes.iter().any(|note| note.contains("side by side")), "{:?}", asked.notes);
     assert_eq!(asked.prediction.step_s(), written.prediction.step_s());
-    // What `why` compares a plan with has its passes side by side as well.
+    // The plans that `why` compares this one with have their passes side by side as well.
     let beside = with_experts(&megatron::MEGATRON, Schedule::OneFOneB, Recompute::None, true);
     let compared = neighbours(&beside, 0).expect("neighbours");
     assert!(compared.iter().filter_map(|n| n.plan.as_ref().ok()).all(|plan| plan.execution.pairs_passes));

@@ -14,11 +14,11 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::plan::{Execution, Plan, Schedule, Target};
 use altiplano_ir::recompute::Recompute;
 
-/// The most recomputation beside which a target's software runs passes side by side under a schedule; `None` if it never does.
-pub fn most_recomputed(target: Target, schedule: Schedule) -> Option<Recompute> {
-    match (target, schedule) {
-        (Target::Megatron, Schedule::OneFOneB) => Some(Recompute::Selective),
-        (Target::Torchtitan, Schedule::DualPipeV) => Some(Recompute::None),
+/// The most recomputation with which software runs passes side by side under a schedule; `None` if it never does.
+pub fn most_recomputed(schedule: Schedule) -> Option<Recompute> {
+    match schedule {
+        Schedule::OneFOneB => Some(Recompute::Selective),
+        Schedule::DualPipeV => Some(Recompute::None),
         _ => None,
     }
 }
@@ -39,7 +39,12 @@ pub fn with_pairs(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
 }
 
 fn can_pair(plan: &Plan) -> bool {
-    let Some(most) = most_recomputed(plan.target, plan.schedule) else { return false };
+    let of_target = match plan.target {
+        Target::Megatron => plan.schedule == Schedule::OneFOneB,
+        Target::Torchtitan => plan.schedule == Schedule::DualPipeV,
+        _ => false,
+    };
+    let Some(most) = most_recomputed(plan.schedule).filter(|_| of_target) else { return false };
     plan.schedule.can_pair(plan.virtual_stages, plan.num_lanes() as u32)
         && plan.stages.iter().all(|stage| stage.recompute.most() <= most)
         && parallelism(plan).iter().any(|stage| stage.expert > 1)
