@@ -34,6 +34,10 @@ pub struct Execution {
     /// A forward pass runs beside the backward pass of another microbatch, so that one computes while the other communicates.
     #[serde(skip_serializing_if = "is_default")]
     pub pairs_passes: bool,
+    /// Gathers of activations run in parts beside the products that read them, and reduce-scatters beside the products whose
+    /// sums they are (Megatron-LM's `--tp-comm-overlap`, PyTorch's async tensor parallelism).
+    #[serde(skip_serializing_if = "is_default")]
+    pub overlaps_tensor_parallel: bool,
 }
 
 /// The kernels of fused attention that software has.
@@ -72,6 +76,7 @@ impl Default for Execution {
             recomputes_products: false,
             unit_bytes: 0,
             pairs_passes: false,
+            overlaps_tensor_parallel: false,
         }
     }
 }

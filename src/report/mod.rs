@@ -263,8 +263,9 @@ fn write_schedule(out: &mut String, plan: &Plan) -> std::fmt::Result {
     let clip = plan.clip_norm.map(|most| format!(", gradients clipped at norm {most}")).unwrap_or_default();
     let scale = plan.loss_scale.map(|scale| format!(", loss scale {scale}")).unwrap_or_default();
     let pairs = if plan.execution.pairs_passes { ", passes of two microbatches side by side" } else { "" };
+    let beside = if plan.execution.overlaps_tensor_parallel { ", gathers and reductions beside products" } else { "" };
     let optimizer = match trains {
-        true => format!("{pairs}; optimizer {}{clip}{scale}", plan.optimizer.name()),
+        true => format!("{pairs}{beside}; optimizer {}{clip}{scale}", plan.optimizer.name()),
         false => String::new(),
     };
     match (plan.stages.len(), plan.virtual_stages) {

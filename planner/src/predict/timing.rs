@@ -14,7 +14,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Binary, HostRoute, Op};
 use altiplano_ir::plan::Execution;
-use altiplano_ir::program::{Body, BufferId, Phase, Program};
+use altiplano_ir::program::{Body, BufferId, BufferKind, Phase, Program};
 use altiplano_ir::reshard::Collective;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
@@ -34,6 +34,8 @@ pub struct BodyWork {
     pub sent: Vec<Option<(Collective, u64, u64)>>,
     /// True if it is sent together with the other collectives of its block ([`Execution::unit_bytes`]).
     of_unit: Vec<bool>,
+    /// For each kernel, the products that it runs in parts beside ([`Execution::overlaps_tensor_parallel`]).
+    beside: Vec<Vec<usize>>,
     reads: FxHashMap<ValueId, BufferId>,
     writes: Vec<(BufferId, ValueId)>,
 }
@@ -44,7 +46,7 @@ impl BodyWork {
         BodyWork { stage, ..self.clone() }
     }
 
-    pub fn new(body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
+    pub fn new(program: &Program, body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
         let mut kernels = match cost.runtime() {
@@ -68,10 +70,15 @@ impl BodyWork {
         };
         let sent = kernels.iter().map(sent).collect();
         let of_unit = |kernel: &Kernel| has_units && unit_part(graph, kernel, &written).is_some();
+        let beside = match execution.overlaps_tensor_parallel && in_passes && cost.runtime().is_none() {
+            true => beside_products(program, body, &kernels, &written),
+            false => vec![Vec::new(); kernels.len()],
+        };
         BodyWork {
             stage: body.stage,
             phase: body.phase,
             of_unit: kernels.iter().map(of_unit).collect(),
+            beside,
             kernels,
             sent,
             reads: body.reads.iter().copied().collect(),
@@ -82,8 +89,8 @@ impl BodyWork {
     /// Creates work of which only the kernels matter.
     #[cfg(test)]
     pub(crate) fn made_of(phase: Phase, kernels: Vec<Kernel>, sent: Vec<Option<(Collective, u64, u64)>>) -> BodyWork {
-        let of_unit = vec![false; kernels.len()];
-        BodyWork { stage: 0, phase, kernels, sent, of_unit, reads: FxHashMap::default(), writes: Vec::new() }
+        let (of_unit, beside) = (vec![false; kernels.len()], vec![Vec::new(); kernels.len()]);
+        BodyWork { stage: 0, phase, kernels, sent, of_unit, beside, reads: FxHashMap::default(), writes: Vec::new() }
     }
 
     /// Sets the work of collectives between nodes to what the runtime does for them.
@@ -138,7 +145,25 @@ impl BodyWork {
             }
         }
         self.price_collectives(&mut costs, prices, execution);
+        self.hide_beside_products(&mut costs, prices);
         costs
+    }
+
+    /// Deducts the seconds of collectives that products hide. Both are cut into as many parts as devices take part, and the
+    /// first or the last part has nothing beside it. A product hides no more than it takes.
+    fn hide_beside_products(&self, costs: &mut [Price], prices: &Prices<'_>) {
+        let mut left_s: Vec<f64> = costs.iter().map(|cost| cost.seconds).collect();
+        for (i, products) in self.beside.iter().enumerate() {
+            let Some((collective, ..)) = &self.sent[i] else { continue };
+            let parts = prices.mesh.product(collective.axes()).max(1) as f64;
+            let mut may_hide_s = costs[i].seconds * (parts - 1.0) / parts;
+            for &product in products {
+                let hidden_s = may_hide_s.min(left_s[product]);
+                left_s[product] -= hidden_s;
+                may_hide_s -= hidden_s;
+                costs[i].seconds -= hidden_s;
+            }
+        }
     }
 
     /// Prices collectives. Those of one kind over the same axes are sent together, up to a number of bytes at a time. Each
@@ -239,6 +264,51 @@ fn unit_part(graph: &Graph, kernel: &Kernel, written: &BTreeSet<ValueId>) -> Opt
     }
 }
 
+/// For each kernel that gathers activations, the products that read the result, and for each that reduces and scatters a sum
+/// which the pass goes on with, the products that it sums. One elementwise kernel may lie between: a conversion, or the sum
+/// of several products.
+fn beside_products(program: &Program, body: &Body, kernels: &[Kernel], written: &BTreeSet<ValueId>) -> Vec<Vec<usize>> {
+    let graph = &body.graph;
+    let weights = body.reads.iter().filter(|(_, b)| matches!(program.buffer(*b).kind, BufferKind::Parameter { .. }));
+    let weights: BTreeSet<ValueId> = weights.map(|read| read.0).collect();
+    let gathers_weight = |mut v: ValueId| {
+        while !graph.node(v).op.is_leaf() && graph.node(v).operands.len() == 1 {
+            v = graph.node(v).operands[0];
+        }
+        weights.contains(&v)
+    };
+    let mut maker: FxHashMap<ValueId, usize> = FxHashMap::default();
+    let mut readers: FxHashMap<ValueId, Vec<usize>> = FxHashMap::default();
+    for (i, kernel) in kernels.iter().enumerate() {
+        maker.extend(kernel.writes.iter().map(|&v| (v, i)));
+        kernel.reads.iter().for_each(|(v, _)| readers.entry(*v).or_default().push(i));
+    }
+    let is_product = |i: &usize| matches!(kernels[*i].kind, KernelKind::Matmul(_));
+    let is_between = |i: &usize| matches!(kernels[*i].kind, KernelKind::Fused { .. });
+    let readers_of = |v: &ValueId| readers.get(v).into_iter().flatten().copied();
+    let makers_of =
+        |kernel: &Kernel| kernel.reads.iter().filter_map(|(v, _)| maker.get(v).copied()).collect::<Vec<_>>();
+    let of = |kernel: &Kernel| -> Vec<usize> {
+        let Some((collective, v)) = collective_of(graph, kernel) else { return Vec::new() };
+        let next: Vec<usize> = match collective {
+            Collective::AllGather { .. } if !gathers_weight(v) => {
+                let next: Vec<usize> = readers_of(&v).collect();
+                let beyond =
+                    next.iter().filter(|i| is_between(i)).flat_map(|&i| &kernels[i].writes).flat_map(readers_of);
+                next.iter().copied().chain(beyond).collect()
+            }
+            Collective::ReduceScatter { .. } if unit_part(graph, kernel, written).is_none() => {
+                let next = makers_of(kernel);
+                let beyond = next.iter().filter(|i| is_between(i)).flat_map(|&i| makers_of(&kernels[i]));
+                next.iter().copied().chain(beyond).collect()
+            }
+            _ => Vec::new(),
+        };
+        next.into_iter().filter(is_product).collect()
+    };
+    kernels.iter().map(of).collect()
+}
+
 /// Returns true if a kernel copies between tensors and the buffer of a collective.
 fn is_copy(kernel: &Kernel) -> bool {
     kernel.nodes.is_empty() && matches!(kernel.kind, KernelKind::Fused { .. })
@@ -321,7 +391,7 @@ pub struct StageTiming {
 /// The work of a stage's bodies in its program, in the order in which a step runs them.
 pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
     let of_stage = program.bodies.iter().filter(|b| b.stage == stage);
-    let mut bodies: Vec<BodyWork> = of_stage.map(|b| BodyWork::new(b, execution, cost)).collect();
+    let mut bodies: Vec<BodyWork> = of_stage.map(|b| BodyWork::new(program, b, execution, cost)).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }
