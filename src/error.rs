@@ -101,6 +101,10 @@ pub enum Error {
     #[error("--precision: {error}")]
     Precision { error: ShapeError },
     #[error(
+        "--precision fp8: no product has a weight of its own whose sizes are multiples of 16, so that nothing would be computed in 8 bits; use --precision bf16"
+    )]
+    NoProductsInEightBits,
+    #[error(
         "--stop-gradient: '{name}' names no value; use a name or a number (%12) as `altiplano show MODEL` prints them"
     )]
     UnknownValue { name: String },

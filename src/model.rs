@@ -22,6 +22,7 @@ use altiplano_ir::simplify::simplify;
 use altiplano_planner::timings::{Phase, part_of, timed};
 use altiplano_transforms::accumulation::part_of_batch;
 use altiplano_transforms::downscale::{Goal, downscale};
+use altiplano_transforms::eight_bit::in_eight_bits;
 use altiplano_transforms::experts;
 use altiplano_transforms::losses_of_step::{joined, other_losses};
 use altiplano_transforms::rewrite::rewrite;
@@ -372,7 +373,7 @@ fn load(
     }
     // A downscaled model uses single precision, since rounding would hide mistakes.
     if let Some(precision) = options.precision.or(options.reduce.map(|_| DType::F32)) {
-        graph = with_precision(&graph, precision).map_err(|error| Error::Precision { error })?;
+        graph = with_precision(&graph, precision.cotangent()).map_err(|error| Error::Precision { error })?;
     }
     let graph = timed(Phase::Rewriting, || simplify(&graph));
     // Keep values with a stopped gradient. A number names a value of the printed graph, which exists anyway.
@@ -382,6 +383,13 @@ fn load(
     let mut graph = if options.as_written { graph } else { rewritten() };
     pins::apply(&mut graph, &options.pins, options.axis_sizes)?;
     let mut graph = graph.with_free_pins();
+    if options.precision.is_some_and(DType::is_eight_bit_float) {
+        let eight_bit = in_eight_bits(&graph).map_err(|error| Error::Precision { error })?;
+        if eight_bit.products == 0 {
+            return Err(Error::NoProductsInEightBits);
+        }
+        graph = eight_bit.graph;
+    }
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
     let mut reduction = None;
     if let Some(goal) = &options.reduce {

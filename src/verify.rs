@@ -454,10 +454,11 @@ impl Tolerance {
             Some(format) if dtype.is_half() => 0.5f64.powi(format.mantissa_bits as i32 + 1),
             _ => 0.0,
         };
-        // Results in half precision are rounded to it, whatever the type of the parameters.
+        // Results in half precision are rounded to it, whatever the type of the parameters. Factors of 8 bits have
+        // products of 16, and a sum in another order moves few of them to the next 8-bit number.
         let varies = plan.graph.depends_on(|v| plan.graph.node(v).op.is_leaf());
         let computed = plan.graph.values().filter(|v| varies[v.index()]);
-        let unit = computed.map(|v| unit(plan.graph.ty(v).dtype)).fold(0.0, f64::max);
+        let unit = computed.map(|v| unit(plan.graph.ty(v).dtype.cotangent())).fold(0.0, f64::max);
         Tolerance { loss: (4.0 * unit).max(1e-5), tensor: (16.0 * unit).max(1e-4) }
     }
 

@@ -10,6 +10,7 @@ use crate::{AxisLink, CostModel, TransferPath};
 pub use altiplano_ir::cluster::MEMORY_EFFICIENCY;
 use altiplano_ir::cluster::{Device, DeviceKind};
 use altiplano_ir::dtype::DType;
+use altiplano_ir::kernels::{PASSES_TO_EIGHT_BITS, converts_to_eight_bits};
 use altiplano_ir::op::{Op, Operator};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::types::TensorType;
@@ -159,6 +160,9 @@ impl CostModel for Roofline {
             // `collective_s` prices collectives; a device knows its axis index.
             Op::Collective(_) | Op::AxisIndex(_) => 0.0,
             Op::HostCopy(_) => self.compute.host_copy_s(written),
+            op if converts_to_eight_bits(op, operands) => {
+                self.launched(self.memory_s(PASSES_TO_EIGHT_BITS as f64 * (largest + written)))
+            }
             // One read and one write. Further operands are mostly broadcasts or come from the same kernel.
             Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Convert(_) => {
                 self.fused_s(largest + written)

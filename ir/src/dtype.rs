@@ -114,6 +114,20 @@ impl DType {
         self.is_float() && self.bytes() <= 2
     }
 
+    /// Returns true for floats of 8 bits. Products of such floats give [`DType::PRODUCT_OF_8_BITS`].
+    pub fn is_eight_bit_float(self) -> bool {
+        self.is_float() && self.bytes() == 1
+    }
+
+    /// The type in which products of 8-bit floats are given: no hardware sums them in 8 bits.
+    pub const PRODUCT_OF_8_BITS: DType = DType::BF16;
+
+    /// The type of the cotangents of values of this type: their own, but that of products for floats of 8 bits. Gradients
+    /// are sums, for which 8 bits are too few.
+    pub fn cotangent(self) -> DType {
+        if self.is_eight_bit_float() { DType::PRODUCT_OF_8_BITS } else { self }
+    }
+
     pub fn is_signed_integer(self) -> bool {
         matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::I8 | DType::I4 | DType::I2)
     }

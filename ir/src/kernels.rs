@@ -25,6 +25,7 @@ use crate::op::{HostCopy, HostRoute, Op, Operator, Reduce};
 use crate::optimizer::leaf;
 use crate::sets::Sets;
 use crate::target::AttentionKernels;
+use crate::types::TensorType;
 use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
 use std::cell::RefCell;
@@ -155,6 +156,17 @@ impl Matmul {
     pub fn flop(&self) -> f64 {
         2.0 * self.batch as f64 * self.m as f64 * self.n as f64 * self.k as f64
     }
+}
+
+/// The times that software which trains in 8 bits reads a tensor and writes its 8-bit form. It reads once for the largest
+/// value, from which the scale follows, and once to convert. It writes rows, and columns beside them, since the products
+/// of a backward pass sum over other dimensions (Transformer Engine, per-tensor current scaling).
+pub const PASSES_TO_EIGHT_BITS: u64 = 2;
+
+/// Returns true if an op converts to 8-bit floats from a wider type, which takes [`PASSES_TO_EIGHT_BITS`].
+pub fn converts_to_eight_bits(op: &Op, operands: &[&TensorType]) -> bool {
+    let Op::Convert(convert) = op else { return false };
+    convert.dtype.is_eight_bit_float() && operands.iter().any(|from| !from.dtype.is_eight_bit_float())
 }
 
 /// The scalar operations of an exponential, a root or a division on vector units. Special functions run at a quarter of
@@ -501,6 +513,7 @@ fn roles(graph: &Graph, written: &BTreeSet<ValueId>) -> Vec<Role> {
             | Op::Collective(_)
             | Op::HostCopy(_)
             | Op::Composite(_) => Role::Alone,
+            op if converts_to_eight_bits(op, &graph.operand_types(v)) => Role::Alone,
             _ => Role::Map,
         };
         // A value that leaves the body must be laid out in memory.
@@ -763,8 +776,13 @@ fn kernel(
             }
         }
     }
-    let read_bytes = reads.iter().map(|r| r.1).sum();
-    let written_bytes = writes.iter().map(|w| graph.ty(*w).bytes()).sum();
+    let passes = if converts_to_eight_bits(&graph.node(first).op, &graph.operand_types(first)) {
+        PASSES_TO_EIGHT_BITS
+    } else {
+        1
+    };
+    let read_bytes = passes * reads.iter().map(|r| r.1).sum::<u64>();
+    let written_bytes = passes * writes.iter().map(|w| graph.ty(*w).bytes()).sum::<u64>();
     let kind = kind(graph, &nodes, source);
     Some(Kernel { kind, nodes, reads, writes, read_bytes, written_bytes, work: None })
 }

@@ -42,6 +42,11 @@ impl TensorType {
     }
 
     /// The same shape with another element type.
+    /// The type of the cotangents of values of this type ([`DType::cotangent`]).
+    pub fn cotangent(&self) -> TensorType {
+        self.with_dtype(self.dtype.cotangent())
+    }
+
     pub fn with_dtype(&self, dtype: DType) -> Self {
         TensorType { dtype, shape: self.shape.clone() }
     }

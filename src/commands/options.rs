@@ -94,6 +94,8 @@ enum Precision {
     F32,
     Bf16,
     F16,
+    /// bf16, and 8 bits for products of weights
+    Fp8,
 }
 
 /// Parses a number of parameters, such as `4M` or `200k`.
@@ -208,6 +210,7 @@ impl ModelOptions {
                 Precision::F32 => DType::F32,
                 Precision::Bf16 => DType::BF16,
                 Precision::F16 => DType::F16,
+                Precision::Fp8 => DType::F8E4M3FN,
             }),
             sequence: self.seq,
             batch: None,

@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::training::onnx_weights::beside;
 use altiplano_import::huggingface::{self, ConfigOptions};
 use altiplano_import::{OpenSize, onnx, stablehlo, torch_export};
+use altiplano_ir::dtype::DType;
 use altiplano_ir::expand::without_composites;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::json;
@@ -221,7 +222,7 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
                 batch: SEVERAL,
                 sequence: options.sequence,
                 capacity_factor: options.capacity_factor,
-                dtype: options.precision,
+                dtype: options.precision.map(DType::cotangent),
                 without_loss: options.attached().is_some(),
             };
             let imported =

@@ -61,6 +61,8 @@ pub struct Configuration {
     /// True if selective recomputation has the core of attention.
     pub recomputes_core: Option<bool>,
     pub precision: Option<DType>,
+    /// True if products of weights are computed in 8 bits, and the rest in `precision`.
+    pub eight_bit: bool,
     pub offload: Offload,
     /// An optimizer of this project's names.
     pub optimizer: Option<String>,
@@ -72,6 +74,8 @@ pub struct Configuration {
     pub overlap: Option<bool>,
     /// True if a forward pass runs beside the backward pass of another microbatch.
     pub pairs_passes: Option<bool>,
+    /// True if tensor parallelism's gathers and reductions run in parts beside products.
+    pub overlaps_tensor_parallel: Option<bool>,
     /// Samples of a pass over the number of all devices.
     pub device_batch: Option<f64>,
     pub model: ModelFacts,

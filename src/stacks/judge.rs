@@ -11,6 +11,7 @@ use crate::simulate::Simulation;
 use crate::units::{bytes, digits, percent, seconds};
 use crate::{load_cluster, request};
 use altiplano_ir::cluster::Cluster;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -155,7 +156,8 @@ fn cluster(c: &Configuration, how: &How, notes: &mut Vec<String>) -> Result<Clus
 
 fn model(c: &mut Configuration, how: &How, notes: &mut Vec<String>) -> Result<Model, Error> {
     let mut import = how.import.clone();
-    import.precision = import.precision.or(c.precision);
+    let precision = if c.eight_bit { Some(DType::F8E4M3FN) } else { c.precision };
+    import.precision = import.precision.or(precision);
     // Experts are told from samples by their numbers, so one sample is too few.
     let batch = c.global_batch.filter(|&samples| samples > 1).or(Some(SAMPLES));
     if let Some(file) = &how.model {
@@ -237,6 +239,9 @@ fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
     }
     if c.tp() > 1 && c.sequence_parallel.is_some() {
         edits.push(Box::new(|c| c.sequence_parallel = c.sequence_parallel.map(|on| !on)));
+    }
+    if c.tp() > 1 && c.overlaps_tensor_parallel.is_some() {
+        edits.push(Box::new(|c| c.overlaps_tensor_parallel = c.overlaps_tensor_parallel.map(|on| !on)));
     }
     if c.overlap == Some(false) {
         edits.push(Box::new(|c| c.overlap = Some(true)));

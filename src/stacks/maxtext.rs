@@ -169,9 +169,17 @@ const KNOBS: &[Knob] = &[
     noted!("pipeline_fsdp_ag_once", "parameters are gathered for each microbatch"),
     noted!("shard_exp_on_fsdp", "experts are split as the planner finds best"),
     noted!("context_parallel_load_balance", "positions are split evenly"),
-    refused!("quantization", "products in 8 bits cannot be predicted"),
+    Knob {
+        name: "quantization",
+        read: |c, v| {
+            c.eight_bit =
+                !v.is_null() && word(v, &[("", false), ("fp8", true), ("nanoo_fp8", true), ("fp8_full", true)])?;
+            Ok(())
+        },
+        write: |c| c.eight_bit.then(|| Value::from("fp8")),
+    },
     refused!("parameter_memory_host_offload", "parameters in host memory cannot be predicted"),
-    refused!("use_qwix_quantization", "products in 8 bits cannot be predicted"),
+    reads!("use_qwix_quantization", |_, v| super::truth(v).map(|_| ())),
 ];
 
 const IGNORED: &[&str] = &[

@@ -291,7 +291,14 @@ pub const KNOBS: &[Knob] = &[
         Ok(())
     }),
     // Choices that the prediction leaves out.
-    noted!("tp-comm-overlap", "overlap of tensor-parallel transfers with products is left out"),
+    Knob {
+        name: "tp-comm-overlap",
+        read: |c, v| {
+            c.overlaps_tensor_parallel = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+    },
     noted!("mtp-num-layers", "layers that predict further tokens are left out"),
     noted!("cp-comm-type", "the way in which context parallelism sends keys is the planner's"),
     noted!("hierarchical-context-parallel-sizes", "the way in which context parallelism sends keys is the planner's"),
@@ -304,8 +311,15 @@ pub const KNOBS: &[Knob] = &[
     noted!("delay-wgrad-compute", "gradients of weights are computed with those of inputs"),
     noted!("window-size", "attention sees all positions"),
     noted!("accumulate-allreduce-grads-in-fp32", "gradients are summed in f32 anyway"),
-    refused!("fp8-format", "products in 8 bits cannot be predicted"),
-    refused!("fp8", "products in 8 bits cannot be predicted"),
+    Knob { name: "fp8-format", read: eight_bit, write: |c| c.eight_bit.then(|| Value::from("hybrid")) },
+    reads!("fp8", eight_bit),
+    Knob { name: "fp8-recipe", read: recipe, write: |c| c.eight_bit.then(|| Value::from("tensorwise")) },
+    Knob {
+        name: "fp8-param-gather",
+        read: |_, v| truth(v).map(|_| ()),
+        write: |c| (c.eight_bit && c.zero.unwrap_or(0) > 0).then_some(Value::Bool(true)),
+    },
+    noted!("first-last-layers-bf16", "the first and the last layer multiply in 8 bits like the others"),
     refused!("fp4-format", "products in 4 bits cannot be predicted"),
     refused!("fine-grained-activation-offloading", "offloading of single modules cannot be predicted"),
     refused!("hybrid-override-pattern", "the model is no plain decoder: give its file with --model"),
@@ -474,7 +488,6 @@ pub const IGNORED: &[&str] = &[
     "use-transformer-engine-op-fuser",
     "fp8-*",
     "fp4-*",
-    "first-last-layers-bf16",
     "num-layers-at-*-in-bf16",
     "keep-fp8-*",
     "reuse-grad-buf-*",
@@ -573,6 +586,21 @@ fn read_tokenizer(c: &mut Configuration, v: &Value) -> Result<(), String> {
     Ok(())
 }
 
+/// Reads the format of 8-bit products: activations and weights are `e4m3`, and gradients `e5m2` in the hybrid one.
+pub fn eight_bit(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    let is_off = v.is_null() || v.as_bool() == Some(false) || bare(v).eq_ignore_ascii_case("none");
+    c.eight_bit = !is_off && word(v, &[("hybrid", true), ("e4m3", true)])?;
+    Ok(())
+}
+
+/// Reads how 8-bit products are scaled.
+pub fn recipe(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    if !word(v, &[("tensorwise", true), ("delayed", false), ("blockwise", false), ("mxfp8", false)])? {
+        c.notes.push(format!("fp8-recipe: {} is predicted as tensorwise scaling", bare(v)));
+    }
+    Ok(())
+}
+
 pub fn defaults(c: &mut Configuration) {
     // The layout stands beside the rest, and says the number of stages.
     if let (Some(layout), None) = (&c.layout, c.pp) {
@@ -585,6 +613,7 @@ pub fn defaults(c: &mut Configuration) {
     c.sequence_parallel = c.sequence_parallel.or(Some(false));
     c.overlap = c.overlap.or(Some(false));
     c.pairs_passes = c.pairs_passes.or(Some(false));
+    c.overlaps_tensor_parallel = c.overlaps_tensor_parallel.or(Some(false));
     c.clip_by_default(1.0);
     c.precision = c.precision.or(Some(DType::F32));
     c.micro_batch = c.micro_batch.or(Some(1));
@@ -615,6 +644,8 @@ pub fn round(c: &mut Configuration) {
     c.overlap = Some(c.zero.unwrap_or(0) > 0);
     let pairs = c.ep() > 1 && c.recompute != Some(Recompute::Full) && c.order().can_pair(c.virtual_stages(), c.pp());
     c.pairs_passes = Some(c.pairs_passes == Some(true) && pairs);
+    let splits_tokens = c.tp() > 1 && c.sequence_parallel == Some(true);
+    c.overlaps_tensor_parallel = Some(c.overlaps_tensor_parallel == Some(true) && splits_tokens);
 }
 
 pub fn limit(c: &Configuration) -> Option<Unsayable> {

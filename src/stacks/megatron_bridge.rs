@@ -2,7 +2,7 @@
 
 use super::megatron;
 use super::write::{Page, assignments, python};
-use super::{Knob, Stack, layout, noted, number, reads, reads_number, refused, truth, word};
+use super::{Knob, Stack, layout, noted, number, reads, reads_number, truth, word};
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::Target;
@@ -183,12 +183,22 @@ const KNOBS: &[Knob] = &[
     Knob {
         name: "mixed_precision",
         read: |c, v| {
-            let known =
-                [("bf16_mixed", DType::BF16), ("bf16", DType::BF16), ("fp16_mixed", DType::F16), ("fp16", DType::F16)];
-            c.precision = Some(word(v, &known)?);
-            Ok(())
+            let known = [
+                ("bf16_mixed", (DType::BF16, None)),
+                ("bf16", (DType::BF16, None)),
+                ("fp16_mixed", (DType::F16, None)),
+                ("fp16", (DType::F16, None)),
+                ("bf16_with_fp8_current_scaling_mixed", (DType::BF16, Some("tensorwise"))),
+                ("bf16_with_fp8_delayed_scaling_mixed", (DType::BF16, Some("delayed"))),
+                ("bf16_with_fp8_subchannel_scaling_mixed", (DType::BF16, Some("blockwise"))),
+                ("bf16_with_mxfp8_mixed", (DType::BF16, Some("mxfp8"))),
+            ];
+            let (precision, recipe) = word(v, &known)?;
+            (c.precision, c.eight_bit) = (Some(precision), recipe.is_some());
+            recipe.map_or(Ok(()), |recipe| megatron::recipe(c, &Value::from(recipe)))
         },
         write: |c| match c.precision? {
+            DType::BF16 if c.eight_bit => Some(Value::from("bf16_with_fp8_current_scaling_mixed")),
             DType::BF16 => Some(Value::from("bf16_mixed")),
             DType::F16 => Some(Value::from("fp16_mixed")),
             _ => None,
@@ -237,12 +247,19 @@ const KNOBS: &[Knob] = &[
     reads_number!("gpus_per_node", devices_per_node),
     // The model.
     reads_number!("model.num_layers", model.layers),
-    noted!("comm_overlap.tp_comm_overlap", "overlap of tensor-parallel transfers with products is left out"),
+    Knob {
+        name: "comm_overlap.tp_comm_overlap",
+        read: |c, v| {
+            c.overlaps_tensor_parallel = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+    },
     noted!("model.mtp_num_layers", "layers that predict further tokens are left out"),
     noted!("model.cp_comm_type", "the way in which context parallelism sends keys is the planner's"),
     noted!("optimizer.use_precision_aware_optimizer", "the optimizer's state is in f32"),
-    refused!("model.fp8", "products in 8 bits cannot be predicted"),
-    refused!("fp8_recipe", "products in 8 bits cannot be predicted"),
+    reads!("model.fp8", megatron::eight_bit),
+    reads!("fp8_recipe", megatron::recipe),
 ];
 
 const IGNORED: &[&str] = &[

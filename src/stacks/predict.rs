@@ -89,6 +89,7 @@ impl<'a> Predictor<'a> {
             _ => request.execution.overlap,
         };
         request.execution.pairs_passes = c.pairs_passes == Some(true) && can_pair(&c, &settled.stated);
+        request.execution.overlaps_tensor_parallel = c.overlaps_tensor_parallel == Some(true);
         if let Some(fused) = c.fused_attention.or(request.fused_attention) {
             let possible = request.cluster.groups.iter().all(|group| group.device.kind.is_gpu());
             request.execution.fused_attention = fused && possible;

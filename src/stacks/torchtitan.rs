@@ -187,15 +187,25 @@ const KNOBS: &[Knob] = &[
     reads_number!("nnodes", nodes),
     reads_number!("ngpu", devices_per_node),
     noted!("compile.enable", "kernels of a compiler are not predicted"),
-    noted!(
-        "parallelism.enable_async_tensor_parallel",
-        "overlap of tensor-parallel transfers with products is left out"
-    ),
-    noted!("compile.enable_async_tensor_parallel", "overlap of tensor-parallel transfers with products is left out"),
-    refused!("float8.enable_fsdp_float8_all_gather", "products in 8 bits cannot be predicted"),
-    refused!("quantize.linear.float8", "products in 8 bits cannot be predicted"),
-    refused!("model.converters", "products in few bits cannot be predicted"),
-    refused!("converters", "products in few bits cannot be predicted"),
+    Knob {
+        name: "parallelism.enable_async_tensor_parallel",
+        read: |c, v| {
+            c.overlaps_tensor_parallel = Some(truth(v)?);
+            Ok(())
+        },
+        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+    },
+    reads!("compile.enable_async_tensor_parallel", |c, v| {
+        c.overlaps_tensor_parallel = Some(truth(v)?);
+        Ok(())
+    }),
+    Knob { name: "model.converters", read: converters, write: |c| c.eight_bit.then(|| json!([FLOAT8])) },
+    reads!("converters", converters),
+    // Before converters.
+    reads!("float8.enable_float8_linear", |c, v| {
+        c.eight_bit |= truth(v)?;
+        Ok(())
+    }),
     refused!("parallelism.pipeline_parallel_schedule_csv", "an order of passes in a file cannot be predicted"),
     refused!("pipeline_parallel_split_points", "name the modules of each stage by module_fqns_per_model_part"),
 ];
@@ -230,6 +240,7 @@ const IGNORED: &[&str] = &[
     "mixed_precision_reduce",
     "gc_*",
     "float8*",
+    "quantize*",
     "compile*",
     "memory_estimation*",
     "fault_tolerance*",
@@ -288,10 +299,34 @@ fn write_parts(c: &Configuration) -> Option<Value> {
     Some(Value::Array(layout.iter().enumerate().map(part).collect()))
 }
 
+/// The converter of linear layers to 8-bit products.
+const FLOAT8: &str = "quantize.linear.float8";
+
+/// Reads the list of converters. That of 8-bit products also had the name `float8`.
+fn converters(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    let names = match v {
+        Value::Array(names) => names.iter().map(bare).collect(),
+        Value::Null => Vec::new(),
+        name => bare(name).split(',').map(|name| name.trim().to_string()).filter(|name| !name.is_empty()).collect(),
+    };
+    for name in names {
+        match name.as_str() {
+            FLOAT8 | "float8" => c.eight_bit = true,
+            "quantize.linear.mx" | "mx" => {
+                c.eight_bit = true;
+                c.notes.push(format!("converters: {name} is predicted as {FLOAT8}"));
+            }
+            _ => return Err(format!("has {name}, and only {FLOAT8} can be predicted")),
+        }
+    }
+    Ok(())
+}
+
 fn defaults(c: &mut Configuration) {
     c.precision = c.precision.or(Some(DType::BF16));
     c.local_batch = c.local_batch.or(Some(8));
     c.sequence_parallel = c.sequence_parallel.or(Some(true));
+    c.overlaps_tensor_parallel = c.overlaps_tensor_parallel.or(Some(false));
     c.clip_by_default(1.0);
     c.sequence = c.sequence.or(Some(2048));
     if c.pp() > 1 {

@@ -52,6 +52,11 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     if let Some(Unsayable { problem, option }) = (stack.limit)(&configuration) {
         return Err(refused(StackProblem::Unsayable { problem, option }));
     }
+    let settings = |eight_bit| stack.settings(&Configuration { eight_bit, ..configuration.clone() });
+    if configuration.eight_bit && settings(true) == settings(false) {
+        let problem = "this project knows no setting of it for products in 8 bits";
+        return Err(refused(StackProblem::Unsayable { problem, option: "--precision bf16" }));
+    }
     let mut request = Request::of_plan(plan);
     request.cluster = used_part(plan);
     // The stack's own kernels.

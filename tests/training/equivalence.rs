@@ -99,6 +99,15 @@ fn half_precision() {
     agrees(DEMO, &["--precision", "bf16", "--dp", "2", "--tp", "2"], None);
 }
 
+#[test]
+fn products_in_8_bits() {
+    for degrees in
+        [&["--dp", "2", "--tp", "2"][..], &["--pp", "2", "--tp", "2", "--num-microbatches", "4"], &["--zero", "3"]]
+    {
+        agrees(DEMO, &[&["--precision", "fp8"], degrees].concat(), None);
+    }
+}
+
 /// Convolutions and batch statistics, transposed convolutions, experts that are sorted and scattered or dispatched by
 /// one-hot tensors, recomputed loops over layers, dropout, associative scans, windows and other masks of attention.
 #[test]

@@ -39,6 +39,24 @@ impl DotGeneral {
     }
 }
 
+/// The element type of products of these types. They are equal, or any two floats of 8 bits.
+pub(super) fn product_dtype(left: DType, right: DType) -> Result<DType, ShapeError> {
+    match left.is_eight_bit_float() && right.is_eight_bit_float() {
+        true => Ok(DType::PRODUCT_OF_8_BITS),
+        false if left == right => Ok(left),
+        false => Err(ShapeError::DTypesDiffer { left, right }),
+    }
+}
+
+/// The cotangent of a product as the gradients of its factors multiply it: in 8 bits if `factor` has 8 bits, with the
+/// exponents of `f8e5m2`, since gradients need range more than precision (Micikevicius et al. 2022).
+pub(super) fn factor_of_products(graph: &mut Graph, cotangent: ValueId, factor: ValueId) -> ValueId {
+    match graph.ty(factor).dtype.is_eight_bit_float() {
+        true => graph.convert(cotangent, DType::F8E5M2),
+        false => cotangent,
+    }
+}
+
 impl Operator for DotGeneral {
     fn infer(&self, operands: &[&TensorType]) -> Result<TensorType, ShapeError> {
         expect_operands(operands, 2)?;
@@ -59,13 +77,11 @@ impl Operator for DotGeneral {
                 });
             }
         }
-        if lhs.dtype != rhs.dtype {
-            return Err(ShapeError::DTypesDiffer { left: lhs.dtype, right: rhs.dtype });
-        }
+        let dtype = product_dtype(lhs.dtype, rhs.dtype)?;
         let batch = self.lhs_batch.iter().map(|&d| lhs.shape[d]);
         let left = self.lhs_free(lhs.rank()).into_iter().map(|d| lhs.shape[d]);
         let right = self.rhs_free(rhs.rank()).into_iter().map(|d| rhs.shape[d]);
-        Ok(lhs.with_shape(batch.chain(left).chain(right).collect::<Vec<_>>()))
+        Ok(TensorType::new(dtype, batch.chain(left).chain(right).collect::<Vec<_>>()))
     }
 
     fn rule(&self, operands: &[&TensorType], _: &TensorType) -> ShardingRule {
@@ -103,7 +119,8 @@ impl Operator for DotGeneral {
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
-        let (lhs, rhs, g) = (cx.operands[0], cx.operands[1], cx.cotangent);
+        let (lhs, rhs) = (cx.operands[0], cx.operands[1]);
+        let g = factor_of_products(cx.graph, cx.cotangent, lhs);
         let (lhs_rank, rhs_rank) = (cx.graph.shape(lhs).len(), cx.graph.shape(rhs).len());
         let batch = self.lhs_batch.len();
         let (lhs_free, rhs_free) = (self.lhs_free(lhs_rank), self.rhs_free(rhs_rank));

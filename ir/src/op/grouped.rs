@@ -7,6 +7,7 @@
 //! Rows, terms and columns split as in any product. If the matrices are split (expert parallelism), a device multiplies
 //! the rows that select its own matrices and gives zeros for the others. The result is a partial sum.
 
+use super::dot::{factor_of_products, product_dtype};
 use super::gather::local_indices;
 use super::*;
 use crate::rule::FactorKind;
@@ -90,15 +91,13 @@ impl Operator for GroupedDot {
             ));
         }
         let terms = check_rows(x, group)?;
-        if x.dtype != w.dtype {
-            return Err(ShapeError::DTypesDiffer { left: x.dtype, right: w.dtype });
-        }
+        let dtype = product_dtype(x.dtype, w.dtype)?;
         let right = w.shape[self.contract];
         if terms != right {
             return Err(ShapeError::SizesDiffer { what: "dimensions that run together", left: terms, right });
         }
         let columns = w.shape[self.free()];
-        Ok(x.with_shape(group.shape.iter().copied().chain([columns]).collect::<Vec<_>>()))
+        Ok(TensorType::new(dtype, group.shape.iter().copied().chain([columns]).collect::<Vec<_>>()))
     }
 
     fn rule(&self, operands: &[&TensorType], _: &TensorType) -> ShardingRule {
@@ -130,7 +129,8 @@ impl Operator for GroupedDot {
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
-        let (x, w, group, g) = (cx.operands[0], cx.operands[1], cx.operands[2], cx.cotangent);
+        let (x, w, group) = (cx.operands[0], cx.operands[1], cx.operands[2]);
+        let g = factor_of_products(cx.graph, cx.cotangent, x);
         let dx = cx.wanted[0].then(|| {
             let back = GroupedDot { contract: self.free(), of: self.of };
             cx.graph.emit(Op::GroupedDot(back), &[g, w, group])
@@ -177,10 +177,7 @@ impl Operator for GroupedOuter {
         expect_operands(operands, 3)?;
         let (x, y, group) = (operands[0], operands[1], operands[2]);
         let (terms, columns) = (check_rows(x, group)?, check_rows(y, group)?);
-        if x.dtype != y.dtype {
-            return Err(ShapeError::DTypesDiffer { left: x.dtype, right: y.dtype });
-        }
-        Ok(x.with_shape(vec![self.groups, terms, columns]))
+        Ok(TensorType::new(product_dtype(x.dtype, y.dtype)?, vec![self.groups, terms, columns]))
     }
 
     fn rule(&self, operands: &[&TensorType], result: &TensorType) -> ShardingRule {
@@ -209,7 +206,8 @@ impl Operator for GroupedOuter {
     }
 
     fn gradient(&self, cx: &mut Gradient<'_>) -> Vec<Option<ValueId>> {
-        let (x, y, group, g) = (cx.operands[0], cx.operands[1], cx.operands[2], cx.cotangent);
+        let (x, y, group) = (cx.operands[0], cx.operands[1], cx.operands[2]);
+        let g = factor_of_products(cx.graph, cx.cotangent, x);
         let mut back = |wanted: bool, rows: ValueId, contract: usize| {
             let op = Op::GroupedDot(GroupedDot { contract, of: self.of });
             wanted.then(|| cx.graph.emit(op, &[rows, g, group]))

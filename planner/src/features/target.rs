@@ -30,7 +30,7 @@ const DEEPSPEED_BUCKET: u64 = 500_000_000;
 /// `take_along_axis`.
 pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<u8>) -> Execution {
     let half = graph.values().find_map(|v| match graph.node(v).op {
-        Op::Parameter(_) if graph.ty(v).dtype.is_half() => Some(graph.ty(v).dtype),
+        Op::Parameter(_) if graph.ty(v).dtype.is_half() => Some(graph.ty(v).dtype.cotangent()),
         _ => None,
     });
     let fused_attention = fuses_attention(target, cluster, graph);

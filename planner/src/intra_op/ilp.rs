@@ -9,6 +9,7 @@
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::lower::repeat::grows;
+use crate::predict::memory::copies_of_parameter;
 use crate::predict::timing::{copy_s, host_copy_s, update_s};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
@@ -633,7 +634,8 @@ impl Builder<'_, '_, '_> {
     fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> StageCost {
         let rests = kept.rests(self.spaces);
         let gradient_ty = self.execution.accumulator(ty);
-        let parameter_bytes = self.spaces.local_bytes(ty, rests.parameter) as f64;
+        let copies = copies_of_parameter(ty.dtype, self.spaces.prices.cost.device().kind);
+        let parameter_bytes = (copies * self.spaces.local_bytes(ty, rests.parameter)) as f64;
         let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
             return StageCost { static_bytes: parameter_bytes, ..StageCost::default() };
         };
@@ -754,25 +756,25 @@ impl Builder<'_, '_, '_> {
             0 | 1 => self.spaces.with_partial_of(kept.layout, cotangent),
             _ => rests.gradient,
         };
-        let gradient_ty = self.execution.accumulator(ty);
+        let (gradient_ty, reduced_ty) = (self.execution.accumulator(ty), ty.cotangent());
         let mut gathered = self.spaces.reshard(ty, rests.parameter, to);
         let mut reduced = match kept.level {
-            0 | 1 => self.spaces.reshard(ty, cotangent, accumulator),
-            _ => self.spaces.reduced_into_storage(ty, cotangent, accumulator),
+            0 | 1 => self.spaces.reshard(&reduced_ty, cotangent, accumulator),
+            _ => self.spaces.reduced_into_storage(&reduced_ty, cotangent, accumulator),
         };
         let unit_bytes = self.execution.unit_bytes;
         let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
         if unit_bytes > 0 {
             // The whole block is sent through one buffer, with copies to and from it.
-            let mut in_unit = |sent: &mut Price, from, to, layout| {
+            let mut in_unit = |sent: &mut Price, ty: &TensorType, from, to, layout| {
                 if sent.seconds <= 0.0 || !sent.seconds.is_finite() {
                     return 0.0;
                 }
                 sent.seconds = self.spaces.stored_s(ty, from, to, unit_bytes);
                 copy_s(self.spaces.prices.cost, self.spaces.local_bytes(ty, layout) as f64)
             };
-            copied_forward_s = in_unit(&mut gathered, rests.parameter, to, to);
-            copied_back_s = copied_forward_s + in_unit(&mut reduced, cotangent, accumulator, cotangent);
+            copied_forward_s = in_unit(&mut gathered, ty, rests.parameter, to, to);
+            copied_back_s = copied_forward_s + in_unit(&mut reduced, &reduced_ty, cotangent, accumulator, cotangent);
         }
         // The forward pass prefetches parameters. In the backward pass each gather queues behind the reduction
         // of the previous gradient, so both are waited for.
@@ -829,7 +831,7 @@ fn there_and_back(
     back: Option<(LayoutId, LayoutId)>,
 ) -> StageCost {
     let forward = spaces.reshard(ty, there.0, there.1);
-    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(ty, from, to));
+    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(&ty.cotangent(), from, to));
     StageCost {
         forward_s: forward.seconds,
         backward_s: backward.seconds,

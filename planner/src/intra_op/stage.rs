@@ -15,6 +15,7 @@ use super::space::{Choice, LayoutId, Space, Spaces};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::lower::CompositeCost;
 use crate::lower::repeat::Repeats;
+use crate::predict::memory::copies_of_parameter;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
 use altiplano_ir::dtype::DType;
@@ -430,7 +431,8 @@ impl Lives<'_, '_, '_> {
         for &k in kept {
             let rests = k.rests(self.spaces);
             let whole = self.spaces.local_bytes(ty, k.layout);
-            let parameter = self.spaces.local_bytes(ty, rests.parameter);
+            let copies = copies_of_parameter(ty.dtype, self.spaces.prices.cost.device().kind);
+            let parameter = copies * self.spaces.local_bytes(ty, rests.parameter);
             gathered.push(if rests.parameter == k.layout { 0 } else { whole });
             let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
                 lasting.push(parameter);

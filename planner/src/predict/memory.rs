@@ -9,6 +9,7 @@
 
 use crate::predict::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Op, Unary};
 use altiplano_ir::plan::Memory;
@@ -242,6 +243,13 @@ fn held_bytes(ty: &TensorType, device: DeviceKind) -> u64 {
         DeviceKind::Cpu => ty.elements() * storage::Class::of(ty.dtype).bytes() as u64,
         DeviceKind::Gpu => block_bytes(ty.bytes()),
     }
+}
+
+/// The copies that a device holds of a parameter. Products in 8 bits read weights by rows forward and by columns backward, and
+/// tensor cores take one order only, so that GPU software keeps both (Transformer Engine: a transposed copy on Hopper, and
+/// two scalings of MXFP8 on Blackwell).
+pub fn copies_of_parameter(dtype: DType, device: DeviceKind) -> u64 {
+    if dtype.is_eight_bit_float() && device == DeviceKind::Gpu { 2 } else { 1 }
 }
 
 /// Follows the calls of one microbatch.
@@ -617,7 +625,11 @@ impl Walk<'_> {
         if description.host {
             return 0;
         }
-        held_bytes(&description.sharding.local_type(&description.ty, &self.program.mesh), self.device)
+        let bytes = held_bytes(&description.sharding.local_type(&description.ty, &self.program.mesh), self.device);
+        match description.kind {
+            BufferKind::Parameter { .. } => copies_of_parameter(description.ty.dtype, self.device) * bytes,
+            _ => bytes,
+        }
     }
 
     /// A tensor that nobody holds yet.

@@ -14,6 +14,7 @@ use crate::features::stacks::{Stack, stack};
 use crate::features::target::{execution_at, one_group};
 use crate::layers::cache::at_microbatches;
 use crate::layers::graph::LayeredGraph;
+use crate::predict::memory::copies_of_parameter;
 use crate::predict::predict_with;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
@@ -483,13 +484,14 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
     let held = |(p, _): (ValueId, &str)| {
         let ty = request.graph.ty(p);
+        let bytes = copies_of_parameter(ty.dtype, request.cluster.groups[0].device.kind) * ty.bytes();
         if request.graph.is_frozen(p) {
-            return ty.bytes();
+            return bytes;
         }
         let state = ty.elements() * request.training.optimizer.state_bytes_per_element(ty.dtype);
         let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
         let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
-        ty.bytes() + request.execution.accumulator(ty).bytes() + state
+        bytes + request.execution.accumulator(ty).bytes() + state
     };
     let bytes: u64 = request.graph.parameters().map(held).sum();
     let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));

@@ -29,7 +29,7 @@ fn gradients_agree_with_finite_differences() {
             let by_differences = differences(&case, &operands, &weights, i);
             let zeros = vec![0.0; by_differences.len()];
             if let Some(gradient) = gradient {
-                assert_eq!(gradient.ty, case.operands[i], "{}: operand {i}", case.label());
+                assert_eq!(gradient.ty, case.operands[i].cotangent(), "{}: operand {i}", case.label());
                 checked += 1;
             } else {
                 zero += 1;

@@ -136,7 +136,7 @@ impl<'a> StageLowering<'a> {
         let mut sends = BTreeMap::new();
         for (&v, to) in &cx.stage.receives {
             if let Some(total) = self.cotangent(&mut b, v, to, &[]) {
-                let ty = training.graph.ty(v).clone();
+                let ty = training.graph.ty(v).cotangent();
                 let buffer = self.buffer(format!("cotangent of {v}"), BufferKind::Value, ty, to.clone());
                 sends.insert(v, buffer);
                 writes.push((buffer, total));
@@ -161,7 +161,7 @@ impl<'a> StageLowering<'a> {
         let mut received = Vec::new();
         for stage in stages_of_contributions(cx, v).into_iter().filter(|&s| s != cx.index) {
             let name = format!("cotangent of {v} from stage{stage}");
-            let buffer = self.buffer(name, BufferKind::Value, cx.training.graph.ty(v).clone(), to.clone());
+            let buffer = self.buffer(name, BufferKind::Value, cx.training.graph.ty(v).cotangent(), to.clone());
             receives.insert((v, stage), buffer);
             received.push(buffer);
         }
