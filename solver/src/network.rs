@@ -525,7 +525,7 @@ impl Network {
     /// it takes one that has been dropped.
     pub(crate) fn lowered(&self, choice: &[usize]) -> Option<Vec<usize>> {
         let labels = renumbered(self.origin.as_deref(), choice)?;
-        self.live().map(|v| self.nodes[v].label.binary_search(&labels[v]).ok()).collect()
+        self.live().map(|v| place_of(labels[v], &self.nodes[v].label, |&l| l)).collect()
     }
 
     /// Strategies of every node of the problem, given those of the live nodes (positions among those left).
@@ -553,8 +553,16 @@ impl Network {
 fn renumbered(origin: Option<&Origin>, choice: &[usize]) -> Option<Vec<u32>> {
     let Some(origin) = origin else { return Some(choice.iter().map(|&s| s as u32).collect()) };
     let before = renumbered(origin.origin.as_deref(), choice)?;
-    let at = |(v, labels): &(u32, Vec<u32>)| labels.binary_search(&before[*v as usize]).ok().map(|at| at as u32);
+    let at = |(v, labels): &(u32, Vec<u32>)| place_of(before[*v as usize], labels, |&l| l).map(|at| at as u32);
     origin.nodes.iter().map(at).collect()
+}
+
+/// The position of the item with a label in a list in the order of labels. Without gaps before it, that is the label itself.
+fn place_of<T>(label: u32, items: &[T], label_of: impl Fn(&T) -> u32) -> Option<usize> {
+    match items.get(label as usize) {
+        Some(item) if label_of(item) == label => Some(label as usize),
+        _ => items.binary_search_by_key(&label, label_of).ok(),
+    }
 }
 
 fn walk_back(trail: &[Step], choice: &mut [u32]) {
@@ -562,12 +570,12 @@ fn walk_back(trail: &[Step], choice: &mut [u32]) {
         match step {
             Step::Decided { node, label } => choice[*node as usize] = *label,
             Step::Follows { node, leader, labels } => {
-                let at = labels.binary_search_by_key(&choice[*leader as usize], |l| l.0);
+                let at = place_of(choice[*leader as usize], labels, |l| l.0);
                 choice[*node as usize] = at.map_or(0, |at| labels[at].1);
             }
             Step::Best { node, around, best } => {
                 let index = around.iter().fold(0, |index, (u, labels)| {
-                    index * labels.len() + labels.binary_search(&choice[*u as usize]).unwrap_or(0)
+                    index * labels.len() + place_of(choice[*u as usize], labels, |&l| l).unwrap_or(0)
                 });
                 choice[*node as usize] = best[index];
             }
