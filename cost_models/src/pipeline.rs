@@ -259,11 +259,16 @@ impl Order {
             }
             _ => (false, position - total),
         };
-        // A last group that is not full has fewer microbatches and passes through all stages as well.
-        let group = k / (lanes * chunks);
-        let width = lanes.min(microbatches - group * lanes);
-        let within = k - group * lanes * chunks;
-        let (turn, microbatch) = (within / width, (group * lanes + within % width) as u32);
+        let (turn, microbatch) = match chunks {
+            1 => (0, k as u32),
+            _ => {
+                // A last group that is not full has fewer microbatches and passes through all stages as well.
+                let group = k / (lanes * chunks);
+                let width = lanes.min(microbatches - group * lanes);
+                let within = k - group * lanes * chunks;
+                (within / width, (group * lanes + within % width) as u32)
+            }
+        };
         let chunk = if is_forward { turn } else { chunks - 1 - turn };
         let stage = self.placement.stage_of(lane, chunk as usize, lanes as usize);
         let call =
@@ -478,7 +483,11 @@ pub fn simulate_order(
     let mut forward_ready_s = vec![f64::NAN; num_stages * width];
     let mut backward_ready_s = vec![f64::NAN; num_stages * width];
     forward_ready_s[..width.min(num_stages * width)].fill(0.0);
-    let mut lanes: Vec<Stream> = vec![Stream::default(); num_lanes];
+    let next = |l: usize, position: u64| -> Calls {
+        let count = if order.paired_s.is_some() { order.together(l, position) } else { 1 };
+        (position..position + count as u64).map_while(|position| order.call(l, position)).collect()
+    };
+    let mut lanes: Vec<Stream> = (0..num_lanes).map(|l| Stream { next: next(l, 0), ..Stream::default() }).collect();
     // Time at which a stage's last transfer to either neighbour has arrived.
     let mut sent_forward_s = vec![0.0f64; num_stages];
     let mut sent_backward_s = vec![0.0f64; num_stages];
@@ -487,34 +496,37 @@ pub fn simulate_order(
     let mut runnable: Vec<usize> = (0..num_lanes).rev().collect();
     while let Some(l) = runnable.pop() {
         loop {
-            let position = lanes[l].position;
-            let count = if order.paired_s.is_some() { order.together(l, position) } else { 1 };
-            let calls: SmallVec<[(usize, PipelineCall); 3]> =
-                (position..position + count as u64).map_while(|position| order.call(l, position)).collect();
             let at = |s: usize, microbatch: u32| s * width + microbatch as usize;
-            let times = |&(s, call): &(usize, PipelineCall)| match call {
-                PipelineCall::Forward { microbatch } => (forward_ready_s[at(s, microbatch)], stages[s].forward_s),
-                PipelineCall::Backward { microbatch } => (backward_ready_s[at(s, microbatch)], stages[s].backward_s),
+            let ready_s = |&(s, call): &(usize, PipelineCall)| match call {
+                PipelineCall::Forward { microbatch } => forward_ready_s[at(s, microbatch)],
+                PipelineCall::Backward { microbatch } => backward_ready_s[at(s, microbatch)],
                 // They follow a backward on the same devices.
-                PipelineCall::Weights { .. } => (0.0, stages[s].weights_s),
-                PipelineCall::Update { .. } => (0.0, stages[s].step_s),
+                PipelineCall::Weights { .. } | PipelineCall::Update { .. } => 0.0,
             };
-            let timed: SmallVec<[(f64, f64); 3]> = calls.iter().map(times).collect();
-            if calls.is_empty() || timed.iter().any(|(ready_s, _)| ready_s.is_nan()) {
+            let seconds = |&(s, call): &(usize, PipelineCall)| match call {
+                PipelineCall::Forward { .. } => stages[s].forward_s,
+                PipelineCall::Backward { .. } => stages[s].backward_s,
+                PipelineCall::Weights { .. } => stages[s].weights_s,
+                PipelineCall::Update { .. } => stages[s].step_s,
+            };
+            let calls = &lanes[l].next;
+            if calls.is_empty() || calls.iter().any(|call| ready_s(call).is_nan()) {
                 break;
             }
-            let ready_s = timed.iter().map(|(ready_s, _)| *ready_s).fold(0.0, f64::max);
-            let alone_s: f64 = timed.iter().map(|(_, seconds)| *seconds).sum();
-            let seconds = match (&order.paired_s, calls.as_slice()) {
+            let after = next(l, lanes[l].position + calls.len() as u64);
+            let ready_s = calls.iter().map(ready_s).fold(0.0, f64::max);
+            let alone_s: f64 = calls.iter().map(seconds).sum();
+            let together_s = match (&order.paired_s, calls.as_slice()) {
                 (Some(paired_s), [(forward, _), (backward, _), ..]) => paired_s[*forward][backward / num_lanes],
                 _ => alone_s,
             };
-            let end_s = lanes[l].run(calls.len(), ready_s, seconds);
+            let (calls, end_s) = lanes[l].run(after, ready_s, together_s);
             // Side by side, calls are shown one after the other, each with its part of the time.
-            let (mut start_s, part) = (end_s - seconds, if alone_s > 0.0 { seconds / alone_s } else { 1.0 });
-            for (&(s, call), (_, call_s)) in calls.iter().zip(&timed) {
-                watch(s, call, start_s, if calls.len() == 1 { end_s } else { start_s + part * call_s });
-                start_s += part * call_s;
+            let (mut start_s, part) = (end_s - together_s, if alone_s > 0.0 { together_s / alone_s } else { 1.0 });
+            for of_stage in &calls {
+                let call_s = part * seconds(of_stage);
+                watch(of_stage.0, of_stage.1, start_s, if calls.len() == 1 { end_s } else { start_s + call_s });
+                start_s += call_s;
             }
             for (s, call) in calls {
                 match call {
@@ -547,22 +559,29 @@ pub fn simulate_order(
     Timeline { step_s, stages: lanes.iter().enumerate().map(timeline).collect() }
 }
 
+/// Calls of a lane that run together, with their stages.
+type Calls = SmallVec<[(usize, PipelineCall); 3]>;
+
 /// The state of a lane in the simulation.
-#[derive(Clone, Default)]
+#[derive(Default)]
 struct Stream {
     /// Number of calls made.
     position: u64,
+    /// The calls at `position`; none past the last.
+    next: Calls,
     free_s: f64,
     busy_s: f64,
 }
 
 impl Stream {
-    /// Makes the next `calls` together, not before `ready_s`. Returns their end.
-    fn run(&mut self, calls: usize, ready_s: f64, seconds: f64) -> f64 {
-        self.position += calls as u64;
+    /// Makes the next calls together, not before `ready_s`. The calls `after` come then. Returns the calls made, and
+    /// their end.
+    fn run(&mut self, after: Calls, ready_s: f64, seconds: f64) -> (Calls, f64) {
+        let calls = std::mem::replace(&mut self.next, after);
+        self.position += calls.len() as u64;
         self.busy_s += seconds;
         self.free_s = self.free_s.max(ready_s) + seconds;
-        self.free_s
+        (calls, self.free_s)
     }
 }
 
