@@ -28,6 +28,7 @@ use crate::target::AttentionKernels;
 use crate::types::TensorType;
 use crate::visible::{Mask, TILE, form, unknown_leaf, visible};
 use crate::work::{Called, Work};
+use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -591,7 +592,7 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[
     let mut made_of: Vec<Option<ValueId>> = vec![None; graph.len()];
     for v in graph.values().filter(|v| computes(roles[v.index()])) {
         let alone = roles[v.index()] == Role::Alone;
-        let operands: Vec<ValueId> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
+        let operands: SmallVec<[ValueId; 4]> = graph.node(v).operands.iter().map(|o| source[o.index()].0).collect();
         let mut at = graph.node(v).operands.iter().map(|o| barriers[o.index()]).max().unwrap_or(0);
         for (o, direct) in operands.iter().zip(&graph.node(v).operands).filter(|(o, _)| computes(roles[o.index()])) {
             let barrier = alone || matches!(roles[o.index()], Role::Alone | Role::Reduction);
@@ -601,7 +602,8 @@ fn groups(graph: &Graph, roles: &[Role], source: &[(ValueId, u64)], barriers: &[
             made_of[v.index()] = Some(v);
         } else if !alone {
             let here = |o: &&ValueId| roles[o.index()] == Role::Alone || level[o.index()] == at;
-            let mut of: Vec<ValueId> = operands.iter().filter(here).filter_map(|o| made_of[o.index()]).collect();
+            let mut of: SmallVec<[ValueId; 4]> =
+                operands.iter().filter(here).filter_map(|o| made_of[o.index()]).collect();
             of.dedup();
             match of[..] {
                 [first, second, ..]
@@ -676,12 +678,12 @@ fn kept(
             let o = source[o.index()].0;
             let of_operand = match roles[o.index()] {
                 Role::Constant => continue,
-                Role::Map if !kept[o.index()] => sources[o.index()].clone(),
-                _ => vec![o],
+                Role::Map if !kept[o.index()] => sources[o.index()].as_slice(),
+                _ => &[o],
             };
             for s in of_operand {
-                if !from.contains(&s) {
-                    from.push(s);
+                if !from.contains(s) {
+                    from.push(*s);
                 }
             }
         }
@@ -838,7 +840,7 @@ fn kind(graph: &Graph, nodes: &[ValueId], source: &[(ValueId, u64)]) -> KernelKi
 fn operations(graph: &Graph, v: ValueId) -> f64 {
     use crate::op::{Binary, Unary};
     let node = graph.node(v);
-    let elements = node.ty.elements().max(graph.operand_types(v).iter().map(|t| t.elements()).max().unwrap_or(0));
+    let elements = node.operands.iter().map(|o| graph.ty(*o).elements()).fold(node.ty.elements(), u64::max);
     let each = match &node.op {
         Op::Unary(Unary::Negate | Unary::Abs | Unary::Not | Unary::Sign | Unary::StopGradient) => 1.0,
         Op::Unary(_) | Op::Binary(Binary::Divide | Binary::Power | Binary::Remainder) => TRANSCENDENTAL,

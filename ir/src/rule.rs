@@ -183,6 +183,11 @@ impl ShardingRule {
             }
         }
         let layout = |factors: &Vec<u8>| {
+            if let [f] = factors[..]
+                && let (1, axes) = &splits[f as usize]
+            {
+                return DimLayout::split(self.factors[f as usize].size, axes.iter().copied());
+            }
             let segments = factors.iter().flat_map(|&f| {
                 let (outer, axes) = &splits[f as usize];
                 let size = self.factors[f as usize].size;

@@ -35,15 +35,17 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
     };
     let lasts = |b: BufferId| !program.buffer(b).kind.is_of_step();
     // The last kernel that reads each value.
-    let mut last_read: BTreeMap<ValueId, usize> = BTreeMap::new();
+    let mut last_read: Vec<Option<usize>> = vec![None; graph.len()];
+    let mut made = vec![false; graph.len()];
     for (i, kernel) in kernels.iter().enumerate() {
-        last_read.extend(kernel.reads.iter().map(|r| (r.0, i)));
+        kernel.reads.iter().for_each(|r| last_read[r.0.index()] = Some(i));
+        kernel.writes.iter().for_each(|v| made[v.index()] = true);
     }
     let leaves: BTreeMap<BufferId, ValueId> = body.reads.iter().map(|&(v, b)| (b, v)).collect();
     // The values that are written only into persistent buffers, each with the kernel from which on this is allowed.
     let mut into_buffer: BTreeMap<ValueId, usize> = BTreeMap::new();
     for &(b, v) in body.writes.iter().filter(|w| lasts(w.0)) {
-        let from = leaves.get(&b).and_then(|leaf| last_read.get(leaf)).copied().unwrap_or(0);
+        let from = leaves.get(&b).and_then(|leaf| last_read[leaf.index()]).unwrap_or(0);
         let known = into_buffer.entry(v).or_insert(from);
         *known = from.max(*known);
     }
@@ -57,10 +59,9 @@ pub fn launched(program: &Program, body: &Body, kernels: &[Kernel]) -> Steps<Opt
         let bytes = if written { 0 } else { block_bytes(ty.bytes()) };
         Output { value: v, dtype: ty.dtype, elements: ty.elements() as usize, bytes, host }
     };
-    let made: BTreeSet<ValueId> = kernels.iter().flat_map(|k| k.writes.iter().copied()).collect();
     let mut steps = Vec::with_capacity(kernels.len() + 1);
     // Values known beforehand are written to memory if the body writes them.
-    let known = |v: &ValueId| !made.contains(v) && !graph.node(*v).op.is_leaf();
+    let known = |v: &ValueId| !made[v.index()] && !graph.node(*v).op.is_leaf();
     let constants: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).filter(known).collect();
     steps.extend(constants.into_iter().map(|v| step(None, v, Vec::new(), vec![output(0, v)], 0, Vec::new())));
     for (i, kernel) in kernels.iter().enumerate() {
