@@ -38,17 +38,14 @@ impl Chain {
         // If the boundary values agree, one layer's leaving layout is the next layer's entering layout.
         let joined = last.out_layouts == table.in_layouts;
         let free = self.best().map(|(cost, terms, _)| (cost, terms));
+        let before =
+            |i: usize| if joined { self.ends[i].as_ref().map(|(cost, terms, _)| (*cost, terms)) } else { free };
         let ends = (0..outs)
             .map(|o| {
-                let step = |i: usize, row: &Vec<Option<(f64, StageCost)>>| {
-                    let (cost, terms) = row[o]?;
-                    let (before, so_far) = match joined {
-                        true => self.ends[i].map(|(c, t, _)| (c, t))?,
-                        false => free?,
-                    };
-                    Some((before + cost, so_far + terms, i))
-                };
-                table.entries.iter().enumerate().filter_map(|(i, row)| step(i, row)).min_by(|a, b| a.0.total_cmp(&b.0))
+                let step = |(i, row): (usize, &Vec<Option<(f64, StageCost)>>)| Some((before(i)?.0 + row[o]?.0, i));
+                let steps = table.entries.iter().enumerate().filter_map(step);
+                let (cost, i) = steps.min_by(|a, b| a.0.total_cmp(&b.0))?;
+                Some((cost, *before(i)?.1 + table.entries[i][o]?.1, i))
             })
             .collect();
         Chain { ends, prefix: Some(self.clone()), transient_bytes: self.transient_bytes.max(table.transient_bytes) }
@@ -61,9 +58,9 @@ impl Chain {
     }
 
     /// Objective, terms and leaving layout of the cheapest path.
-    pub fn best(&self) -> Option<(f64, StageCost, usize)> {
+    pub fn best(&self) -> Option<(f64, &StageCost, usize)> {
         let ends = self.ends.iter().enumerate();
-        ends.filter_map(|(o, e)| e.map(|(c, t, _)| (c, t, o))).min_by(|a, b| a.0.total_cmp(&b.0))
+        ends.filter_map(|(o, e)| e.as_ref().map(|(c, t, _)| (*c, t, o))).min_by(|a, b| a.0.total_cmp(&b.0))
     }
 
     /// The (entering, leaving) layouts of each layer on the cheapest path, first layer first. `tables` are those of the

@@ -142,7 +142,7 @@ fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> Candidates
                 // Stores overlap with the forward pass, loads with the backward pass.
                 let with_copies_s = |pass_s: f64| if in_order { pass_s + copies_s } else { pass_s.max(copies_s) };
                 let microbatch_s = with_copies_s(passes_s.0) + with_copies_s(passes_s.1) + entering[kind];
-                let candidate = candidate(&terms, chain.transient_bytes, microbatch_s, fraction, length, away);
+                let candidate = candidate(terms, chain.transient_bytes, microbatch_s, fraction, length, away);
                 found.push((sequence, Candidate { id, ..candidate }));
             }
         }
