@@ -236,25 +236,29 @@ impl Optimizer {
 
     /// The names of the state tensors of a parameter of this type, each of [`Optimizer::state_type`].
     pub fn slots(&self, parameter: DType) -> Vec<&'static str> {
-        let mut slots = match self {
-            Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => vec![],
-            Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => vec!["momentum"],
-            Optimizer::Lars { .. } | Optimizer::Larc { .. } => vec!["momentum"],
-            Optimizer::Adam { .. } | Optimizer::Adamw { .. } | Optimizer::Lamb { .. } => vec!["m", "v"],
-            Optimizer::Rmsprop { momentum, .. } if *momentum == 0.0 => vec!["v"],
-            Optimizer::Rmsprop { .. } => vec!["v", "momentum"],
-            Optimizer::Adagrad { .. } => vec!["sum"],
-            Optimizer::Adadelta { .. } => vec!["v", "u"],
-        };
-        if parameter != Optimizer::state_type(parameter) {
-            slots.push("master");
+        let master = (parameter != Optimizer::state_type(parameter)).then_some("master");
+        self.moments().iter().copied().chain(master).collect()
+    }
+
+    /// The state tensors that every parameter has, whatever its type.
+    fn moments(&self) -> &'static [&'static str] {
+        match self {
+            Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => &[],
+            Optimizer::Sgd { .. } | Optimizer::Nesterov { .. } => &["momentum"],
+            Optimizer::Lars { .. } | Optimizer::Larc { .. } => &["momentum"],
+            Optimizer::Adam { .. } | Optimizer::Adamw { .. } | Optimizer::Lamb { .. } => &["m", "v"],
+            Optimizer::Rmsprop { momentum, .. } if *momentum == 0.0 => &["v"],
+            Optimizer::Rmsprop { .. } => &["v", "momentum"],
+            Optimizer::Adagrad { .. } => &["sum"],
+            Optimizer::Adadelta { .. } => &["v", "u"],
         }
-        slots
     }
 
     /// The bytes of state per element of a parameter.
     pub fn state_bytes_per_element(&self, parameter: DType) -> u64 {
-        Optimizer::state_type(parameter).bytes() * self.slots(parameter).len() as u64
+        let state = Optimizer::state_type(parameter);
+        let tensors = self.moments().len() + usize::from(parameter != state);
+        state.bytes() * tensors as u64
     }
 }
 
