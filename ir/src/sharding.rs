@@ -198,8 +198,12 @@ impl Sharding {
 
     /// The bytes that one device holds.
     pub fn local_bytes(&self, ty: &TensorType, mesh: &Mesh) -> u64 {
-        let elements = self.dims.iter().fold(1u64, |n, d| n.saturating_mul(d.local_size(mesh)));
-        elements.saturating_mul(ty.dtype.bytes())
+        self.local_elements(mesh).saturating_mul(ty.dtype.bytes())
+    }
+
+    /// The elements that one device holds.
+    pub fn local_elements(&self, mesh: &Mesh) -> u64 {
+        self.dims.iter().fold(1u64, |n, d| n.saturating_mul(d.local_size(mesh)))
     }
 
     /// Appends numbers that identify which axes split which dimension. Sizes are included only for dimensions of

@@ -89,9 +89,14 @@ impl Execution {
 
     /// The type in which a parameter's gradient is summed. For half precision, it is f32 unless stated otherwise.
     pub fn accumulator(&self, ty: &TensorType) -> TensorType {
+        ty.with_dtype(self.accumulator_dtype(ty.dtype))
+    }
+
+    /// The element type of [`Execution::accumulator`].
+    pub fn accumulator_dtype(&self, parameter: DType) -> DType {
         match self.gradients {
-            _ if !ty.dtype.is_half() => ty.clone(),
-            dtype => ty.with_dtype(dtype.unwrap_or(DType::F32)),
+            _ if !parameter.is_half() => parameter,
+            dtype => dtype.unwrap_or(DType::F32),
         }
     }
 }

@@ -8,6 +8,7 @@
 
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
+use crate::lower::alike::Alike;
 use crate::lower::repeat::grows;
 use crate::predict::memory::copies_of_parameter;
 use crate::predict::timing::{copy_s, host_copy_s, update_s};
@@ -34,6 +35,8 @@ pub struct Model<'a> {
     pub users: &'a [Vec<ValueId>],
     /// True for values that have a cotangent.
     pub needs_gradient: &'a [bool],
+    /// Nodes with equal ops on equal types.
+    pub alike: &'a Alike,
     /// See [`super::space::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],
     /// True for values that are saved for the backward pass, unless expensive values are recomputed.
@@ -290,9 +293,35 @@ pub struct Pair {
 /// StageCost by the keys of both sides.
 pub type Table = Vec<Vec<StageCost>>;
 
-/// All inputs of a table, on one mesh and for one way of training: the value's type, its role in the backward
+/// All inputs of a table, on one mesh and for one way of training: the size of the value, its role in the backward
 /// pass, and the keys.
-pub type TableKey = (TensorType, Backward, Vec<Source>, Vec<Form>);
+pub type TableKey = (Size, Backward, Vec<Source>, Vec<Form>);
+
+/// The part of a value's type that prices depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Size {
+    dtype: DType,
+    elements: u64,
+}
+
+impl Size {
+    fn of(ty: &TensorType) -> Size {
+        Size { dtype: ty.dtype, elements: ty.elements() }
+    }
+
+    fn bytes(self) -> u64 {
+        self.bytes_as(self.dtype)
+    }
+
+    fn cotangent_bytes(self) -> u64 {
+        self.bytes_as(self.dtype.cotangent())
+    }
+
+    /// The bytes of as many elements of another type.
+    fn bytes_as(self, dtype: DType) -> u64 {
+        self.elements.saturating_mul(dtype.bytes())
+    }
+}
 
 /// The role of a value in the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -509,7 +538,7 @@ impl Builder<'_, '_, '_> {
         let terms = layouts
             .iter()
             .map(|&l| {
-                let bytes = self.spaces.local_bytes(graph.ty(v), l) as f64;
+                let bytes = self.spaces.local_bytes(graph.ty(v).dtype, l) as f64;
                 StageCost { kept_bytes: bytes, entering_bytes: bytes, ..StageCost::default() }
             })
             .collect();
@@ -519,8 +548,8 @@ impl Builder<'_, '_, '_> {
 
     /// States the variable of a node, and returns a lower bound on the bytes that it needs while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
-        let Model { graph, needs_gradient, blocks, saved, second_products, .. } = *self.model;
-        let space = self.spaces.of(graph, v, blocks);
+        let Model { graph, needs_gradient, saved, second_products, .. } = *self.model;
+        let space = self.spaces.of(self.model, v);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
         // The next run counts the bytes of the value that enters it.
         let leaves = self.uses.get(&v).is_some_and(|uses| uses.iter().any(|u| matches!(u, User::Out(_))));
@@ -532,7 +561,7 @@ impl Builder<'_, '_, '_> {
             .choices
             .iter()
             .map(|c| {
-                let bytes = self.spaces.local_bytes(graph.ty(v), c.resting) as f64;
+                let bytes = self.spaces.local_bytes(graph.ty(v).dtype, c.resting) as f64;
                 let fused = self.execution.fused_attention;
                 least = least.min(c.inside.map_or(bytes, |inside| inside.largest(fused).max(bytes)));
                 let backward_s = c.inside.map_or(c.forward_s * wanted as f64, |inside| inside.backward_s);
@@ -633,16 +662,16 @@ impl Builder<'_, '_, '_> {
     /// The per-step cost and the bytes of a parameter with this storage.
     fn parameter_terms(&mut self, ty: &TensorType, trained: bool, kept: Kept) -> StageCost {
         let rests = kept.rests(self.spaces);
-        let gradient_ty = self.execution.accumulator(ty);
+        let gradient = self.execution.accumulator_dtype(ty.dtype);
         let copies = copies_of_parameter(ty.dtype, self.spaces.prices.cost.device().kind);
-        let parameter_bytes = (copies * self.spaces.local_bytes(ty, rests.parameter)) as f64;
+        let parameter_bytes = (copies * self.spaces.local_bytes(ty.dtype, rests.parameter)) as f64;
         let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
             return StageCost { static_bytes: parameter_bytes, ..StageCost::default() };
         };
-        let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state) as f64;
+        let elements = self.spaces.local_elements(rests.state) as f64;
         let state_bytes = elements * optimizer.state_bytes_per_element(ty.dtype) as f64;
         // The update reads gradient, parameter and state and writes parameter and state.
-        let traffic = 2.0 * state_bytes + elements * (gradient_ty.dtype.bytes() + 2 * ty.dtype.bytes()) as f64;
+        let traffic = 2.0 * state_bytes + elements * (gradient.bytes() + 2 * ty.dtype.bytes()) as f64;
         let mut update_s = update_s(self.spaces.prices.cost, traffic);
         // Offloaded state is loaded and stored while other parameters are updated.
         let held_bytes = if self.model.offload.optimizer {
@@ -651,9 +680,9 @@ impl Builder<'_, '_, '_> {
         } else {
             state_bytes
         };
-        let gradient_bytes = self.spaces.local_bytes(&gradient_ty, rests.gradient) as f64;
+        let gradient_bytes = self.spaces.local_bytes(gradient, rests.gradient) as f64;
         StageCost {
-            step_s: update_s + self.spaces.stored_s(ty, rests.state, rests.parameter, self.bucket_bytes),
+            step_s: update_s + self.spaces.stored_s(ty.bytes(), rests.state, rests.parameter, self.bucket_bytes),
             static_bytes: parameter_bytes + gradient_bytes + held_bytes,
             ..StageCost::default()
         }
@@ -693,14 +722,14 @@ impl Builder<'_, '_, '_> {
         let (User::Operand(target, _) | User::Out(target)) = user;
         let (from_keys, from_key) = distinct(&self.sources(source));
         let (to_keys, to_key) = distinct(&self.forms(user));
-        let ty = self.model.graph.ty(v).clone();
+        let size = Size::of(self.model.graph.ty(v));
         let backward = self.backward(v);
-        let key = (ty, backward, from_keys, to_keys);
+        let key = (size, backward, from_keys, to_keys);
         let terms = match self.spaces.tables.get(&key) {
             Some(known) => known.clone(),
             None => {
-                let (ty, _, from_keys, to_keys) = &key;
-                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(ty, backward, f, t)).collect();
+                let (_, _, from_keys, to_keys) = &key;
+                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(size, backward, f, t)).collect();
                 let table: Rc<Table> = Rc::new(from_keys.iter().map(row).collect());
                 self.spaces.tables.insert(key, table.clone());
                 table
@@ -719,12 +748,12 @@ impl Builder<'_, '_, '_> {
         }
     }
 
-    fn price(&mut self, ty: &TensorType, backward: Backward, from: Source, (to, cotangent): Form) -> StageCost {
+    fn price(&mut self, size: Size, backward: Backward, from: Source, (to, cotangent): Form) -> StageCost {
         let terms = match from {
-            Source::Parameter(kept) => self.parameter_use(ty, backward, kept, to, cotangent),
+            Source::Parameter(kept) => self.parameter_use(size, backward, kept, to, cotangent),
             Source::Value(layout, resting) => {
                 let back = (backward == Backward::Gradient).then_some((cotangent, resting));
-                there_and_back(self.spaces, ty, (layout, to), back)
+                there_and_back(self.spaces, size, (layout, to), back)
             }
         };
         if self.model.optimizer.is_some() { terms } else { terms.forward_only() }
@@ -734,15 +763,15 @@ impl Builder<'_, '_, '_> {
     /// `cotangent`.
     fn parameter_use(
         &mut self,
-        ty: &TensorType,
+        size: Size,
         backward: Backward,
         kept: Kept,
         to: LayoutId,
         cotangent: LayoutId,
     ) -> StageCost {
-        let rests = kept.rests(self.spaces);
+        let (rests, bytes) = (kept.rests(self.spaces), size.bytes());
         if backward != Backward::Gradient {
-            let gathered = self.spaces.reshard(ty, rests.parameter, to);
+            let gathered = self.spaces.reshard(bytes, rests.parameter, to);
             let again = if backward == Backward::Read { gathered } else { Price::default() };
             return StageCost {
                 forward_sent_s: gathered.seconds,
@@ -756,30 +785,32 @@ impl Builder<'_, '_, '_> {
             0 | 1 => self.spaces.with_partial_of(kept.layout, cotangent),
             _ => rests.gradient,
         };
-        let (gradient_ty, reduced_ty) = (self.execution.accumulator(ty), ty.cotangent());
-        let mut gathered = self.spaces.reshard(ty, rests.parameter, to);
+        let reduced_bytes = size.cotangent_bytes();
+        let mut gathered = self.spaces.reshard(bytes, rests.parameter, to);
         let mut reduced = match kept.level {
-            0 | 1 => self.spaces.reshard(&reduced_ty, cotangent, accumulator),
-            _ => self.spaces.reduced_into_storage(&reduced_ty, cotangent, accumulator),
+            0 | 1 => self.spaces.reshard(reduced_bytes, cotangent, accumulator),
+            _ => self.spaces.reduced_into_storage(reduced_bytes, cotangent, accumulator),
         };
         let unit_bytes = self.execution.unit_bytes;
         let (mut copied_forward_s, mut copied_back_s) = (0.0, 0.0);
         if unit_bytes > 0 {
             // The whole block is sent through one buffer, with copies to and from it.
-            let mut in_unit = |sent: &mut Price, ty: &TensorType, from, to, layout| {
+            let mut in_unit = |sent: &mut Price, dtype: DType, from, to, layout| {
                 if sent.seconds <= 0.0 || !sent.seconds.is_finite() {
                     return 0.0;
                 }
-                sent.seconds = self.spaces.stored_s(ty, from, to, unit_bytes);
-                copy_s(self.spaces.prices.cost, self.spaces.local_bytes(ty, layout) as f64)
+                sent.seconds = self.spaces.stored_s(size.bytes_as(dtype), from, to, unit_bytes);
+                copy_s(self.spaces.prices.cost, self.spaces.local_bytes(dtype, layout) as f64)
             };
-            copied_forward_s = in_unit(&mut gathered, ty, rests.parameter, to, to);
-            copied_back_s = copied_forward_s + in_unit(&mut reduced, &reduced_ty, cotangent, accumulator, cotangent);
+            copied_forward_s = in_unit(&mut gathered, size.dtype, rests.parameter, to, to);
+            copied_back_s =
+                copied_forward_s + in_unit(&mut reduced, size.dtype.cotangent(), cotangent, accumulator, cotangent);
         }
         // The forward pass prefetches parameters. In the backward pass each gather queues behind the reduction
         // of the previous gradient, so both are waited for.
         let both_s = gathered.seconds + reduced.seconds;
         let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
+        let sum_bytes = size.bytes_as(self.execution.accumulator_dtype(size.dtype));
         StageCost {
             forward_s: copied_forward_s,
             forward_sent_s: gathered.seconds,
@@ -787,7 +818,7 @@ impl Builder<'_, '_, '_> {
             backward_s: waited_s + copied_back_s,
             backward_sent_s: sent_s,
             backward_issue_s: gathered.issue_s + reduced.issue_s,
-            step_s: self.spaces.stored_s(&gradient_ty, accumulator, rests.state, self.bucket_bytes),
+            step_s: self.spaces.stored_s(sum_bytes, accumulator, rests.state, self.bucket_bytes),
             ..StageCost::default()
         }
     }
@@ -807,7 +838,7 @@ impl Builder<'_, '_, '_> {
         };
         for (c, (layout, other)) in pairs.into_iter().enumerate() {
             let (there, back) = if enters { ((rest, layout), (other, rest)) } else { ((layout, rest), (rest, other)) };
-            self.unary[id][c] += there_and_back(self.spaces, ty, there, gradient.then_some(back));
+            self.unary[id][c] += there_and_back(self.spaces, Size::of(ty), there, gradient.then_some(back));
         }
     }
 
@@ -815,9 +846,9 @@ impl Builder<'_, '_, '_> {
     fn let_out(&mut self, v: ValueId, id: usize) {
         let Variable::Node(_, space) = &self.variables[id] else { return };
         let space = space.clone();
-        let ty = self.model.graph.ty(v);
+        let size = Size::of(self.model.graph.ty(v));
         for (terms, c) in self.unary[id].iter_mut().zip(&space.choices) {
-            *terms += there_and_back(self.spaces, ty, (c.result, c.resting), None);
+            *terms += there_and_back(self.spaces, size, (c.result, c.resting), None);
         }
         self.leaves[id] = true;
     }
@@ -826,12 +857,12 @@ impl Builder<'_, '_, '_> {
 /// The terms to reshard a value, and to reshard its cotangent back if it has one.
 fn there_and_back(
     spaces: &mut Spaces<'_>,
-    ty: &TensorType,
+    size: Size,
     there: (LayoutId, LayoutId),
     back: Option<(LayoutId, LayoutId)>,
 ) -> StageCost {
-    let forward = spaces.reshard(ty, there.0, there.1);
-    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(&ty.cotangent(), from, to));
+    let forward = spaces.reshard(size.bytes(), there.0, there.1);
+    let backward = back.map_or(Price::default(), |(from, to)| spaces.reshard(size.cotangent_bytes(), from, to));
     StageCost {
         forward_s: forward.seconds,
         backward_s: backward.seconds,

@@ -5,10 +5,11 @@
 //! cotangent therefore has the layout of the operand, and is partial over axes that split factors that the
 //! operand does not have.
 
-use super::ilp::{Table, TableKey};
+use super::ilp::{Model, Table, TableKey};
 use crate::features::parallelism::expert_products;
 use crate::lower::{CompositeCost, Prices};
 use altiplano_cost_models::timeline::Price;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Op, Reducer};
@@ -18,7 +19,6 @@ use altiplano_ir::rule::{AxisUse, FactorKind, ShardingRule, Strategy};
 use altiplano_ir::sharding::{DimLayout, Segment, Sharding};
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
-use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// Constraints on the axes of a mesh, from the user or from a baseline.
@@ -82,19 +82,37 @@ pub struct Space {
     pub choices: Vec<Choice>,
 }
 
+/// All inputs of a [`Space`], on one mesh.
+#[derive(PartialEq, Eq, Hash)]
+struct SpaceKey {
+    /// See [`Model::alike`].
+    kind: u32,
+    /// See [`factor_blocks`].
+    blocks: Vec<Vec<u64>>,
+    /// For each operand and the result, bit masks of the dimensions that scale with the batch and of those that count
+    /// experts.
+    dims: Vec<(u32, u32)>,
+}
+
+/// An interned layout.
+struct Layout {
+    sharding: Sharding,
+    pattern: Pattern,
+    local_elements: u64,
+}
+
 /// Interned layouts and memoised prices of one graph on one mesh.
 pub struct Spaces<'a> {
     pub prices: &'a Prices<'a>,
     pub roles: AxisRoles,
-    layouts: Vec<Sharding>,
+    layouts: Vec<Layout>,
     ids: FxHashMap<Sharding, LayoutId>,
-    patterns: Vec<Pattern>,
     /// See [`Spaces::storage_layout`] and [`Spaces::with_partial_of`].
     storage: FxHashMap<LayoutId, LayoutId>,
     partial: FxHashMap<(LayoutId, LayoutId), LayoutId>,
     /// Prices of reshards by the bytes of the tensor. They depend on nothing else.
     reshards: FxHashMap<(u64, Pattern, Pattern), Price>,
-    spaces: BTreeMap<String, Rc<Space>>,
+    spaces: FxHashMap<SpaceKey, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
     given: FxHashMap<ValueId, Strategy>,
@@ -113,11 +131,10 @@ impl<'a> Spaces<'a> {
             roles,
             layouts: Vec::new(),
             ids: FxHashMap::default(),
-            patterns: Vec::new(),
             storage: FxHashMap::default(),
             partial: FxHashMap::default(),
             reshards: FxHashMap::default(),
-            spaces: BTreeMap::new(),
+            spaces: FxHashMap::default(),
             of_values: FxHashMap::default(),
             given: FxHashMap::default(),
             tables: FxHashMap::default(),
@@ -141,18 +158,18 @@ impl<'a> Spaces<'a> {
             return id;
         }
         let id = self.layouts.len() as LayoutId;
-        self.patterns.push(Pattern::of(&sharding, self.mesh()));
-        self.layouts.push(sharding.clone());
+        let (pattern, local_elements) = (Pattern::of(&sharding, self.mesh()), sharding.local_elements(self.mesh()));
+        self.layouts.push(Layout { sharding: sharding.clone(), pattern, local_elements });
         self.ids.insert(sharding, id);
         id
     }
 
     pub fn layout(&self, id: LayoutId) -> &Sharding {
-        &self.layouts[id as usize]
+        &self.layouts[id as usize].sharding
     }
 
-    /// The price to reshard a value of type `ty`.
-    pub fn reshard(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
+    /// The price to reshard a value of `bytes`.
+    pub fn reshard(&mut self, bytes: u64, from: LayoutId, to: LayoutId) -> Price {
         let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between);
         if let Some(axis) = whole
             && from != to
@@ -160,49 +177,51 @@ impl<'a> Spaces<'a> {
         {
             return Price { seconds: f64::INFINITY, issue_s: 0.0 };
         }
-        self.reduced_into_storage(ty, from, to)
+        self.reduced_into_storage(bytes, from, to)
     }
 
     /// The price to reduce a gradient in every microbatch into the layout in which it is stored. Unlike that of other
     /// reshards, it may split over any axis.
-    pub fn reduced_into_storage(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId) -> Price {
+    pub fn reduced_into_storage(&mut self, bytes: u64, from: LayoutId, to: LayoutId) -> Price {
         if from == to {
             return Price::default();
         }
-        let key = (ty.bytes(), self.patterns[from as usize], self.patterns[to as usize]);
+        let [before, after] = [from, to].map(|id| self.layouts[id as usize].pattern);
+        let key = (bytes, before, after);
         if let Some(&price) = self.reshards.get(&key) {
             return price;
         }
-        let price = self.prices.legs_price(ty.bytes(), &self.legs(from, to));
+        let price = self.prices.legs_price(bytes, &self.legs(from, to));
         self.reshards.insert(key, price);
         price
     }
 
-    /// Seconds to reshard a stored tensor once per step. Unlike other reshards, it may split over any axis.
-    pub fn stored_s(&mut self, ty: &TensorType, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
+    /// Seconds to reshard a stored tensor of `bytes` once per step. Unlike other reshards, it may split over any axis.
+    pub fn stored_s(&mut self, bytes: u64, from: LayoutId, to: LayoutId, bucket_bytes: u64) -> f64 {
         if from == to {
             return 0.0;
         }
         let legs = self.legs(from, to);
-        self.prices.once_s(ty.bytes(), &legs, bucket_bytes)
+        self.prices.once_s(bytes, &legs, bucket_bytes)
     }
 
     fn legs(&self, from: LayoutId, to: LayoutId) -> Rc<[Leg]> {
-        let (before, after) = (&self.layouts[from as usize], &self.layouts[to as usize]);
-        let patterns = [self.patterns[from as usize], self.patterns[to as usize]];
-        legs(patterns, before, after, self.mesh())
+        let [before, after] = [from, to].map(|id| &self.layouts[id as usize]);
+        legs([before.pattern, after.pattern], &before.sharding, &after.sharding, self.mesh())
     }
 
-    /// The strategies of a node. `blocks` are the block counts of the graph's values, see [`block_counts`].
-    pub fn of(&mut self, graph: &Graph, v: ValueId, blocks: &[Vec<Vec<u64>>]) -> Rc<Space> {
+    /// The strategies of a node.
+    pub fn of(&mut self, model: &Model<'_>, v: ValueId) -> Rc<Space> {
         if let Some(space) = self.of_values.get(&v) {
             return space.clone();
         }
-        let mut space = self.of_kind(graph, v, &factor_blocks(graph, v, blocks));
+        let Model { graph, alike, blocks, .. } = *model;
+        let rule = alike.rule(graph, v);
+        let mut space = self.of_kind(graph, v, alike.kind(v), rule, factor_blocks(graph, v, rule, blocks));
         let unknown = |s: &&Strategy| !space.choices.iter().any(|c| c.strategy == **s);
         if let Some(strategy) = self.given.get(&v).filter(unknown).cloned() {
             let mut choices = space.choices.clone();
-            choices.push(self.choice(graph, v, &graph.rule(v), strategy));
+            choices.push(self.choice(graph, v, rule, strategy));
             space = Rc::new(Space { choices });
         }
         self.of_values.insert(v, space.clone());
@@ -210,33 +229,34 @@ impl<'a> Spaces<'a> {
     }
 
     /// The strategies of a node, shared by all nodes of its kind.
-    fn of_kind(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Rc<Space> {
-        let node = graph.node(v);
-        let batch: Vec<u32> =
-            node.operands.iter().map(|&o| graph.node(o).batch_dims).chain([node.batch_dims]).collect();
-        let experts: Vec<u32> = match self.roles.experts.is_some() {
-            true => node.operands.iter().chain([&v]).map(|&o| self.dims_of_experts(graph, o)).collect(),
-            false => Vec::new(),
-        };
-        let key = format!("{:?} {:?} {} {outers:?} {batch:?} {experts:?}", node.op, graph.operand_types(v), node.ty);
+    fn of_kind(
+        &mut self,
+        graph: &Graph,
+        v: ValueId,
+        kind: u32,
+        rule: &ShardingRule,
+        blocks: Vec<Vec<u64>>,
+    ) -> Rc<Space> {
+        let values = graph.node(v).operands.iter().chain([&v]);
+        let dims = values.map(|&o| (graph.node(o).batch_dims, self.dims_of_experts(graph, o))).collect();
+        let key = SpaceKey { kind, blocks, dims };
         if let Some(space) = self.spaces.get(&key) {
             return space.clone();
         }
-        let space = Rc::new(self.enumerate(graph, v, outers));
+        let space = Rc::new(self.enumerate(graph, v, rule, &key.blocks));
         self.spaces.insert(key, space.clone());
         space
     }
 
-    fn enumerate(&mut self, graph: &Graph, v: ValueId, outers: &[Vec<u64>]) -> Space {
+    fn enumerate(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule, outers: &[Vec<u64>]) -> Space {
         let mesh = self.mesh();
         let node = graph.node(v);
-        let rule = graph.rule(v);
-        let is_batch = batch_factors(graph, v, &rule);
+        let is_batch = batch_factors(graph, v, rule);
         let of_inputs = match self.roles.tokens_between && !node.op.is_contraction() {
             true => vec![false; rule.factors.len()],
-            false => self.input_factors(graph, v, &rule),
+            false => self.input_factors(graph, v, rule),
         };
-        let of_experts = self.expert_factors(graph, v, &rule);
+        let of_experts = self.expert_factors(graph, v, rule);
         let mut strategies = rule.strategies(mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
         // Contractions use every axis where possible, since an idle axis multiplies their work. An axis for
@@ -250,7 +270,7 @@ impl<'a> Spaces<'a> {
             let least = strategies.iter().map(idle).min().unwrap_or(0);
             strategies.retain(|s| idle(s) == least);
         }
-        Space { choices: strategies.into_iter().map(|strategy| self.choice(graph, v, &rule, strategy)).collect() }
+        Space { choices: strategies.into_iter().map(|strategy| self.choice(graph, v, rule, strategy)).collect() }
     }
 
     /// The prices of a node with a strategy.
@@ -427,8 +447,13 @@ impl<'a> Spaces<'a> {
         new
     }
 
-    pub fn local_bytes(&self, ty: &TensorType, id: LayoutId) -> u64 {
-        self.layout(id).local_bytes(ty, self.mesh())
+    /// The elements of a tensor that one device holds.
+    pub fn local_elements(&self, id: LayoutId) -> u64 {
+        self.layouts[id as usize].local_elements
+    }
+
+    pub fn local_bytes(&self, dtype: DType, id: LayoutId) -> u64 {
+        self.local_elements(id).saturating_mul(dtype.bytes())
     }
 }
 
@@ -589,9 +614,8 @@ pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
 }
 
 /// Block counts of a node's factors, from those of its operands and result.
-pub fn factor_blocks(graph: &Graph, v: ValueId, counts: &[Vec<Vec<u64>>]) -> Vec<Vec<u64>> {
+fn factor_blocks(graph: &Graph, v: ValueId, rule: &ShardingRule, counts: &[Vec<Vec<u64>>]) -> Vec<Vec<u64>> {
     let node = graph.node(v);
-    let rule = graph.rule(v);
     let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
     let tensors = node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
     for (value, dims) in tensors {

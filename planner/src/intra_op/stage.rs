@@ -18,7 +18,6 @@ use crate::lower::repeat::Repeats;
 use crate::predict::memory::copies_of_parameter;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::autodiff::{AutodiffError, differentiate};
-use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::plan::{Execution, Plan};
 use altiplano_ir::recompute::{Recomputation, Recompute};
@@ -303,9 +302,9 @@ impl Lives<'_, '_, '_> {
     /// Holds the values of a node: its result, the copies that its users read, and its cotangent.
     fn node(&mut self, v: ValueId, id: usize, space: &Space, again: bool, read: Option<Read>) {
         let graph = self.model.graph;
-        let ty = graph.ty(v);
+        let dtype = graph.ty(v).dtype;
         let at = self.position[&v];
-        let own: Vec<u64> = space.choices.iter().map(|c| self.spaces.local_bytes(ty, c.resting)).collect();
+        let own: Vec<u64> = space.choices.iter().map(|c| self.spaces.local_bytes(dtype, c.resting)).collect();
         let users: Vec<u32> =
             self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().collect();
         let last_user = users.iter().copied().max().unwrap_or(at);
@@ -325,13 +324,13 @@ impl Lives<'_, '_, '_> {
         let (holder, copies, from) = match (self.ilp.relays.get(&v), uses) {
             (Some(&relay), _) => match &self.ilp.variables[relay] {
                 Variable::Relay(_, forms) => {
-                    (relay, forms.iter().map(|f| self.spaces.local_bytes(ty, f.0)).collect(), at + 1)
+                    (relay, forms.iter().map(|f| self.spaces.local_bytes(dtype, f.0)).collect(), at + 1)
                 }
                 _ => (id, own.clone(), at + 1),
             },
             (None, &[User::Operand(user, k)]) => match &self.ilp.variables[user] {
                 Variable::Node(u, space) => {
-                    let copies = space.choices.iter().map(|c| self.spaces.local_bytes(ty, c.operands[k])).collect();
+                    let copies = space.choices.iter().map(|c| self.spaces.local_bytes(dtype, c.operands[k])).collect();
                     (user, copies, self.position[u] + 1)
                 }
                 _ => (id, own.clone(), at + 1),
@@ -359,9 +358,9 @@ impl Lives<'_, '_, '_> {
     /// `cheap` is true if its result is not one of those.
     fn inside(&mut self, v: ValueId, id: usize, space: &Space, cheap: bool) {
         let at = self.position[&v];
-        let ty = self.model.graph.ty(v);
+        let dtype = self.model.graph.ty(v).dtype;
         let of = |bytes: &dyn Fn(&Choice, f64) -> f64, spaces: &Spaces<'_>| -> Vec<u64> {
-            let own = |c: &Choice| spaces.local_bytes(ty, c.resting) as f64;
+            let own = |c: &Choice| spaces.local_bytes(dtype, c.resting) as f64;
             space.choices.iter().map(|c| bytes(c, own(c)).max(0.0) as u64).collect()
         };
         let fused = self.demand.execution.fused_attention;
@@ -387,8 +386,8 @@ impl Lives<'_, '_, '_> {
     }
 
     fn entering(&mut self, v: ValueId, id: usize, layouts: &[LayoutId], read: Option<Read>) {
-        let ty = self.model.graph.ty(v);
-        let own: Vec<u64> = layouts.iter().map(|&l| self.spaces.local_bytes(ty, l)).collect();
+        let dtype = self.model.graph.ty(v).dtype;
+        let own: Vec<u64> = layouts.iter().map(|&l| self.spaces.local_bytes(dtype, l)).collect();
         let last_user = self.model.users[v.index()].iter().filter_map(|u| self.position.get(u)).copied().max();
         let last_user = last_user.unwrap_or(0);
         match read {
@@ -421,27 +420,27 @@ impl Lives<'_, '_, '_> {
 
     /// Holds the persistent bytes of a parameter, its gathered copies, and the buffers of its update.
     fn parameter(&mut self, p: ValueId, id: usize, kept: &[Kept]) {
-        let ty = self.model.graph.ty(p);
+        let dtype = self.model.graph.ty(p).dtype;
         let trained = self.model.graph.is_trained(p);
-        let gradient_ty = self.demand.execution.accumulator(ty);
+        let gradient_dtype = self.demand.execution.accumulator_dtype(dtype);
         let mut lasting = Vec::with_capacity(kept.len());
         let mut gathered = Vec::with_capacity(kept.len());
         let mut scattered = Vec::with_capacity(kept.len());
         let mut updated = Vec::with_capacity(kept.len());
         for &k in kept {
             let rests = k.rests(self.spaces);
-            let whole = self.spaces.local_bytes(ty, k.layout);
-            let copies = copies_of_parameter(ty.dtype, self.spaces.prices.cost.device().kind);
-            let parameter = copies * self.spaces.local_bytes(ty, rests.parameter);
+            let whole = self.spaces.local_bytes(dtype, k.layout);
+            let copies = copies_of_parameter(dtype, self.spaces.prices.cost.device().kind);
+            let parameter = copies * self.spaces.local_bytes(dtype, rests.parameter);
             gathered.push(if rests.parameter == k.layout { 0 } else { whole });
             let Some(optimizer) = self.model.optimizer.filter(|_| trained) else {
                 lasting.push(parameter);
                 continue;
             };
-            let gradient = self.spaces.local_bytes(&gradient_ty, rests.gradient);
-            let reduced = self.spaces.local_bytes(&gradient_ty, rests.state);
-            let elements = self.spaces.local_bytes(&ty.with_dtype(DType::U8), rests.state);
-            let state = elements * optimizer.state_bytes_per_element(ty.dtype);
+            let gradient = self.spaces.local_bytes(gradient_dtype, rests.gradient);
+            let reduced = self.spaces.local_bytes(gradient_dtype, rests.state);
+            let elements = self.spaces.local_elements(rests.state);
+            let state = elements * optimizer.state_bytes_per_element(dtype);
             // Offloaded state is on the device during the update, with that of the next parameter.
             let (lasts, brought) = if self.model.offload.optimizer { (0, 2 * state) } else { (state, 0) };
             lasting.push(parameter + gradient + lasts);

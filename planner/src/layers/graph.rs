@@ -5,6 +5,7 @@ use crate::intra_op::ilp::Model;
 use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
 use crate::lower::TrainingGraphs;
+use crate::lower::alike::Alike;
 use crate::lower::repeat::{Repeats, second_products};
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -25,6 +26,7 @@ pub struct LayeredGraph {
     pub users: Vec<Vec<ValueId>>,
     /// Values that have a cotangent.
     pub needs_gradient: Vec<bool>,
+    alike: Alike,
     pub blocks: Vec<Vec<Vec<u64>>>,
     pub layers: Vec<Layer>,
     /// See `second_products`.
@@ -89,6 +91,7 @@ impl LayeredGraph {
         }
         let users = graph.users();
         let layers = layers_between(&graph, &layer_of, &starts);
+        let alike = Alike::new(&graph);
         let blocks = block_counts(&graph);
         let second_products = second_products(&graph, &layer_of);
         let mut layered = LayeredGraph {
@@ -97,6 +100,7 @@ impl LayeredGraph {
             layer_of,
             users,
             needs_gradient,
+            alike,
             blocks,
             layers,
             second_products,
@@ -223,6 +227,7 @@ impl LayeredGraph {
             layer_of: &self.layer_of,
             users: &self.users,
             needs_gradient: &self.needs_gradient,
+            alike: &self.alike,
             blocks: &self.blocks,
             saved: self.saved(),
             second_products: &self.second_products,

@@ -8,7 +8,7 @@
 //! Forward values that the backward pass needs are saved or recomputed. Results of elementwise ops are cheaper to
 //! recompute than to keep; full recomputation repeats everything inside a layer.
 
-mod alike;
+pub(crate) mod alike;
 mod body;
 mod choose;
 mod dedup;
