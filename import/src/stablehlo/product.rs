@@ -5,6 +5,7 @@ use super::lower::{Lowered, exactly, optional_dims, result_dtype, result_type};
 use super::report::Reject;
 use super::syntax::Operation;
 use altiplano_ir::array;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{DotGeneral, GroupedOuter, Op};
 
@@ -79,9 +80,12 @@ impl Converter<'_, '_> {
     /// single.
     pub fn product(&mut self, operation: &Operation, op: Op, mut lhs: ValueId, mut rhs: ValueId) -> Lowered {
         let dtype = result_dtype(operation)?;
-        // Products of the graph have one element type. Converting the operands up keeps every digit of the
-        // wider sum.
-        if dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes()) {
+        let in_eight_bits = [lhs, rhs].iter().all(|&v| self.graph.ty(v).dtype.is_eight_bit_float());
+        // Products of the graph have one element type, apart from those of 8-bit floats, which give 16 bits. Converting
+        // the operands up keeps every digit of the wider sum.
+        let is_as_given = in_eight_bits && dtype == DType::PRODUCT_OF_8_BITS;
+        let is_wide = dtype.bytes() >= self.graph.ty(lhs).dtype.bytes().max(self.graph.ty(rhs).dtype.bytes());
+        if is_wide && !is_as_given {
             lhs = self.converted(lhs, dtype)?;
             rhs = self.converted(rhs, dtype)?;
         }
