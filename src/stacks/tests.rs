@@ -576,7 +576,6 @@ fn products_in_8_bits_are_written_or_refused() {
         let words = match stack.name {
             "megatron" => "--fp8-format hybrid",
             "megatron-bridge" => "bf16_with_fp8_current_scaling_mixed",
-            "torchtitan" => "quantize.linear.float8",
             "maxtext" => "quantization: fp8",
             _ => {
                 let refusal = export(&plan, stack).expect_err("a refusal").to_string();

@@ -199,7 +199,7 @@ const KNOBS: &[Knob] = &[
         c.overlaps_tensor_parallel = Some(truth(v)?);
         Ok(())
     }),
-    Knob { name: "model.converters", read: converters, write: |c| c.eight_bit.then(|| json!([FLOAT8])) },
+    reads!("model.converters", converters),
     reads!("converters", converters),
     // Before converters.
     reads!("float8.enable_float8_linear", |c, v| {
