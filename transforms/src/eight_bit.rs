@@ -9,7 +9,7 @@
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, Node, ValueId};
-use altiplano_ir::op::{Convert, Function, GroupedDot, Op, Operator, Parameter, ShapeError};
+use altiplano_ir::op::{Convert, Function, Op, Operator, Parameter, ShapeError};
 
 /// Sizes of a product in 8 bits are multiples of this: its tensor cores load rows of 16 bytes.
 const MULTIPLE: u64 = 16;
@@ -130,7 +130,7 @@ fn fits(graph: &Graph, product: ValueId) -> bool {
             let of_weight = if factors(graph, product).is_some_and(|[x, _]| x == node.operands[0]) { 1 } else { 0 };
             vec![size(lhs, &dot.lhs_contract), free[of_weight]]
         }
-        Op::GroupedDot(GroupedDot { .. }) => shape(1)[1..].to_vec(),
+        Op::GroupedDot(_) => shape(1)[1..].to_vec(),
         _ => Vec::new(),
     };
     sizes.iter().all(|size| size.is_multiple_of(MULTIPLE))
