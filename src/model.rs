@@ -385,10 +385,7 @@ fn load(
     let mut graph = graph.with_free_pins();
     if options.precision.is_some_and(DType::is_eight_bit_float) {
         let eight_bit = in_eight_bits(&graph).map_err(|error| Error::Precision { error })?;
-        if eight_bit.products == 0 {
-            return Err(Error::NoProductsInEightBits);
-        }
-        graph = eight_bit.graph;
+        graph = eight_bit.ok_or(Error::NoProductsInEightBits)?;
     }
     let mut stop_gradients = find_values(&graph, &options.stop_gradients)?;
     let mut reduction = None;

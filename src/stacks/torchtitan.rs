@@ -1,7 +1,9 @@
 //! torchtitan: a recipe in Python that sets fields of a `Trainer.Config`. Older files are TOML with the same names.
 
 use super::write::{Page, python};
-use super::{Configuration, Knob, Stack, Unsayable, bare, noted, number, reads, reads_number, refused, truth, word};
+use super::{
+    Configuration, Knob, Stack, Unsayable, bare, noted, number, reads, reads_flag, reads_number, refused, truth, word,
+};
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Schedule, Target};
@@ -202,10 +204,7 @@ const KNOBS: &[Knob] = &[
     reads!("model.converters", converters),
     reads!("converters", converters),
     // Before converters.
-    reads!("float8.enable_float8_linear", |c, v| {
-        c.eight_bit |= truth(v)?;
-        Ok(())
-    }),
+    reads_flag!("float8.enable_float8_linear", eight_bit),
     refused!("parallelism.pipeline_parallel_schedule_csv", "an order of passes in a file cannot be predicted"),
     refused!("pipeline_parallel_split_points", "name the modules of each stage by module_fqns_per_model_part"),
 ];

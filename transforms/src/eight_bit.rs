@@ -14,37 +14,25 @@ use altiplano_ir::op::{Convert, Function, Op, Operator, Parameter, ShapeError};
 /// Sizes of a product in 8 bits are multiples of this: its tensor cores load rows of 16 bytes.
 const MULTIPLE: u64 = 16;
 
-/// A graph with products in 8 bits.
-#[derive(Clone, Debug)]
-pub struct EightBit {
-    /// The graph.
-    pub graph: Graph,
-    /// The value of this graph for each value of the graph before.
-    pub map: Vec<ValueId>,
-    /// The number of products in 8 bits.
-    pub products: usize,
-}
-
-/// Computes the products of a 16-bit model's weights in 8 bits.
+/// Computes the products of a 16-bit model's weights in 8 bits. `None` if there is no such product.
 ///
 /// # Errors
 /// If an op does not accept its new operands, which is an error of this pass.
-pub fn in_eight_bits(graph: &Graph) -> Result<EightBit, ShapeError> {
-    let users = graph.users();
-    let weights = weights(graph, &users);
-    let multiplies = |v: ValueId| factors(graph, v).is_some_and(|[_, weight]| weights[weight.index()]);
+pub fn in_eight_bits(graph: &Graph) -> Result<Option<Graph>, ShapeError> {
+    let weights = weights(graph);
+    if !weights.contains(&true) {
+        return Ok(None);
+    }
     let mut to =
         Graph { nodes: Vec::with_capacity(graph.len()), outputs: Vec::new(), pins: Vec::new(), ..graph.clone() };
     let mut map: Vec<ValueId> = Vec::with_capacity(graph.len());
     let mut converted: Vec<Option<ValueId>> = vec![None; graph.len()];
-    let mut products = 0;
     for v in graph.values() {
         let node = graph.node(v);
         let mut operands: Vec<ValueId> = node.operands.iter().map(|o| map[o.index()]).collect();
-        if multiplies(v)
-            && let Some([x, _]) = factors(graph, v)
+        if let Some([x, weight]) = factors(graph, v)
+            && weights[weight.index()]
         {
-            products += 1;
             let eight = *converted[x.index()].get_or_insert_with(|| {
                 let (from, op) = (graph.node(x), Convert { dtype: DType::F8E4M3FN });
                 let ty = from.ty.with_dtype(op.dtype);
@@ -65,12 +53,14 @@ pub fn in_eight_bits(graph: &Graph) -> Result<EightBit, ShapeError> {
     }
     to.outputs = graph.outputs.iter().map(|o| map[o.index()]).collect();
     to.take_pins(graph, |v| Some(map[v.index()]));
-    Ok(EightBit { graph: to, map, products })
+    Ok(Some(to))
 }
 
 /// The parameters that become 8-bit floats, and the views of them: those of 16 bits that nothing but products in 8 bits
 /// read.
-fn weights(graph: &Graph, users: &[Vec<ValueId>]) -> Vec<bool> {
+fn weights(graph: &Graph) -> Vec<bool> {
+    let users = graph.users();
+    let logits = logits(graph, &users);
     let varies = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
     let mut read_by_products = vec![false; graph.len()];
     for v in graph.values().rev() {
@@ -80,9 +70,7 @@ fn weights(graph: &Graph, users: &[Vec<ValueId>]) -> Vec<bool> {
             continue;
         }
         let suits = |u: &ValueId| match factors(graph, *u) {
-            Some([x, weight]) => {
-                weight == v && varies[x.index()] && fits(graph, *u) && !is_chosen_from(graph, users, *u)
-            }
+            Some([x, weight]) => weight == v && varies[x.index()] && fits(graph, *u) && !logits[u.index()],
             None => read_by_products[u.index()],
         };
         let of = &users[v.index()];
@@ -136,32 +124,27 @@ fn fits(graph: &Graph, product: ValueId) -> bool {
     sizes.iter().all(|size| size.is_multiple_of(MULTIPLE))
 }
 
-/// Returns true if a softmax or a loss reads a product, perhaps after elementwise ops: it gives the logits of classes,
-/// words or experts.
-fn is_chosen_from(graph: &Graph, users: &[Vec<ValueId>], product: ValueId) -> bool {
-    let mut open = vec![product];
-    let mut seen = vec![product];
-    while let Some(v) = open.pop() {
-        for &u in &users[v.index()] {
-            let goes_on = match &graph.node(u).op {
-                Op::Composite(op) => match &op.function {
-                    Function::Softmax { .. }
-                    | Function::LogSoftmax { .. }
-                    | Function::Gates { .. }
-                    | Function::CrossEntropy { .. } => return true,
-                    _ => false,
-                },
-                Op::ArgSort(_) => return true,
-                Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Convert(_) => true,
-                op => op.is_elementwise(),
-            };
-            if goes_on && !seen.contains(&u) {
-                seen.push(u);
-                open.push(u);
-            }
-        }
+/// Marks the values that a softmax or a loss reads, perhaps after elementwise ops: the logits of classes, words or experts.
+fn logits(graph: &Graph, users: &[Vec<ValueId>]) -> Vec<bool> {
+    let chooses = |op: &Op| match op {
+        Op::Composite(op) => matches!(
+            op.function,
+            Function::Softmax { .. }
+                | Function::LogSoftmax { .. }
+                | Function::Gates { .. }
+                | Function::CrossEntropy { .. }
+        ),
+        op => matches!(op, Op::ArgSort(_)),
+    };
+    let passes_on = |op: &Op| {
+        op.is_elementwise() || matches!(op, Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Convert(_))
+    };
+    let mut logits = vec![false; graph.len()];
+    for v in graph.values().rev() {
+        let of = |u: &ValueId| chooses(&graph.node(*u).op) || passes_on(&graph.node(*u).op) && logits[u.index()];
+        logits[v.index()] = users[v.index()].iter().any(of);
     }
-    false
+    logits
 }
 
 #[cfg(test)]

@@ -63,9 +63,8 @@ fn weights_that_only_multiply_activations_have_8_bits() {
     let up = before.parameters().find(|(_, name)| *name == "up").map(|(v, _)| v).unwrap();
     let open = PinnedDim { axes: Vec::new(), open: true };
     before.pin(Pin { value: up, mesh: Vec::new(), dims: vec![open.clone(), open] });
-    let EightBit { graph, map, products } = in_eight_bits(&before).unwrap();
+    let graph = in_eight_bits(&before).unwrap().expect("products in 8 bits");
     assert_eq!(graph.verify(), []);
-    assert_eq!(products, 3);
     for name in ["up", "gate", "down"] {
         assert_eq!(dtype_of(&graph, name), DType::F8E4M3FN, "{name}");
     }
@@ -76,8 +75,7 @@ fn weights_that_only_multiply_activations_have_8_bits() {
     // `up` and `gate` read one conversion, and `down` another.
     let conversions = graph.nodes.iter().filter(|node| matches!(node.op, Op::Convert(_))).count();
     assert_eq!(conversions, 2);
-    assert_eq!(graph.pins[0].value, map[up.index()]);
-    assert!(before.values().all(|v| graph.shape(map[v.index()]) == before.shape(v)));
+    assert!(matches!(&graph.node(graph.pins[0].value).op, Op::Parameter(p) if p.name == "up"));
 }
 
 #[test]
@@ -88,8 +86,8 @@ fn a_weight_with_another_reader_keeps_16_bits() {
     let norm = graph.reduce(norm, altiplano_ir::op::Reducer::Sum, &[0, 1]);
     let loss = graph.add(graph.outputs[0], norm);
     graph.outputs = vec![loss];
-    let after = in_eight_bits(&graph).unwrap();
-    assert_eq!((dtype_of(&after.graph, "up"), after.products), (DType::BF16, 2));
+    let after = in_eight_bits(&graph).unwrap().expect("products in 8 bits");
+    assert_eq!([dtype_of(&after, "up"), dtype_of(&after, "gate")], [DType::BF16, DType::F8E4M3FN]);
 }
 
 #[test]
@@ -99,13 +97,12 @@ fn models_in_single_precision_have_no_products_in_8_bits() {
     let w = g.emit(Op::Parameter(Parameter::new("w", TensorType::new(DType::F32, [32, 32]))), &[]);
     let y = matmul(g, x, w);
     g.outputs = vec![y];
-    let after = in_eight_bits(g).unwrap();
-    assert_eq!((after.products, after.graph), (0, g.clone()));
+    assert_eq!(in_eight_bits(g), Ok(None));
 }
 
 #[test]
 fn gradients_multiply_8_bits_and_are_16_bits_wide() {
-    let EightBit { graph, .. } = in_eight_bits(&model()).unwrap();
+    let graph = in_eight_bits(&model()).unwrap().expect("products in 8 bits");
     let differentiated = differentiate(&graph, &[]).unwrap();
     let all = &differentiated.graph;
     assert_eq!(all.verify(), []);
