@@ -6,7 +6,7 @@ use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Target};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::features::pairs::most_recomputed;
+use altiplano_planner::features::overlaps::most_recomputed;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};

@@ -8,7 +8,7 @@ use altiplano_ir::plan::{Offload, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
 use altiplano_planner::explain::account::{accounts, of_lanes};
 use altiplano_planner::explain::neighbours::neighbours;
-use altiplano_planner::features::pairs::with_pairs;
+use altiplano_planner::features::overlaps::with_overlaps;
 use altiplano_planner::features::parallelism::parallelism;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::predict::predict_plan;
@@ -39,6 +39,11 @@ fn model(family: &str) -> PathBuf {
         "large" => {
             r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
+        }
+        // Its products take longer than their launches.
+        "long" => {
+            r#"{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
+                "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 512, "max_position_embeddings": 2048}"#
         }
         // Most of its bytes are inside blocks.
         "wide" => {
@@ -77,7 +82,7 @@ fn import() -> ImportOptions {
 
 /// Experts take long samples, so that their exchange takes longer than its start.
 fn import_of(family: &str) -> ImportOptions {
-    ImportOptions { sequence: Some(if family == "experts" { 2048 } else { 64 }), ..import() }
+    ImportOptions { sequence: Some(if matches!(family, "experts" | "long") { 2048 } else { 64 }), ..import() }
 }
 
 fn base(family: &str) -> Request {
@@ -698,7 +703,7 @@ fn passes_side_by_side_are_said_and_predicted() {
         }
         // The search takes the faster one if its target can run it.
         let target = if schedule == Schedule::DualPipeV { Target::Torchtitan } else { Target::Megatron };
-        let searched = |target| with_pairs(Plan { target, ..alone.clone() }, &costs(&alone)).expect("a plan");
+        let searched = |target| with_overlaps(Plan { target, ..alone.clone() }, &costs(&alone)).expect("a plan");
         let gains = beside.predicted.step_time_s * 1.02 < alone.predicted.step_time_s;
         assert_eq!(searched(target).execution.pairs_passes, gains, "{}", stack.name);
         assert!(!searched(Target::Altiplano).execution.pairs_passes);
@@ -730,4 +735,38 @@ fn passes_side_by_side_are_said_and_predicted() {
     let beside = with_experts(&megatron::MEGATRON, Schedule::OneFOneB, Recompute::None, true);
     let compared = neighbours(&beside, 0).expect("neighbours");
     assert!(compared.iter().filter_map(|n| n.plan.as_ref().ok()).all(|plan| plan.execution.pairs_passes));
+}
+
+/// Devices that split features exchange activations beside products, where software can do that: inside a node.
+#[test]
+fn transfers_beside_products_are_planned_and_said() {
+    let planned = |target: Target, cluster: &str, tp: u32| {
+        let mut request = base("long");
+        request.cluster = load_cluster(cluster).expect("a cluster");
+        (request.baselines, request.target) = (false, target);
+        (request.degrees.tp, request.degrees.pp) = (Some(tp), Some(1));
+        plan(&request, &Silent).expect("a plan")
+    };
+    for (target, stack, knob) in [
+        (Target::Megatron, &megatron::MEGATRON, "--tp-comm-overlap"),
+        (Target::Megatron, &megatron_bridge::MEGATRON_BRIDGE, "tp_comm_overlap = True"),
+        (Target::Torchtitan, &torchtitan::TORCHTITAN, "enable_async_tensor_parallel = True"),
+    ] {
+        let beside = planned(target, CLUSTER, 4);
+        assert!(beside.execution.overlaps_tensor_parallel, "{}", stack.name);
+        let costs = altiplano_cost_models::Rooflines::of(&beside.cluster);
+        let execution = altiplano_ir::plan::Execution { overlaps_tensor_parallel: false, ..beside.execution };
+        let alone = predict_plan(Plan { execution, ..beside.clone() }, &costs).expect("a prediction");
+        assert!(beside.predicted.step_time_s * 1.02 < alone.predicted.step_time_s, "{}", stack.name);
+        for (plan, says) in [(&alone, false), (&beside, true)] {
+            let written = export(plan, stack).expect("a configuration");
+            assert_eq!(written.text.contains(knob), says, "{}: {}", stack.name, written.text);
+            assert_eq!(round_trip(plan, stack, "long"), None);
+        }
+    }
+    for (target, cluster, tp) in
+        [(Target::Megatron, CLUSTER, 1), (Target::Megatron, "dgx-a100:2", 16), (Target::Altiplano, CLUSTER, 4)]
+    {
+        assert!(!planned(target, cluster, tp).execution.overlaps_tensor_parallel, "{target:?} on {cluster}");
+    }
 }

@@ -188,16 +188,20 @@ const KNOBS: &[Knob] = &[
     reads_number!("nproc_per_node", devices_per_node),
     reads_number!("nnodes", nodes),
     reads_number!("ngpu", devices_per_node),
-    noted!("compile.enable", "kernels of a compiler are not predicted"),
     Knob {
-        name: "parallelism.enable_async_tensor_parallel",
+        // A compiler puts transfers beside products.
+        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+        ..noted!("compile.enable", "kernels of a compiler are not predicted")
+    },
+    Knob {
+        name: "compile.enable_async_tensor_parallel",
         read: |c, v| {
             c.overlaps_tensor_parallel = Some(truth(v)?);
             Ok(())
         },
         write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
     },
-    reads!("compile.enable_async_tensor_parallel", |c, v| {
+    reads!("parallelism.enable_async_tensor_parallel", |c, v| {
         c.overlaps_tensor_parallel = Some(truth(v)?);
         Ok(())
     }),
@@ -396,7 +400,7 @@ fn limit(c: &Configuration) -> Option<Unsayable> {
 fn text(page: &Page<'_>) -> String {
     let c = page.configuration;
     let of = |start: &str| {
-        let named = page.settings.iter().filter_map(move |(name, value)| Some((name.strip_prefix(start)?, value)));
+        let named = page.settings.iter().filter_map(|(name, value)| Some((name.strip_prefix(start)?, value)));
         named.collect::<Vec<_>>()
     };
     let mut body = String::from("    config.parallelism = ParallelismConfig(\n");
@@ -405,8 +409,10 @@ fn text(page: &Page<'_>) -> String {
         let _ = writeln!(body, "        {name}={},", python(value));
     }
     body += "    )\n";
-    for (name, value) in of("training.") {
-        let _ = writeln!(body, "    config.training.{name} = {}", python(value));
+    for part in ["training", "compile"] {
+        for (name, value) in of(&format!("{part}.")) {
+            let _ = writeln!(body, "    config.{part}.{name} = {}", python(value));
+        }
     }
     let (import, policy) = match c.recompute.unwrap_or_default() {
         Recompute::None => ("", "None"),

@@ -96,7 +96,8 @@ pub fn recomputed(plan: &Plan) -> String {
 /// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
 fn stages(plan: &Plan) -> String {
     let pairs = if plan.execution.pairs_passes { ", passes side by side" } else { "" };
-    let stages = format!("{}{pairs}", count(plan.stages.len() as u32, "stage", "stages"));
+    let beside = if plan.execution.overlaps_tensor_parallel { ", transfers beside products" } else { "" };
+    let stages = format!("{}{pairs}{beside}", count(plan.stages.len() as u32, "stage", "stages"));
     match (plan.virtual_stages, plan.schedule) {
         (1, Schedule::ZbH1 | Schedule::Found) => format!("{stages} under {}", plan.schedule),
         (1, _) => stages,

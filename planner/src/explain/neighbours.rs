@@ -58,6 +58,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
         let mut new = assemble(request, &parts, &costs)?;
         new.order.clone_from(&plan.order);
         new.execution.pairs_passes = plan.execution.pairs_passes;
+        new.execution.overlaps_tensor_parallel = plan.execution.overlaps_tensor_parallel;
         // A stage that does not change keeps its shardings.
         for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
             let same = (&a.layers, &a.config.mesh, a.config.fraction) == (&b.layers, &b.config.mesh, b.config.fraction);

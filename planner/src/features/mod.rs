@@ -3,8 +3,8 @@
 pub mod chunked_loss;
 pub mod offload;
 pub mod one_device;
+pub mod overlaps;
 pub(crate) mod padding;
-pub mod pairs;
 pub mod parallelism;
 pub(crate) mod pins;
 pub mod rings;

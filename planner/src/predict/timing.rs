@@ -150,11 +150,16 @@ impl BodyWork {
     }
 
     /// Deducts the seconds of collectives that products hide. Both are cut into as many parts as devices take part, and the
-    /// first or the last part has nothing beside it. A product hides no more than it takes.
+    /// first or the last part has nothing beside it. A product hides no more than it takes. The parts go through memory that
+    /// devices of a node share, so that transfers between nodes stay as they are (Transformer Engine's user buffers, PyTorch's
+    /// symmetric memory).
     fn hide_beside_products(&self, costs: &mut [Price], prices: &Prices<'_>) {
         let mut left_s: Vec<f64> = costs.iter().map(|cost| cost.seconds).collect();
         for (i, products) in self.beside.iter().enumerate() {
             let Some((collective, ..)) = &self.sent[i] else { continue };
+            if products.is_empty() || prices.link(collective.axes()).nodes > 1 {
+                continue;
+            }
             let parts = prices.mesh.product(collective.axes()).max(1) as f64;
             let mut may_hide_s = costs[i].seconds * (parts - 1.0) / parts;
             for &product in products {

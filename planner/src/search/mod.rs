@@ -25,7 +25,7 @@ mod variants;
 
 use crate::explain::alternatives;
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, one_device, pairs, pins, rings, servers, stages, target};
+use crate::features::{chunked_loss, one_device, overlaps, pins, rings, servers, stages, target};
 use crate::layers::cache::{LayeredAtBatch, LayeredCache};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
@@ -112,7 +112,7 @@ fn plan_padded(
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
         Err(why) if needs_expert_mesh(request, &why) => return uniform::best(request, costs, progress),
-        plan => pairs::with_pairs(plan?, costs)?,
+        plan => overlaps::with_overlaps(plan?, costs)?,
     };
     let mut faster = None;
     if let Some(of_one) = one_device::instead_of(&cx, &plan) {

@@ -8,7 +8,7 @@ use super::fixed_degrees::Degrees;
 use super::layout::Layout;
 use super::sweep::{Configurations, Space, Swept, configurations, sweep};
 use crate::explain::alternatives;
-use crate::features::pairs;
+use crate::features::overlaps;
 use crate::features::stacks::stack;
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
@@ -30,8 +30,8 @@ const FEWEST_CLIMBED: usize = 12;
 
 /// The best configuration that the target runs, with the next ones as alternatives.
 pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let mut plans = all(request, costs, progress)?;
-    let mut best = pairs::with_pairs(plans.remove(0), costs)?;
+    let mut plans = overlaps::best_with_overlaps(all(request, costs, progress)?, costs)?;
+    let mut best = plans.remove(0);
     best.alternatives = alternatives::alternatives(&best, plans);
     Ok(best)
 }
