@@ -48,11 +48,11 @@ fn a_run_trains_evaluates_and_resumes_as_on_cpu_workers() {
         (succeeds(&arguments), std::fs::read_to_string(&metrics).expect("metrics"))
     };
     let (cpu, metrics_of_cpu) = run("cpu", "cpu", "6", &[]);
-    let (first, _) = run("xla:cpu", "xla", "4", &[]);
+    let (first, metrics_of_first) = run("xla:cpu", "xla", "4", &[]);
     let (second, metrics) = run("xla:cpu", "xla", "6", &["--resume"]);
     let expected = losses(&cpu);
     assert_eq!(expected.len(), 6, "{cpu}");
-    assert!(close(&losses(&first), &expected[..4]), "{first}\n{cpu}");
+    assert!(close(&losses(&first), &expected[..4]), "{first}{metrics_of_first}\n{cpu}{metrics_of_cpu}");
     assert!(close(&losses(&second), &expected[4..]), "{second}\n{cpu}");
     // The loss on held-out data and the gradient's norm.
     let numbers = |text: &str, name: &str| -> Vec<f64> {
