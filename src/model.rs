@@ -13,6 +13,7 @@ use crate::precision::with_precision;
 use crate::units::smaller;
 use altiplano_import::{huggingface, onnx, stablehlo};
 use altiplano_ir::batch::{Batched, Coupling, Doubt, LossKind, find_batch, rebatch, settle};
+use altiplano_ir::cluster::Routing;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::names::stack_of;
@@ -98,6 +99,8 @@ pub struct Model {
     pub given: Option<GivenStep>,
     /// The reduction relative to the model in the file.
     pub reduction: Option<Downscaling>,
+    /// How tokens are routed to experts, if the file says so.
+    pub routing: Option<Routing>,
     /// Remarks on the import for the user.
     pub warnings: Vec<Warning>,
 }
@@ -265,6 +268,8 @@ struct Aside {
     buffers: Vec<String>,
     /// Sizes that give the same graph with another batch, if the file leaves its batch open.
     other_sizes: Option<Vec<(String, u64)>>,
+    /// How tokens are routed to experts.
+    routing: Option<Routing>,
 }
 
 /// The part of a file that is planned: the loss, the step to which it belongs, and inputs that the function returns
@@ -428,6 +433,7 @@ fn load(
         unknown_update,
         given,
         reduction,
+        routing: aside.routing,
         warnings,
     })
 }

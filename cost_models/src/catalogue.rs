@@ -302,6 +302,7 @@ fn local(workers: u32) -> Group {
         },
         host_memory_bytes: None,
         price_per_hour: None,
+        dispatch: None,
     }
 }
 
@@ -322,6 +323,7 @@ impl Preset {
             inter_node: InterNode { kind: network.to_string(), bytes_per_s, nics, latency_s, oversubscription: 1.0 },
             host_memory_bytes: self.host_gb.map(|gb| (gb * 1e9) as u64),
             price_per_hour: self.price_per_hour,
+            dispatch: None,
         }
     }
 }

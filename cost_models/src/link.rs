@@ -132,17 +132,19 @@ pub fn axis_link(
     }
     let node_bytes_per_s = network_bytes_per_s(cluster_group, submesh_devices_per_node);
     let n = devices as f64;
+    let nodes = crossing.max_nodes_of_group;
+    let sent = cluster_group.dispatch.map_or(1.0, |routing| routing.sent_once(nodes));
     let inside_bytes_per_s = match crossing.max_devices_on_node {
         // A device that is alone on its node reaches the network over any of its links.
         1 => intra.bytes_per_s,
         here => intra.bytes_per_s * kind.ring_part(here, in_node),
     };
     AxisLink {
-        nodes: crossing.max_nodes_of_group,
+        nodes,
         devices_on_node: crossing.max_devices_on_node,
         inside_bytes_per_s,
         across_bytes_per_s: node_bytes_per_s / crossing.max_groups_leaving as f64,
-        exchange_bytes_per_s: node_bytes_per_s * (n - 1.0) / crossing.max_devices_times_away,
+        exchange_bytes_per_s: node_bytes_per_s * (n - 1.0) / (sent * crossing.max_devices_times_away),
         across_latency_s: cluster_group.inter_node.latency_s,
         ..inside
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::catalogue::{preset, presets};
+use altiplano_ir::cluster::Routing;
 use proptest::prelude::*;
 
 fn group(text: &str) -> Group {
@@ -230,5 +231,58 @@ fn paths_between_groups_by_hand() {
             source.1,
             target.1
         );
+    }
+}
+
+/// The mean number of nodes that a token's experts are on, over all ways to choose the groups and then an expert of them for
+/// each choice, relative to the choices.
+fn sent_once_by_counting(routing: Routing, nodes: usize, experts: usize) -> f64 {
+    let (groups, chosen_groups) = (routing.groups as usize, routing.chosen_groups as usize);
+    let (mut reached, mut ways) = (0, 0);
+    for kept in (0..1_u32 << groups).filter(|kept| kept.count_ones() as usize == chosen_groups) {
+        let allowed: Vec<usize> = (0..experts).filter(|e| kept >> (e / (experts / groups)) & 1 == 1).collect();
+        for mut way in 0..allowed.len().pow(routing.chosen as u32) {
+            let mut on = 0_u32;
+            for _ in 0..routing.chosen {
+                on |= 1 << (allowed[way % allowed.len()] / (experts / nodes));
+                way /= allowed.len();
+            }
+            reached += u64::from(on.count_ones());
+            ways += 1;
+        }
+    }
+    reached as f64 / ways as f64 / routing.chosen as f64
+}
+
+#[test]
+fn tokens_sent_once_reach_the_nodes_of_their_experts() {
+    let of = |chosen, groups, chosen_groups| Routing { chosen, groups, chosen_groups };
+    let even =
+        [(of(1, 1, 1), 4), (of(2, 1, 1), 2), (of(3, 1, 1), 4), (of(3, 8, 2), 8), (of(3, 4, 4), 4), (of(2, 4, 1), 8)];
+    // Nodes with several groups, of which any number is kept.
+    let several = [(of(3, 8, 4), 4), (of(3, 4, 2), 2), (of(4, 8, 3), 2)];
+    for (routing, nodes) in even.into_iter().chain(several) {
+        let (found, counted) = (routing.sent_once(nodes), sent_once_by_counting(routing, nodes as usize, 8));
+        assert!((found - counted).abs() < 1e-12, "{routing:?} on {nodes} nodes: {found}, not {counted}");
+    }
+}
+
+/// Software that sends tokens once makes exchanges between nodes faster, and changes nothing else.
+#[test]
+fn only_exchanges_between_nodes_are_sent_once() {
+    let plain = group("dgx-h100:4");
+    let routing = Routing { chosen: 8, groups: 1, chosen_groups: 1 };
+    let once = Group { dispatch: Some(routing), ..plain.clone() };
+    for (axes, nodes) in [(&[("data", 4), ("tensor", 8)], 4), (&[("data", 8), ("tensor", 4)], 4)] {
+        let mesh = Mesh::new(axes);
+        for axis in mesh.axis_ids() {
+            let [before, after] = [&plain, &once].map(|group| axis_link(group, 4, 8, &mesh, &[axis]));
+            let faster = if before.nodes > 1 { 1.0 / routing.sent_once(nodes) } else { 1.0 };
+            let expected = AxisLink { exchange_bytes_per_s: before.exchange_bytes_per_s * faster, ..before };
+            assert!(
+                (after.exchange_bytes_per_s / expected.exchange_bytes_per_s - 1.0).abs() < 1e-12 || before.nodes == 1
+            );
+            assert_eq!(AxisLink { exchange_bytes_per_s: expected.exchange_bytes_per_s, ..after }, expected);
+        }
     }
 }

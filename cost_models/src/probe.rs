@@ -331,7 +331,16 @@ fn group(
             oversubscription: 1.0,
         },
     };
-    Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, host_memory_bytes: None, price_per_hour: None })
+    Ok(Group {
+        nodes,
+        devices_per_node,
+        device,
+        intra_node,
+        inter_node,
+        host_memory_bytes: None,
+        price_per_hour: None,
+        dispatch: None,
+    })
 }
 
 /// Number of NVLink links of each GPU, and bytes/s of one in each direction, by generation (NVIDIA's datasheets: 300,

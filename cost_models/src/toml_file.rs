@@ -246,7 +246,16 @@ impl Reader<'_> {
         let inter_node = inter_node.unwrap_or(same);
         let host = group.host_memory_bytes.as_ref().map(|b| self.positive("host_memory_bytes", b)).transpose()?;
         let host_memory_bytes = host.map(|bytes| bytes.ceil() as u64);
-        Ok(Group { nodes, devices_per_node, device, intra_node, inter_node, host_memory_bytes, price_per_hour })
+        Ok(Group {
+            nodes,
+            devices_per_node,
+            device,
+            intra_node,
+            inter_node,
+            host_memory_bytes,
+            price_per_hour,
+            dispatch: None,
+        })
     }
 
     fn storage(&self, storage: &StorageToml) -> Result<DataStorage, ClusterError> {

@@ -308,6 +308,7 @@ proptest! {
             inter_node: InterNode { kind: name.chars().rev().collect(), bytes_per_s: rates[4], nics: nodes, latency_s, oversubscription },
             host_memory_bytes: l2_bytes,
             price_per_hour: price,
+            dispatch: None,
         };
         let storage = price.filter(|&p| p > 0.0).map(|p| DataStorage {
             bytes_per_s: rates[0],

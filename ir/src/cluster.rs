@@ -328,6 +328,52 @@ pub struct Group {
     /// The price of one node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub price_per_hour: Option<f64>,
+    /// How tokens are routed to experts, if the software on these nodes sends each token once to a node (DeepEP).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dispatch: Option<Routing>,
+}
+
+/// How tokens are routed to experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Routing {
+    /// The experts that a token goes to.
+    pub chosen: u64,
+    /// Equal groups of all experts.
+    pub groups: u64,
+    /// The groups that the experts of a token are in, at most.
+    pub chosen_groups: u64,
+}
+
+impl Routing {
+    /// The part of the copies of tokens that cross to other nodes if each token is sent once to a node, and passed on there
+    /// to all experts that it goes to. Experts lie on the nodes in order and evenly. All groups are chosen equally often, and so
+    /// are the experts in them, one independently of another.
+    pub fn sent_once(&self, nodes: u64) -> f64 {
+        let (nodes, chosen) = (nodes.max(1) as f64, self.chosen.max(1) as f64);
+        let groups = self.groups.max(1);
+        let kept = self.chosen_groups.clamp(1, groups);
+        let of_choices = |share: f64| (1.0 - share).max(0.0).powf(chosen);
+        let missed = if nodes >= groups as f64 {
+            // The node has a part of one group.
+            let chance = kept as f64 / groups as f64;
+            1.0 - chance + chance * of_choices(groups as f64 / nodes / kept as f64)
+        } else {
+            // Of the groups on the node, any number may be kept.
+            let here = ((groups as f64 / nodes).round() as u64).max(1);
+            let with = |count: u64| {
+                let ways = choose(here, count) * choose(groups - here, kept - count) / choose(groups, kept);
+                ways * of_choices(count as f64 / kept as f64)
+            };
+            (0..=here.min(kept)).map(with).sum()
+        };
+        (nodes * (1.0 - missed) / chosen).min(1.0)
+    }
+}
+
+/// The number of ways to choose `k` of `n`.
+fn choose(n: u64, k: u64) -> f64 {
+    if k > n { 0.0 } else { (0..k).map(|i| (n - i) as f64 / (i + 1) as f64).product() }
 }
 
 /// The link from each group of nodes to the others, per direction. All traffic between two groups uses it.

@@ -230,7 +230,8 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
             let notes = imported.notes.into_iter().map(Warning::Config).collect();
             let graph = imported.graph;
             let (arguments, results) = (leaves(&graph), vec![None; graph.outputs.len()]);
-            let aside = Aside { notes, batch: Some(options.batch.unwrap_or(1)), ..Aside::default() };
+            let (batch, routing) = (Some(options.batch.unwrap_or(1)), imported.routing);
+            let aside = Aside { notes, batch, routing, ..Aside::default() };
             Ok(Read { graph, arguments, results, aside })
         }
         Format::PlanJson => Err(Error::OtherArtefact {

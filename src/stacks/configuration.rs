@@ -76,6 +76,8 @@ pub struct Configuration {
     pub pairs_passes: Option<bool>,
     /// True if tensor parallelism's gathers and reductions run in parts beside products.
     pub overlaps_tensor_parallel: Option<bool>,
+    /// True if each token is sent once to a node, however many of its experts the node has.
+    pub sends_tokens_once: Option<bool>,
     /// Samples of a pass over the number of all devices.
     pub device_batch: Option<f64>,
     pub model: ModelFacts,

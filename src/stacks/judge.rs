@@ -84,7 +84,11 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
     let mut notes = std::mem::take(&mut configuration.notes);
     let cluster = cluster(&configuration, how, &mut notes).map_err(|error| in_file(error, file))?;
     let model = model(&mut configuration, how, &mut notes).map_err(|error| in_file(error, file))?;
-    let request = request(&model, cluster);
+    let mut request = request(&model, cluster);
+    if configuration.sends_tokens_once == Some(true) && configuration.ep() > 1 && model.routing.is_none() {
+        notes.push("the model does not say how many experts a token goes to: predicted with a copy for each".into());
+    }
+    request.cluster.groups.iter_mut().for_each(|group| group.dispatch = model.routing);
     let predictor = Predictor::new(stack, request);
     let prediction = predictor.predict(&configuration).map_err(|error| in_file(error, file))?;
     if configuration.pairs_passes == Some(true) && !prediction.plan.execution.pairs_passes {
@@ -245,6 +249,9 @@ fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
     }
     if c.overlap == Some(false) {
         edits.push(Box::new(|c| c.overlap = Some(true)));
+    }
+    if c.sends_tokens_once.is_some() && c.ep() > 1 {
+        edits.push(Box::new(|c| c.sends_tokens_once = c.sends_tokens_once.map(|once| !once)));
     }
     if c.pairs_passes.is_some() && c.ep() > 1 {
         edits.push(Box::new(|c| c.pairs_passes = c.pairs_passes.map(|on| !on)));

@@ -130,12 +130,12 @@ pub const KNOBS: &[Knob] = &[
         },
         write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(true)),
     },
-    Knob {
-        name: "moe-token-dispatcher-type",
-        // Megatron-LM pairs passes only with this dispatcher; its default gathers tokens.
-        read: |_, _| Ok(()),
-        write: |c| (c.pairs_passes == Some(true)).then(|| Value::from("alltoall")),
-    },
+    Knob { name: "moe-token-dispatcher-type", read: read_dispatcher, write: write_dispatcher },
+    Knob { name: "moe-flex-dispatcher-backend", read: read_backend, write: write_backend },
+    reads!("moe-enable-deepep", |c, v| {
+        c.sends_tokens_once = if truth(v)? { Some(true) } else { c.sends_tokens_once };
+        Ok(())
+    }),
     Knob { name: "recompute-granularity", read: read_granularity, write: write_granularity },
     Knob {
         name: "recompute-method",
@@ -392,8 +392,6 @@ pub const IGNORED: &[&str] = &[
     "moe-shared-expert-overlap",
     "moe-shared-expert-gate",
     "moe-use-*",
-    "moe-enable-deepep",
-    "moe-flex-*",
     "moe-deepep-*",
     "moe-hybridep-*",
     "moe-per-layer-logging",
@@ -593,6 +591,28 @@ pub fn eight_bit(c: &mut Configuration, v: &Value) -> Result<(), String> {
     Ok(())
 }
 
+/// Reads how tokens get to their experts.
+pub fn read_dispatcher(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    let kinds = [("flex", true), ("alltoall", false), ("alltoall_seq", false), ("allgather", false)];
+    c.sends_tokens_once = Some(word(v, &kinds)?);
+    Ok(())
+}
+
+/// Passes are paired only with these dispatchers; the default gathers tokens.
+pub fn write_dispatcher(c: &Configuration) -> Option<Value> {
+    let once = c.sends_tokens_once == Some(true);
+    (once || c.pairs_passes == Some(true)).then(|| Value::from(if once { "flex" } else { "alltoall" }))
+}
+
+/// Reads the library of the dispatcher `flex`; either sends a token once to a node.
+pub fn read_backend(_: &mut Configuration, v: &Value) -> Result<(), String> {
+    if v.is_null() { Ok(()) } else { word(v, &[("deepep", ()), ("hybridep", ())]) }
+}
+
+pub fn write_backend(c: &Configuration) -> Option<Value> {
+    (c.sends_tokens_once == Some(true)).then(|| Value::from("deepep"))
+}
+
 /// Reads how 8-bit products are scaled.
 pub fn recipe(c: &mut Configuration, v: &Value) -> Result<(), String> {
     if !word(v, &[("tensorwise", true), ("delayed", false), ("blockwise", false), ("mxfp8", false)])? {
@@ -614,6 +634,7 @@ pub fn defaults(c: &mut Configuration) {
     c.overlap = c.overlap.or(Some(false));
     c.pairs_passes = c.pairs_passes.or(Some(false));
     c.overlaps_tensor_parallel = c.overlaps_tensor_parallel.or(Some(false));
+    c.sends_tokens_once = c.sends_tokens_once.or(Some(false));
     c.clip_by_default(1.0);
     c.precision = c.precision.or(Some(DType::F32));
     c.micro_batch = c.micro_batch.or(Some(1));
@@ -644,6 +665,7 @@ pub fn round(c: &mut Configuration) {
     c.overlap = Some(c.zero.unwrap_or(0) > 0);
     let pairs = c.ep() > 1 && c.recompute != Some(Recompute::Full) && c.order().can_pair(c.virtual_stages(), c.pp());
     c.pairs_passes = Some(c.pairs_passes == Some(true) && pairs);
+    c.sends_tokens_once = Some(c.sends_tokens_once == Some(true) && c.ep() > 1);
     let splits_tokens = c.tp() > 1 && c.sequence_parallel == Some(true);
     c.overlaps_tensor_parallel = Some(c.overlaps_tensor_parallel == Some(true) && splits_tokens);
 }

@@ -152,6 +152,18 @@ const KNOBS: &[Knob] = &[
         write: |c| Some(Value::Bool(c.overlap == Some(true) && c.zero.unwrap_or(0) > 0)),
     },
     Knob {
+        name: "model.moe_token_dispatcher_type",
+        read: megatron::read_dispatcher,
+        write: megatron::write_dispatcher,
+    },
+    Knob { name: "model.moe_flex_dispatcher_backend", read: megatron::read_backend, write: megatron::write_backend },
+    reads!("moe_token_dispatcher_type", megatron::read_dispatcher),
+    // A recipe that names the library has the dispatcher.
+    reads!("moe_flex_dispatcher_backend", |c, v| {
+        c.sends_tokens_once = if v.is_null() { c.sends_tokens_once } else { Some(true) };
+        megatron::read_backend(c, v)
+    }),
+    Knob {
         name: "comm_overlap.overlap_moe_expert_parallel_comm",
         read: |c, v| {
             c.pairs_passes = Some(truth(v)?);

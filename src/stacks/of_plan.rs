@@ -45,6 +45,7 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
         clip_norm: plan.clip_norm,
         pairs_passes: Some(plan.execution.pairs_passes),
         overlaps_tensor_parallel: Some(plan.execution.overlaps_tensor_parallel),
+        sends_tokens_once: Some(plan.cluster.groups.iter().any(|group| group.dispatch.is_some())),
         sequence_parallel: Some(tp > 1 && splits_positions(plan)),
         layout: Some(layers_by_stage(plan)),
         ..Configuration::default()

@@ -77,6 +77,9 @@ impl<'a> Predictor<'a> {
         }
         let settled = c.settled(devices, self.blocks).map_err(|misfit| of(misfit.into()))?;
         let mut request = self.request.clone();
+        if c.sends_tokens_once != Some(true) || settled.stated.ep <= 1 {
+            request.cluster.groups.iter_mut().for_each(|group| group.dispatch = None);
+        }
         let zero = settled.stated.degrees.zero;
         request.execution = execution(self.stack.target, &request.cluster, &request.graph, Some(zero));
         // Stacks that run as FSDP or XLA have degrees that a plan for these targets alone may not have.

@@ -770,3 +770,35 @@ fn transfers_beside_products_are_planned_and_said() {
         assert!(!planned(target, cluster, tp).execution.overlaps_tensor_parallel, "{target:?} on {cluster}");
     }
 }
+
+/// DeepEP sends a token once to each node that has experts for it, so that less crosses between nodes and no less inside.
+#[test]
+fn tokens_that_are_sent_once_take_less_time_between_nodes_only() {
+    let judged = |cluster: &str, text: &str| {
+        let how = How {
+            model: Some(model("experts")),
+            import: import_of("experts"),
+            cluster: Some(cluster.into()),
+            only_predict: true,
+            ..How::default()
+        };
+        judge_text(Path::new("job.sh"), text, &how).expect("a judgement")
+    };
+    let text = |tp: u32, dispatcher: &str| {
+        format!(
+            "--tensor-model-parallel-size {tp} --expert-model-parallel-size 4 --expert-tensor-parallel-size {tp} \
+             --sequence-parallel --micro-batch-size 1 --global-batch-size 64 --bf16 --moe-token-dispatcher-type {dispatcher}"
+        )
+    };
+    let [each, once] = ["alltoall", "flex"].map(|how| judged("dgx-a100:4", &text(8, how)));
+    assert!(once.prediction.step_s() < each.prediction.step_s(), "{:?}", each.prediction.step_s());
+    let [each, inside] = ["alltoall", "flex"].map(|how| judged("dgx-a100:1", &text(2, how)));
+    assert_eq!(inside.prediction.step_s(), each.prediction.step_s());
+    // The written file says it, and says what it predicts.
+    let written = export(&once.prediction.plan, &megatron::MEGATRON).expect("a configuration");
+    assert!(written.text.contains("--moe-flex-dispatcher-backend deepep"), "{}", written.text);
+    assert_eq!(judged("dgx-a100:4", &written.text).prediction.step_s(), written.prediction.step_s());
+    // Older versions have another option for it.
+    let deepep = judged("dgx-a100:4", &text(8, "flex --moe-enable-deepep"));
+    assert_eq!(deepep.prediction.step_s(), once.prediction.step_s());
+}

@@ -120,6 +120,10 @@ const KNOBS: &[Knob] = &[
         write: |c| c.micro_batch.filter(|_| c.pp() > 1).map(Value::from),
     },
     number!("parallelism.expert_parallel_degree", ep),
+    reads!("parallelism.expert_parallel_comm_backend", |c, v| {
+        c.sends_tokens_once = Some(word(v, &[("deepep", true), ("hybridep", true), ("standard", false)])?);
+        Ok(())
+    }),
     reads_number!("parallelism.expert_tensor_parallel_degree", etp),
     Knob {
         name: "training.local_batch_size",

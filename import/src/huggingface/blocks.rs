@@ -4,6 +4,7 @@ use super::config::Fields;
 use super::error::{ConfigError, Note};
 use super::{ConfigOptions, DEFAULT_SEQUENCE, Imported};
 use altiplano_ir::array;
+use altiplano_ir::cluster::Routing;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Input, Op, Parameter, ShapeError};
@@ -20,6 +21,8 @@ pub(crate) struct Builder {
     pub batch: u64,
     pub options: ConfigOptions,
     pub notes: Vec<Note>,
+    /// How the last layer of experts routes tokens.
+    pub routing: Option<Routing>,
     /// The path of the module, such as `model.layers.0.mlp`.
     path: String,
     /// The length of the path of a module that has the weights of another, and the path of that one.
@@ -31,11 +34,11 @@ impl Builder {
         let batch = options.batch.max(1);
         let graph = Graph { batch, ..Graph::new(name) };
         let (options, notes) = (options.clone(), Vec::new());
-        Builder { graph, dtype, batch, options, notes, path: String::new(), weights_of: None }
+        Builder { graph, dtype, batch, options, notes, routing: None, path: String::new(), weights_of: None }
     }
 
     pub(crate) fn finish(self) -> Imported {
-        Imported { graph: self.graph, notes: self.notes }
+        Imported { graph: self.graph, notes: self.notes, routing: self.routing }
     }
 
     /// Builds the module `name` within this one. An empty name stands for this module. Ops and errors of the module are

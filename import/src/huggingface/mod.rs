@@ -29,6 +29,7 @@ mod zamba2;
 #[cfg(test)]
 mod tests;
 
+use altiplano_ir::cluster::Routing;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::Graph;
 use blocks::Builder;
@@ -62,6 +63,8 @@ pub(crate) const DEFAULT_SEQUENCE: u64 = 4096;
 pub struct Imported {
     pub graph: Graph,
     pub notes: Vec<Note>,
+    /// How tokens are routed to experts, if there are any.
+    pub routing: Option<Routing>,
 }
 
 /// A family: how to read its config and build its graph.

@@ -11,6 +11,7 @@ use super::blocks::{Activation, Block, Builder};
 use super::error::{ConfigError, Note};
 use super::feed::{Feed, Gated, Plain};
 use altiplano_ir::array;
+use altiplano_ir::cluster::Routing;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{ArgSort, Binary, DotGeneral, Gather, GatherDims, Op, OutOfBounds, ScatterAdd};
@@ -102,6 +103,8 @@ pub(crate) enum Gating {
 impl Mixture {
     /// Builds the layer for `x`, which is `[B, S, hidden]`.
     pub(crate) fn build(&self, b: &mut Builder, x: ValueId) -> Block {
+        let (groups, chosen_groups) = self.router.groups;
+        b.routing = Some(Routing { chosen: self.experts.chosen, groups, chosen_groups });
         let (gates, chosen) = self.gates(b, x)?;
         let routed = self.experts.build(b, x, gates, chosen)?;
         let Some(shared) = &self.shared else { return Ok(routed) };
