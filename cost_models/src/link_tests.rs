@@ -267,6 +267,21 @@ fn tokens_sent_once_reach_the_nodes_of_their_experts() {
     }
 }
 
+/// Any numbers of a file give a part.
+#[test]
+fn tokens_sent_once_are_a_part_of_all_copies() {
+    const NUMBERS: [u64; 10] = [0, 1, 2, 3, 8, 255, 256, 257, 1 << 40, u64::MAX];
+    for (chosen, groups) in NUMBERS.iter().flat_map(|&chosen| NUMBERS.map(|groups| (chosen, groups))) {
+        for chosen_groups in NUMBERS {
+            let routing = Routing { chosen, groups, chosen_groups };
+            for nodes in [1, 2, 3, 8, 255, 256, 257, 1 << 20, u64::from(u32::MAX)] {
+                let part = routing.sent_once(nodes);
+                assert!(part > 0.0 && part <= 1.0, "{routing:?} on {nodes} nodes: {part}");
+            }
+        }
+    }
+}
+
 /// Software that sends tokens once makes exchanges between nodes faster, and changes nothing else.
 #[test]
 fn only_exchanges_between_nodes_are_sent_once() {

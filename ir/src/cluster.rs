@@ -346,12 +346,15 @@ pub struct Routing {
 }
 
 impl Routing {
+    /// More groups than this limit the nodes no more than choices of single experts do.
+    const MOST_GROUPS: u64 = 256;
+
     /// The part of the copies of tokens that cross to other nodes if each token is sent once to a node, and passed on there
     /// to all experts that it goes to. Experts lie on the nodes in order and evenly. All groups are chosen equally often, and so
     /// are the experts in them, one independently of another.
     pub fn sent_once(&self, nodes: u64) -> f64 {
         let (nodes, chosen) = (nodes.max(1) as f64, self.chosen.max(1) as f64);
-        let groups = self.groups.max(1);
+        let groups = if self.groups <= Self::MOST_GROUPS { self.groups.max(1) } else { 1 };
         let kept = self.chosen_groups.clamp(1, groups);
         let of_choices = |share: f64| (1.0 - share).max(0.0).powf(chosen);
         let missed = if nodes >= groups as f64 {

@@ -334,5 +334,8 @@ fn is_possible(group: &Group) -> bool {
         && device.host_bytes_per_s.is_none_or(is_rate);
     let counts = group.nodes > 0 && group.devices_per_node > 0 && inter_node.nics > 0;
     let sizes = device.memory_bytes > 0 && group.host_memory_bytes != Some(0);
-    links && waits && rates && counts && sizes
+    let routes = group.dispatch.is_none_or(|routing| {
+        routing.chosen > 0 && routing.chosen_groups > 0 && routing.chosen_groups <= routing.groups
+    });
+    links && waits && rates && counts && sizes && routes
 }
