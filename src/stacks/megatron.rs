@@ -594,7 +594,7 @@ pub fn eight_bit(c: &mut Configuration, v: &Value) -> Result<(), String> {
 /// Reads how tokens get to their experts.
 pub fn read_dispatcher(c: &mut Configuration, v: &Value) -> Result<(), String> {
     let kinds = [("flex", true), ("alltoall", false), ("alltoall_seq", false), ("allgather", false)];
-    c.sends_tokens_once = Some(word(v, &kinds)?);
+    c.sends_tokens_once = if v.is_null() { c.sends_tokens_once } else { Some(word(v, &kinds)?) };
     Ok(())
 }
 

@@ -158,9 +158,9 @@ const KNOBS: &[Knob] = &[
     },
     Knob { name: "model.moe_flex_dispatcher_backend", read: megatron::read_backend, write: megatron::write_backend },
     reads!("moe_token_dispatcher_type", megatron::read_dispatcher),
-    // A recipe that names the library has the dispatcher.
+    // A recipe that names the library has the dispatcher, unless it names another.
     reads!("moe_flex_dispatcher_backend", |c, v| {
-        c.sends_tokens_once = if v.is_null() { c.sends_tokens_once } else { Some(true) };
+        c.sends_tokens_once = c.sends_tokens_once.or((!v.is_null()).then_some(true));
         megatron::read_backend(c, v)
     }),
     Knob {

@@ -798,6 +798,21 @@ fn tokens_that_are_sent_once_take_less_time_between_nodes_only() {
     let written = export(&once.prediction.plan, &megatron::MEGATRON).expect("a configuration");
     assert!(written.text.contains("--moe-flex-dispatcher-backend deepep"), "{}", written.text);
     assert_eq!(judged("dgx-a100:4", &written.text).prediction.step_s(), written.prediction.step_s());
+    // A recipe that names the library has the dispatcher, and a dump of all settings names both.
+    let bridge = |lines: &[&str]| {
+        let lines: Vec<String> = lines.iter().map(|line| format!("    config.{line}\n")).collect();
+        let text = format!("def recipe(config):\n    config.model.tensor_model_parallel_size = 8\n{}", lines.concat());
+        let (stack, settings) = recognised(&text, Some(&megatron_bridge::MEGATRON_BRIDGE)).expect("settings");
+        stack.read(&settings).expect("a configuration").sends_tokens_once
+    };
+    let library = "moe_flex_dispatcher_backend = \"hybridep\"";
+    assert_eq!(bridge(&[library]), Some(true));
+    for other in ["moe_token_dispatcher_type = \"alltoall\"", "model.moe_token_dispatcher_type = \"alltoall\""] {
+        for lines in [[library, other], [other, library]] {
+            assert_eq!(bridge(&lines), Some(false), "{lines:?}");
+        }
+    }
+    assert_eq!(bridge(&["model.moe_token_dispatcher_type = None"]), Some(false));
     // Older versions have another option for it.
     let deepep = judged("dgx-a100:4", &text(8, "flex --moe-enable-deepep"));
     assert_eq!(deepep.prediction.step_s(), once.prediction.step_s());

@@ -121,7 +121,8 @@ const KNOBS: &[Knob] = &[
     },
     number!("parallelism.expert_parallel_degree", ep),
     reads!("parallelism.expert_parallel_comm_backend", |c, v| {
-        c.sends_tokens_once = Some(word(v, &[("deepep", true), ("hybridep", true), ("standard", false)])?);
+        let kinds = [("deepep", true), ("hybridep", true), ("standard", false), ("minimal_async_ep", false)];
+        c.sends_tokens_once = if v.is_null() { c.sends_tokens_once } else { Some(word(v, &kinds)?) };
         Ok(())
     }),
     reads_number!("parallelism.expert_tensor_parallel_degree", etp),
