@@ -25,7 +25,7 @@ pub struct AxisLink {
     pub across_bytes_per_s: f64,
     /// Bytes/s at which the network lets each device send when every device sends to every other of its group at once.
     /// It is lower than `across_bytes_per_s` if a node holds several devices of a group: a ring leaves the node once,
-    /// an exchange once per pair.
+    /// an exchange once per pair, or once per node where the group says that tokens are dispatched so.
     pub exchange_bytes_per_s: f64,
     /// Seconds of latency of a hop between nodes.
     pub across_latency_s: f64,

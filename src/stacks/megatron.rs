@@ -291,14 +291,7 @@ pub const KNOBS: &[Knob] = &[
         Ok(())
     }),
     // Choices that the prediction leaves out.
-    Knob {
-        name: "tp-comm-overlap",
-        read: |c, v| {
-            c.overlaps_tensor_parallel = Some(truth(v)?);
-            Ok(())
-        },
-        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
-    },
+    Knob { name: "tp-comm-overlap", read: read_beside_products, write: write_beside_products },
     noted!("mtp-num-layers", "layers that predict further tokens are left out"),
     noted!("cp-comm-type", "the way in which context parallelism sends keys is the planner's"),
     noted!("hierarchical-context-parallel-sizes", "the way in which context parallelism sends keys is the planner's"),
@@ -589,6 +582,16 @@ pub fn eight_bit(c: &mut Configuration, v: &Value) -> Result<(), String> {
     let is_off = v.is_null() || v.as_bool() == Some(false) || bare(v).eq_ignore_ascii_case("none");
     c.eight_bit = !is_off && word(v, &[("hybrid", true), ("e4m3", true)])?;
     Ok(())
+}
+
+/// Reads whether transfers of tensor-parallel devices run beside products.
+pub fn read_beside_products(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    c.overlaps_tensor_parallel = Some(truth(v)?);
+    Ok(())
+}
+
+pub fn write_beside_products(c: &Configuration) -> Option<Value> {
+    (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true))
 }
 
 /// Reads how tokens get to their experts.

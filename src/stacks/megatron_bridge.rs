@@ -261,11 +261,8 @@ const KNOBS: &[Knob] = &[
     reads_number!("model.num_layers", model.layers),
     Knob {
         name: "comm_overlap.tp_comm_overlap",
-        read: |c, v| {
-            c.overlaps_tensor_parallel = Some(truth(v)?);
-            Ok(())
-        },
-        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+        read: megatron::read_beside_products,
+        write: megatron::write_beside_products,
     },
     noted!("model.mtp_num_layers", "layers that predict further tokens are left out"),
     noted!("model.cp_comm_type", "the way in which context parallelism sends keys is the planner's"),

@@ -2,7 +2,8 @@
 
 use super::write::{Page, python};
 use super::{
-    Configuration, Knob, Stack, Unsayable, bare, noted, number, reads, reads_flag, reads_number, refused, truth, word,
+    Configuration, Knob, Stack, Unsayable, bare, megatron, noted, number, reads, reads_flag, reads_number, refused,
+    truth, word,
 };
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
@@ -195,21 +196,15 @@ const KNOBS: &[Knob] = &[
     reads_number!("ngpu", devices_per_node),
     Knob {
         // A compiler puts transfers beside products.
-        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+        write: megatron::write_beside_products,
         ..noted!("compile.enable", "kernels of a compiler are not predicted")
     },
     Knob {
         name: "compile.enable_async_tensor_parallel",
-        read: |c, v| {
-            c.overlaps_tensor_parallel = Some(truth(v)?);
-            Ok(())
-        },
-        write: |c| (c.overlaps_tensor_parallel == Some(true)).then_some(Value::Bool(true)),
+        read: megatron::read_beside_products,
+        write: megatron::write_beside_products,
     },
-    reads!("parallelism.enable_async_tensor_parallel", |c, v| {
-        c.overlaps_tensor_parallel = Some(truth(v)?);
-        Ok(())
-    }),
+    reads!("parallelism.enable_async_tensor_parallel", megatron::read_beside_products),
     reads!("model.converters", converters),
     reads!("converters", converters),
     // Before converters.
