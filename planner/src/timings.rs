@@ -46,7 +46,7 @@ const PHASES: [(Phase, &str); 14] = [
     (Phase::Differentiation, "graphs differentiated"),
     (Phase::Assembly, "plans assembled"),
     (Phase::Lowering, "plans lowered"),
-    (Phase::Kernels, "stages divided into kernels"),
+    (Phase::Kernels, "bodies divided into kernels"),
     (Phase::Timing, "stages timed"),
     (Phase::Memory, "plans followed through memory"),
     (Phase::Refinement, "stages solved as a whole"),

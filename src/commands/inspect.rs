@@ -1,6 +1,6 @@
 //! `altiplano inspect PLAN`: reports on a plan file.
 
-use crate::commands::{say, say_report};
+use crate::commands::{report_for_stdout, say};
 use altiplano::ir::plan::Plan;
 use altiplano::prove::prove;
 use altiplano::units::bytes;
@@ -50,7 +50,7 @@ impl Inspect {
         }
         match self.answer(&plan)? {
             Some(text) => say(text.trim_end()),
-            None => say_report(&plan),
+            None => say(report_for_stdout(&plan)),
         }
     }
 

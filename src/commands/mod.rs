@@ -75,15 +75,14 @@ fn lines_of_terminal() -> Option<usize> {
     if term.is_term() { term.size_checked().map(|(lines, _)| lines.into()) } else { None }
 }
 
-/// Prints a report of a plan. If it is longer than the terminal, repeats its first lines at the end.
-fn say_report(plan: &Plan) -> Result<(), Error> {
+/// The report of a plan as stdout shows it. If it is longer than the terminal, it repeats its first lines at the end.
+fn report_for_stdout(plan: &Plan) -> String {
     let look = look();
-    let text = report_as(plan, look);
-    say(&text)?;
+    let mut text = report_as(plan, look);
     if lines_of_terminal().is_some_and(|lines| text.lines().count() >= lines) {
-        say(format!("\n{}", answer_as(plan, look)))?;
+        text.push_str(&format!("\n\n{}", answer_as(plan, look)));
     }
-    Ok(())
+    text
 }
 
 /// Quotes arguments as a command line for a shell.

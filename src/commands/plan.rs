@@ -1,7 +1,7 @@
 //! `altiplano plan MODEL`: searches for the fastest plan and reports it.
 
 use crate::commands::options::{ModelOptions, PlanOptions};
-use crate::commands::{explain_failure, made_by, say, say_report, warn};
+use crate::commands::{explain_failure, made_by, report_for_stdout, say, warn};
 use crate::progress::Bar;
 use altiplano::certify::{Compiler, search_and_certify};
 use altiplano::planner::timings::{self, Phase, PhaseTime};
@@ -110,17 +110,21 @@ impl Plan {
             warn(warnings);
             lost.iter().for_each(|lost| complain!("warning: {lost}"));
         };
-        timings::timed(Phase::Writing, || {
+        let write = || -> Result<(), Error> {
             self.output.as_ref().map_or(Ok(()), |file| write_file(file, &plan.to_json()))?;
             self.html.as_ref().map_or(Ok(()), |file| write_file(file, &page_html(&plan)?))
-        })?;
+        };
+        // The report of a large model takes about as long as its plan file.
+        let report = || (!self.json).then(|| report_for_stdout(&plan));
+        let (written, report) = rayon::join(|| timings::timed(Phase::Writing, write), report);
+        written?;
         if self.json {
             warn(&warnings);
             say(plan.to_json())?;
             return uncertified.or(unproved).map_or(Ok(()), Err);
         }
         // The answer comes before any warnings.
-        say_report(&plan)?;
+        report.map_or(Ok(()), say)?;
         warn(&warnings);
         if let (Some(old), Some(file)) = (old, &self.from) {
             say(format!("\nMoved from {}\n{}", file.display(), moved(&old, &plan)))?;

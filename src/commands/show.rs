@@ -1,7 +1,7 @@
 //! `altiplano show FILE`: prints a model, a cluster or a plan as text.
 
 use crate::commands::options::ModelOptions;
-use crate::commands::{say, say_report, warn};
+use crate::commands::{report_for_stdout, say, warn};
 use altiplano::cost_models::toml_file::print;
 use altiplano::ir::dot::to_dot;
 use altiplano::{Error, Format, cluster_of, load_cluster, model_of, plan_of, read_bytes};
@@ -33,7 +33,7 @@ impl Show {
         }
         let bytes = read_bytes(path)?;
         match Format::of(&bytes) {
-            Format::PlanJson => say_report(&plan_of(path, &bytes)?),
+            Format::PlanJson => say(report_for_stdout(&plan_of(path, &bytes)?)),
             Format::ClusterToml => say(print(&cluster_of(path, &String::from_utf8_lossy(&bytes))?).trim_end()),
             _ => {
                 let model = model_of(path, &bytes, &self.options.import())?;

@@ -85,7 +85,7 @@ pub fn work_of(plan: &Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) ->
         let stage = &plan.stages[i];
         let cost = at.as_ref().map_or(costs.of_group(stage.group), |r| r.as_cost());
         let program = deduped.program_of(plan.lane_of(i));
-        let mut bodies = timed(Phase::Kernels, || work(program, i as u32, &plan.execution, cost));
+        let mut bodies = work(program, i as u32, &plan.execution, cost);
         if let Some(runtime) = &at {
             let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh);
             bodies.iter_mut().for_each(|body| body.sent_between_nodes(runtime.as_ref(), &prices));
@@ -431,8 +431,10 @@ pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<Bod
 /// Fills in all predictions of a plan from its programs.
 pub fn predict(plan: &mut Plan, deduped: &DedupedPrograms<'_>, costs: &dyn Costs) {
     let work = work_of(plan, deduped, costs);
-    let timings = timings_of(plan, deduped, &work, costs);
-    let memories = timed(Phase::Memory, || lane_memories(plan, deduped, &work));
+    let (timings, memories) = {
+        let memories = || timed(Phase::Memory, || lane_memories(plan, deduped, &work));
+        rayon::join(|| timings_of(plan, deduped, &work, costs), memories)
+    };
     let order = Order::of(plan);
     let timeline = part_of(Phase::Timing, || played(plan, &timings, &order, &mut |_, _, _, _| {}));
     let alone = || played_as(plan, &timings, &order, &mut |_, _, _, _| {}).step_s;

@@ -6,6 +6,7 @@
 //! framework. A runtime that defines its own kernels runs them one after the other ([`CostModel::runtime`]).
 
 use crate::lower::Prices;
+use crate::timings::{self, timed};
 use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
 use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, play_beside, tasks};
@@ -16,6 +17,7 @@ use altiplano_ir::op::{Binary, HostRoute, Op};
 use altiplano_ir::plan::Execution;
 use altiplano_ir::program::{Body, BufferId, BufferKind, Phase, Program};
 use altiplano_ir::reshard::Collective;
+use rayon::prelude::*;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
@@ -395,8 +397,9 @@ pub struct StageTiming {
 
 /// The work of a stage's bodies in its program, in the order in which a step runs them.
 pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
-    let of_stage = program.bodies.iter().filter(|b| b.stage == stage);
-    let mut bodies: Vec<BodyWork> = of_stage.map(|b| BodyWork::new(program, b, execution, cost)).collect();
+    let of_stage = program.bodies.par_iter().filter(|b| b.stage == stage);
+    let of_body = |body| timed(timings::Phase::Kernels, || BodyWork::new(program, body, execution, cost));
+    let mut bodies: Vec<BodyWork> = of_stage.map(of_body).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies
 }

@@ -74,13 +74,10 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
         Err(failure) => (Vec::new(), Some(failure)),
     };
     let best_s = plans.first().map(|plan| plan.predicted.step_time_s);
-    let uniform = || plans.first().map_or(Vec::new(), |found| uniform_plans(cx, found));
-    let (uniform, baselines) = rayon::join(uniform, || baselines::predict_all(cx, best_s));
-    plans.extend(uniform);
-    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
-    let other_layout = plans.first().and_then(|best| laid_out(cx, best));
-    plans.extend(plans.first().and_then(|best| without_bubble(cx, best)));
-    plans.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
+    // A baseline of a large model is one stage, which is lowered on one thread. Other ways to run the best plan need no
+    // baseline, so both are predicted at once.
+    let others = || variants_of_best(cx, std::mem::take(&mut plans));
+    let ((mut plans, other_layout), baselines) = rayon::join(others, || baselines::predict_all(cx, best_s));
     plans.retain(|plan| cx.request.stages.allow(plan));
     let lines = baselines.iter().map(|baseline| baseline.line(cx)).collect();
     let candidates: Vec<Plan> = baselines.into_iter().filter_map(|b: Baseline| b.candidate(cx)).collect();
@@ -102,6 +99,19 @@ pub fn search_graph(cx: &SearchContext<'_>) -> Outcome {
         cx.progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s);
     }
     Outcome { plan, baselines: lines, others }
+}
+
+/// Adds uniform plans and the best plan without its bubble to `plans`, and sorts them by predicted step time. Returns them
+/// and the best plan with other layouts of its layers.
+fn variants_of_best(cx: &SearchContext<'_>, mut plans: Vec<Plan>) -> (Vec<Plan>, Option<Plan>) {
+    let by_step = |a: &Plan, b: &Plan| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s);
+    let uniform = plans.first().map_or(Vec::new(), |found| uniform_plans(cx, found));
+    plans.extend(uniform);
+    plans.sort_by(by_step);
+    let other_layout = plans.first().and_then(|best| laid_out(cx, best));
+    plans.extend(plans.first().and_then(|best| without_bubble(cx, best)));
+    plans.sort_by(by_step);
+    (plans, other_layout)
 }
 
 /// Solves the stages of a plan again, unless the user cancelled or Alpa's space is searched.
