@@ -24,6 +24,7 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::work::Term;
 use altiplano_planner::PlanFailure;
 use altiplano_planner::explain::account::{Account, Part, accounts_of, of_lanes};
+use altiplano_planner::explain::alternatives::overlaps;
 use altiplano_planner::lower::{Prices, TrainingGraphs, lower_deduped, lowered};
 use altiplano_planner::predict::memory::LaneMemory;
 use altiplano_planner::predict::timing::{BodyWork, StageTiming};
@@ -167,13 +168,14 @@ impl Simulation {
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,
-            "{} on {}: {} a step of {} in microbatches of {}, {}\n",
+            "{} on {}: {} a step of {} in microbatches of {}, {}{}\n",
             self.plan.model,
             self.plan.cluster.name,
             seconds(timeline.step_s),
             plural(self.plan.global_batch, "sample"),
             self.plan.microbatch,
-            self.plan.schedule.name()
+            self.plan.schedule.name(),
+            overlaps(&self.plan)
         );
         let _ = writeln!(
             out,

@@ -2,6 +2,7 @@
 
 use super::judge::{How, Judgement, judge_text};
 use super::*;
+use crate::simulate::Simulation;
 use crate::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Plan, Schedule, Target, Update};
@@ -761,6 +762,8 @@ fn transfers_beside_products_are_planned_and_said() {
         for (plan, says) in [(&alone, false), (&beside, true)] {
             let written = export(plan, stack).expect("a configuration");
             assert_eq!(written.text.contains(knob), says, "{}: {}", stack.name, written.text);
+            let simulated = Simulation::new(plan.clone(), None).expect("a simulation").text();
+            assert_eq!(simulated.contains("transfers beside products"), says, "{simulated}");
             assert_eq!(round_trip(plan, stack, "long"), None);
         }
     }

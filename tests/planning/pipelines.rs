@@ -157,8 +157,10 @@ fn stages_in_a_v_are_said_and_give_the_same_as_one_device() {
     // The search finds a number that is enough.
     assert!(succeeds(&["plan", DEMO, "--cluster", "local:4", "--schedule", "dualpipe-v"]).contains("dualpipe-v over"));
     assert!(refusal(|plan| plan.schedule = Schedule::OneFOneB).contains("must be loop"));
-    let output = altiplano(&["plan", DEMO, "--schedule", "zb-v", "--cluster", "local:1"]);
-    assert!(output.code == Some(2) && output.stderr.contains("two blocks of devices"), "{}", output.stderr);
+    for alone in [&["--cluster", "local:1"][..], &["--cluster", "local:4", "--pp", "1"]] {
+        let output = altiplano(&[&["plan", DEMO, "--schedule", "zb-v"], alone].concat());
+        assert!(output.code == Some(2) && output.stderr.contains("--pp: 1 must be 2 or more"), "{}", output.stderr);
+    }
 }
 
 #[test]

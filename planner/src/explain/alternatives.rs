@@ -73,6 +73,13 @@ pub fn shape(plan: &Plan) -> String {
     )
 }
 
+/// The overlaps that the plan's software is asked for: `, passes side by side`, `, transfers beside products`, both or nothing.
+pub fn overlaps(plan: &Plan) -> String {
+    let pairs = if plan.execution.pairs_passes { ", passes side by side" } else { "" };
+    let beside = if plan.execution.overlaps_tensor_parallel { ", transfers beside products" } else { "" };
+    format!("{pairs}{beside}")
+}
+
 /// The recomputed share of all layers: `, recomputed`, `, 3 of 48 layers recomputed, the others selectively`, or
 /// nothing.
 pub fn recomputed(plan: &Plan) -> String {
@@ -95,9 +102,7 @@ pub fn recomputed(plan: &Plan) -> String {
 
 /// `8 stages (2 on the same devices)`, `4 stages under zb-h1`.
 fn stages(plan: &Plan) -> String {
-    let pairs = if plan.execution.pairs_passes { ", passes side by side" } else { "" };
-    let beside = if plan.execution.overlaps_tensor_parallel { ", transfers beside products" } else { "" };
-    let stages = format!("{}{pairs}{beside}", count(plan.stages.len() as u32, "stage", "stages"));
+    let stages = count(plan.stages.len() as u32, "stage", "stages") + &overlaps(plan);
     match (plan.virtual_stages, plan.schedule) {
         (1, Schedule::ZbH1 | Schedule::Found) => format!("{stages} under {}", plan.schedule),
         (1, _) => stages,

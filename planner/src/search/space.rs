@@ -125,7 +125,11 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     if request.schedule.and_then(Schedule::virtual_stages).is_some_and(|count| count != shared) {
         return invalid("virtual-stages", shared, "must be 2 under the schedules zb-v and dualpipe-v");
     }
-    if shared > 1 && (devices == 1 || request.degrees.pp == Some(1)) {
+    let lanes = if devices == 1 { Some(1) } else { request.degrees.pp };
+    if lanes == Some(1) && request.schedule.is_some_and(|s| s.virtual_stages().is_some()) {
+        return invalid("pp", 1u32, "must be 2 or more under the schedules zb-v and dualpipe-v");
+    }
+    if shared > 1 && lanes == Some(1) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
     }
     match request.degrees.zero {
