@@ -440,7 +440,7 @@ fn contradictions_and_impossible_requests_are_refused() {
         ),
         (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(3), Some(Schedule::ZbV)), "must be 2"),
         (&|r| (r.degrees.virtual_stages, r.schedule) = (Some(4), Some(Schedule::DualPipeV)), "must be 2"),
-        (&|r| (r.degrees.pp, r.schedule) = (Some(1), Some(Schedule::ZbV)), "two blocks"),
+        (&|r| (r.degrees.pp, r.schedule) = (Some(1), Some(Schedule::ZbV)), "--pp: 1 must be 2 or more"),
         (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(2), Some(1)), "two blocks"),
         (&|r| (r.degrees.virtual_stages, r.degrees.pp) = (Some(9), Some(2)), "too few for 18"),
     ] {
