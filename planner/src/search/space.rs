@@ -127,7 +127,8 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     }
     let lanes = if devices == 1 { Some(1) } else { request.degrees.pp };
     if lanes == Some(1) && request.schedule.is_some_and(|s| s.virtual_stages().is_some()) {
-        return invalid("pp", 1u32, "must be 2 or more under the schedules zb-v and dualpipe-v");
+        let problem = "must be 2 or more under the schedules zb-v and dualpipe-v, which need two devices at least";
+        return invalid("pp", 1u32, problem);
     }
     if shared > 1 && lanes == Some(1) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
