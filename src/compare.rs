@@ -10,8 +10,9 @@ use crate::report::{side_by_side, side_by_side_json};
 use crate::simulate::Simulation;
 use crate::units::{digits, seconds};
 use altiplano_cost_models::Rooflines;
-use altiplano_ir::plan::{Plan, Schedule, Target, Update};
+use altiplano_ir::plan::{Execution, Plan, Schedule, Target, Update};
 use altiplano_ir::recompute::Recompute;
+use altiplano_planner::features::scaled_products::as_run_by;
 use altiplano_planner::features::stacks::stack;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::fixed_degrees::Degrees;
@@ -131,7 +132,13 @@ impl Baseline {
         request.servers = None;
         request.allow_microbatch_semantics = true;
         request.target = self.target;
-        request.execution = execution(self.target, &like.cluster, &like.graph, Some(self.zero));
+        if self.target != Target::Altiplano {
+            request = as_run_by(self.target, &request).into_owned();
+        }
+        request.execution = Execution {
+            scales_factors: request.execution.scales_factors,
+            ..execution(self.target, &like.cluster, &like.graph, Some(self.zero))
+        };
         request.fused_attention = None;
         let degrees = Degrees {
             dp: dp as u32,

@@ -13,8 +13,8 @@ pub enum Recompute {
     /// Only values that cost almost nothing: elementwise results and broadcasts.
     #[default]
     None,
-    /// Also products that are larger than their factors, such as attention scores. They take much memory for little
-    /// work (Korthikanti et al. 2022, section 5).
+    /// Also the [`Modules`] that the plan's execution states. By default these are products that are larger than their
+    /// factors, such as attention scores: they take much memory for little work (Korthikanti et al. 2022, section 5).
     Selective,
     /// Everything that does not leave the layer (Chen et al. 2016).
     Full,
@@ -31,6 +31,184 @@ impl fmt::Display for Recompute {
             Recompute::Selective => "selective",
             Recompute::Full => "full",
         })
+    }
+}
+
+/// A part of a layer that selective recomputation repeats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Module {
+    /// Products that are larger than their factors: attention scores.
+    AttentionCore,
+    /// Every second product with a weight, and everything that is no product: torchtitan's selective checkpointing.
+    SecondProducts,
+    /// Products that turn a compressed query, key or value into one for each head, as in multi-head latent attention.
+    UpProjections,
+    /// Feed-forward layers without experts.
+    Mlp,
+    /// Feed-forward layers that every token visits beside its experts.
+    SharedExperts,
+    /// Feed-forward layers with experts: router, exchange of tokens, experts and shared experts.
+    Experts,
+}
+
+impl Module {
+    pub const ALL: [Module; 6] = [
+        Module::AttentionCore,
+        Module::SecondProducts,
+        Module::UpProjections,
+        Module::Mlp,
+        Module::SharedExperts,
+        Module::Experts,
+    ];
+
+    /// The name in files and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Module::AttentionCore => "attention-core",
+            Module::SecondProducts => "second-products",
+            Module::UpProjections => "up-projections",
+            Module::Mlp => "mlp",
+            Module::SharedExperts => "shared-experts",
+            Module::Experts => "experts",
+        }
+    }
+
+    /// The name that Megatron-LM's `--recompute-modules` has for it, if it has one.
+    pub fn megatron(self) -> Option<&'static str> {
+        match self {
+            Module::AttentionCore => Some("core_attn"),
+            Module::SecondProducts => None,
+            Module::UpProjections => Some("mla_up_proj"),
+            Module::Mlp => Some("mlp"),
+            Module::SharedExperts => Some("shared_experts"),
+            Module::Experts => Some("moe"),
+        }
+    }
+
+    /// The module of a name, which may be Megatron-LM's.
+    pub fn parse(name: &str) -> Option<Module> {
+        Module::ALL.into_iter().find(|module| module.name() == name || module.megatron() == Some(name))
+    }
+
+    /// The values that are recomputed, in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            Module::AttentionCore => "attention scores",
+            Module::SecondProducts => "every second product",
+            Module::UpProjections => "up projections of latent attention",
+            Module::Mlp => "feed-forward layers without experts",
+            Module::SharedExperts => "shared experts",
+            Module::Experts => "layers of experts",
+        }
+    }
+}
+
+/// A set of modules. The default is the core of attention.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "ModulesForm", into = "Vec<Module>")]
+pub struct Modules(u8);
+
+/// The forms in plan files.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a list of modules")]
+enum ModulesForm {
+    List(Vec<Module>),
+    /// The boolean form of older files: true if every second product is recomputed.
+    SecondProducts(bool),
+}
+
+impl From<ModulesForm> for Modules {
+    fn from(form: ModulesForm) -> Modules {
+        match form {
+            ModulesForm::List(modules) => modules.into_iter().collect(),
+            ModulesForm::SecondProducts(true) => Modules::default().with(Module::SecondProducts),
+            ModulesForm::SecondProducts(false) => Modules::default(),
+        }
+    }
+}
+
+impl From<Modules> for Vec<Module> {
+    fn from(modules: Modules) -> Vec<Module> {
+        modules.iter().collect()
+    }
+}
+
+impl Modules {
+    pub const NONE: Modules = Modules(0);
+
+    #[must_use]
+    pub fn with(self, module: Module) -> Modules {
+        Modules(self.0 | 1 << module as u8)
+    }
+
+    #[must_use]
+    pub fn without(self, module: Module) -> Modules {
+        Modules(self.0 & !(1 << module as u8))
+    }
+
+    pub fn contains(self, module: Module) -> bool {
+        self.0 >> module as u8 & 1 == 1
+    }
+
+    /// True if the sets have a module in common.
+    pub fn meets(self, other: Modules) -> bool {
+        self.0 & other.0 != 0
+    }
+
+    /// The modules of either set.
+    #[must_use]
+    pub fn and(self, other: Modules) -> Modules {
+        Modules(self.0 | other.0)
+    }
+
+    /// The modules of both sets.
+    #[must_use]
+    pub fn among(self, other: Modules) -> Modules {
+        Modules(self.0 & other.0)
+    }
+
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    pub fn iter(self) -> impl Iterator<Item = Module> {
+        Module::ALL.into_iter().filter(move |&module| self.contains(module))
+    }
+
+    /// The values that are recomputed, in words, such as `attention scores and shared experts`.
+    pub fn words(self) -> String {
+        let words: Vec<&str> = self.iter().map(Module::words).collect();
+        match words.as_slice() {
+            [] => "nothing".to_string(),
+            [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
+            all => all.concat(),
+        }
+    }
+}
+
+impl Default for Modules {
+    fn default() -> Modules {
+        Modules::NONE.with(Module::AttentionCore)
+    }
+}
+
+impl FromIterator<Module> for Modules {
+    fn from_iter<I: IntoIterator<Item = Module>>(modules: I) -> Modules {
+        modules.into_iter().fold(Modules::NONE, Modules::with)
+    }
+}
+
+impl fmt::Debug for Modules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.iter()).finish()
+    }
+}
+
+/// The names, separated by commas.
+impl fmt::Display for Modules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.iter().map(Module::name).collect::<Vec<_>>().join(","))
     }
 }
 
@@ -101,6 +279,14 @@ impl Recomputation {
         }
     }
 
+    /// True if a layer recomputes selectively.
+    pub fn selects(&self) -> bool {
+        match self {
+            Recomputation::Alike(level) => *level == Recompute::Selective,
+            Recomputation::ByLayer(levels) => levels.contains(&Recompute::Selective),
+        }
+    }
+
     /// The smallest extent of recomputation in any layer.
     pub fn least(&self) -> Recompute {
         match self {
@@ -143,6 +329,23 @@ mod tests {
         assert_eq!(read("\"none\"").unwrap(), Recomputation::default());
         assert_eq!(read("[\"full\",\"none\"]").unwrap(), Recomputation::ByLayer(vec![Full, None]));
         assert!(read("\"some\"").unwrap_err().to_string().contains("none, selective, full"));
+    }
+
+    #[test]
+    fn modules_are_read_and_written() {
+        let modules = Modules::default().with(Module::Experts);
+        let text = serde_json::to_string(&modules).unwrap();
+        assert_eq!(text, "[\"attention-core\",\"experts\"]");
+        assert_eq!(serde_json::from_str::<Modules>(&text).unwrap(), modules);
+        assert_eq!(modules.to_string(), "attention-core,experts");
+        assert_eq!(modules.words(), "attention scores and layers of experts");
+        for module in Module::ALL {
+            assert_eq!(serde_json::to_string(&module).unwrap(), format!("\"{}\"", module.name()));
+        }
+        // Older files say whether every second product is recomputed.
+        let old = |text: &str| serde_json::from_str::<Modules>(text).unwrap();
+        assert_eq!(old("true"), Modules::default().with(Module::SecondProducts));
+        assert_eq!(old("false"), Modules::default());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The software that runs a plan, and the properties of it that affect the step time.
 
 use crate::dtype::DType;
+use crate::recompute::{Module, Modules};
 use crate::types::TensorType;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -25,9 +26,12 @@ pub struct Execution {
     /// The kernels of fused attention.
     #[serde(skip_serializing_if = "is_default")]
     pub attention: AttentionKernels,
-    /// Selective recomputation computes every second product with a weight again as well.
+    /// The parts of a layer that selective recomputation repeats.
+    #[serde(alias = "recomputes_products", skip_serializing_if = "is_default")]
+    pub recompute_modules: Modules,
+    /// Scales of products, such as the gates of experts, were moved from results to factors, which the backward pass keeps anyway.
     #[serde(skip_serializing_if = "is_default")]
-    pub recomputes_products: bool,
+    pub scales_factors: bool,
     /// Parameters are gathered for a pass, and their gradients reduced, through one buffer that holds so many bytes; 0: each on its own.
     #[serde(skip_serializing_if = "is_default")]
     pub unit_bytes: u64,
@@ -73,7 +77,8 @@ impl Default for Execution {
             fused_loss: false,
             gradients: None,
             attention: AttentionKernels::Newest,
-            recomputes_products: false,
+            recompute_modules: Modules::default(),
+            scales_factors: false,
             unit_bytes: 0,
             pairs_passes: false,
             overlaps_tensor_parallel: false,
@@ -84,7 +89,16 @@ impl Default for Execution {
 impl Execution {
     /// True if selective recomputation recomputes anything that is kept otherwise.
     pub fn has_selective(&self) -> bool {
-        !self.fused_attention || self.recomputes_products
+        !self.recomputed().is_empty()
+    }
+
+    /// The modules that selective recomputation repeats, and that are kept otherwise. Fused attention repeats its core
+    /// anyway.
+    pub fn recomputed(&self) -> Modules {
+        match self.fused_attention {
+            true => self.recompute_modules.without(Module::AttentionCore),
+            false => self.recompute_modules,
+        }
     }
 
     /// The type in which a parameter's gradient is summed. For half precision, it is f32 unless stated otherwise.

@@ -4,7 +4,7 @@ use crate::cache::Cache;
 use crate::features::chunked_loss::{self, LossChunks};
 use crate::features::rings::{self, Ring};
 use crate::features::stages::GivenStages;
-use crate::features::target::execution;
+use crate::features::target::{execution, with_up_projections};
 use crate::lower::KnownComposites;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::batch::LossKind;
@@ -14,7 +14,7 @@ use altiplano_ir::loss_scale::LossScale;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Downscaling;
 use altiplano_ir::plan::{Execution, Goal, MfuConvention, Offload, Plan, Schedule, Stage, Target, Update};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Modules, Recompute};
 use std::sync::Arc;
 
 /// A planning problem. Fields that are `None` are searched.
@@ -49,6 +49,8 @@ pub struct Request {
     /// Objective if nothing is trained.
     pub goal: Goal,
     pub recompute: Option<Recompute>,
+    /// The modules that selective recomputation repeats. Defaults to those of the target's software.
+    pub recompute_modules: Option<Modules>,
     /// Data to keep in host memory. If `None`, GPUs offload where nothing fits otherwise, or where it beats
     /// recomputation.
     pub offload: Option<Offload>,
@@ -149,6 +151,7 @@ impl Request {
     pub fn new(model: impl Into<String>, graph: impl Into<Arc<Graph>>, loss: LossKind, cluster: Cluster) -> Self {
         let graph = graph.into();
         let execution = execution(Target::Altiplano, &cluster, &graph, None);
+        let execution = with_up_projections(execution, Target::Altiplano, &graph);
         let loss_scale = LossScale::of_model(&graph);
         Request {
             model: model.into(),
@@ -174,6 +177,7 @@ impl Request {
             servers: None,
             goal: Goal::Latency,
             recompute: None,
+            recompute_modules: None,
             offload: Some(Offload::NONE),
             execution,
             fused_attention: None,
@@ -246,6 +250,7 @@ impl Request {
         request.training.loss_scale = plan.loss_scale;
         request.execution = plan.execution;
         request.fused_attention = Some(plan.execution.fused_attention);
+        request.recompute_modules = Some(plan.execution.recompute_modules);
         request.mfu_convention = plan.predicted.mfu_convention;
         request.target = plan.target;
         request.allow_microbatch_semantics = plan.num_microbatches > 1;

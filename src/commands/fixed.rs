@@ -6,7 +6,7 @@ use altiplano::ir::plan::{self, Offload, Schedule, UnknownOffload, Update};
 use altiplano::pins::{NamedPin, apply as apply_pins};
 use altiplano::planner::features::stages::{GivenStages, StageBlocks};
 use altiplano::planner::{PlanFailure, Request};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Recompute};
 use clap::{Args, ValueEnum};
 use std::sync::Arc;
 
@@ -65,6 +65,10 @@ pub(crate) struct FixedOptions {
     /// Recompute activations in the backward pass instead of keeping them
     #[arg(long, help_heading = "Memory")]
     recompute: Option<RecomputeName>,
+    /// Modules that selective recomputation repeats: attention-core, second-products, up-projections, mlp, shared-experts,
+    /// experts, or Megatron-LM's names for them [default: those of the target's software]
+    #[arg(long, value_name = "MODULE,..", value_parser = module, value_delimiter = ',', help_heading = "Memory")]
+    recompute_modules: Option<Vec<Module>>,
     /// Pipeline schedule; pipedream has no flush between steps, and gradients are one step late; found searches for the
     /// order of calls
     #[arg(long, help_heading = "Schedule")]
@@ -76,6 +80,13 @@ pub(crate) struct FixedOptions {
     /// batches [default: latency]
     #[arg(long, value_enum, help_heading = "Schedule")]
     goal: Option<GoalName>,
+}
+
+fn module(name: &str) -> Result<Module, String> {
+    Module::parse(name).ok_or_else(|| {
+        let names: Vec<&str> = Module::ALL.into_iter().map(Module::name).collect();
+        format!("must be one of {}", names.join(", "))
+    })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -96,7 +107,7 @@ impl OffloadName {
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum RecomputeName {
     None,
-    /// Products larger than their factors, such as attention scores
+    /// Modules within a layer, see --recompute-modules
     Selective,
     /// Everything that stays within a layer
     Full,
@@ -157,6 +168,7 @@ impl FixedOptions {
             ("--update", self.update.is_some()),
             ("--virtual-stages", self.virtual_stages.is_some_and(|v| v > 1)),
             ("--recompute", self.recompute.is_some()),
+            ("--recompute-modules", self.recompute_modules.is_some()),
             ("--offload", matches!(self.offload, Some(OffloadName::These(these)) if !these.is_none())),
             ("--zero", matches!(self.zero, Some(1 | 2))),
         ];
@@ -204,6 +216,12 @@ impl FixedOptions {
             RecomputeName::Selective => Recompute::Selective,
             RecomputeName::Full => Recompute::Full,
         });
+        if let Some(modules) = &self.recompute_modules {
+            if matches!(self.recompute, Some(RecomputeName::None | RecomputeName::Full)) {
+                return Err(Error::Option { option: "--recompute-modules", problem: "needs --recompute selective" });
+            }
+            request.recompute_modules = Some(modules.iter().copied().collect());
+        }
         request.searches_order |= self.schedule == Some(ScheduleName::Found);
         let schedule = self.schedule.and_then(|s| match s {
             ScheduleName::Gpipe => Some(Schedule::GPipe),

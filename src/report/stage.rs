@@ -48,10 +48,8 @@ pub fn why_stage(plan: &Plan, number: usize) -> Result<String, Error> {
         match &stage.recompute {
             Recomputation::Alike(Recompute::None) => "activations are kept".to_string(),
             Recomputation::Alike(Recompute::Full) => "activations are computed again in the backward".to_string(),
-            Recomputation::Alike(Recompute::Selective) if plan.execution.recomputes_products =>
-                "every second product is computed again in the backward".to_string(),
             Recomputation::Alike(Recompute::Selective) =>
-                "attention scores are computed again in the backward".to_string(),
+                format!("the backward recomputes {}", plan.execution.recomputed().words()),
             mixed => format!("activations are computed again in the backward: {mixed}"),
         },
     );

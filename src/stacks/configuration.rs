@@ -3,7 +3,7 @@
 
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Schedule};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Modules, Recompute};
 use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::Stated;
@@ -58,8 +58,8 @@ pub struct Configuration {
     pub recomputed_layers: Option<u32>,
     /// True if [`Self::recomputed_layers`] counts the first layers of stages, not those of a group.
     pub recompute_block: Option<bool>,
-    /// True if selective recomputation has the core of attention.
-    pub recomputes_core: Option<bool>,
+    /// The modules that selective recomputation repeats.
+    pub recompute_modules: Option<Modules>,
     pub precision: Option<DType>,
     /// True if products of weights are computed in 8 bits, and the rest in `precision`.
     pub eight_bit: bool,

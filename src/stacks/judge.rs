@@ -12,7 +12,7 @@ use crate::units::{bytes, digits, percent, seconds};
 use crate::{load_cluster, request};
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::dtype::DType;
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Modules, Recompute};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -192,7 +192,9 @@ fn model(c: &mut Configuration, how: &How, notes: &mut Vec<String>) -> Result<Mo
 type Edit = Box<dyn Fn(&mut Configuration) + Sync + Send>;
 
 /// Changes of one knob each, with those that follow from it.
-fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
+///
+/// `modules` are those that selective recomputation may repeat.
+fn edits(c: &Configuration, cluster: &Cluster, modules: Modules) -> Vec<Edit> {
     let devices = cluster.num_devices();
     let mut edits: Vec<Edit> = Vec::new();
     let dp = c.replicas(devices).unwrap_or(1);
@@ -228,6 +230,19 @@ fn edits(c: &Configuration, cluster: &Cluster) -> Vec<Edit> {
     for level in Recompute::ALL {
         if level != c.recompute.unwrap_or_default() || c.recomputed_layers.is_some() {
             edits.push(Box::new(move |c| (c.recompute, c.recomputed_layers) = (Some(level), None)));
+        }
+    }
+    let selected = match c.recompute {
+        Some(Recompute::Selective) if c.recomputed_layers.is_none() => c.recompute_modules.unwrap_or_default(),
+        _ => Modules::NONE,
+    };
+    for module in modules.iter() {
+        let next = if selected.contains(module) { selected.without(module) } else { selected.with(module) };
+        if !next.is_empty() {
+            edits.push(Box::new(move |c| {
+                (c.recompute, c.recomputed_layers) = (Some(Recompute::Selective), None);
+                c.recompute_modules = Some(next);
+            }));
         }
     }
     for level in (0..=3).filter(|&level| Some(level) != c.zero) {
@@ -308,6 +323,7 @@ impl Judgement {
     /// Changes of one knob of `from`, described against `start`, best first.
     fn predicted(&self, predictor: &Predictor<'_>, from: &Configuration, start: &Configuration) -> Vec<Change> {
         let devices = predictor.request.cluster.num_devices();
+        let modules = predictor.modules(self.prediction.plan.execution);
         let change = |edit: &Edit| {
             let mut c = from.clone();
             edit(&mut c);
@@ -323,7 +339,8 @@ impl Judgement {
             let (step_s, peak_bytes, fits) = (prediction.step_s(), prediction.peak_bytes(), prediction.fits());
             Some(Change { words, step_s, peak_bytes, fits, configuration: c })
         };
-        let mut changes: Vec<Change> = edits(from, &predictor.request.cluster).par_iter().filter_map(change).collect();
+        let mut changes: Vec<Change> =
+            edits(from, &predictor.request.cluster, modules).par_iter().filter_map(change).collect();
         changes.sort_by(|a, b| {
             let over = |c: &Change| if c.fits { (false, 0) } else { (true, c.peak_bytes) };
             over(a).cmp(&over(b)).then(a.step_s.total_cmp(&b.step_s)).then(a.words.len().cmp(&b.words.len()))

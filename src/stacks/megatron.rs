@@ -8,7 +8,7 @@ use super::{
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Schedule, Target};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Modules, Recompute};
 use serde_json::Value;
 
 pub static MEGATRON: Stack = Stack {
@@ -161,7 +161,10 @@ pub const KNOBS: &[Knob] = &[
     Knob {
         name: "recompute-modules",
         read: read_modules,
-        write: |c| (c.recompute == Some(Recompute::Selective)).then(|| Value::from("core_attn")),
+        write: |c| {
+            let words = module_words(c)?;
+            Some(Value::from(words.join(" ")))
+        },
     },
     reads!("recompute-activations", |c, v| {
         c.recompute = if truth(v)? { Some(Recompute::Selective) } else { c.recompute };
@@ -519,21 +522,32 @@ fn write_granularity(c: &Configuration) -> Option<Value> {
     }
 }
 
-/// The attention core is what selective recomputation computes again. Other modules are left out with a note.
+/// Modules whose outputs every prediction recomputes: elementwise results and norms.
+const ALWAYS: [&str; 2] = ["moe_act", "layernorm"];
+
+/// Megatron-LM's words for the modules that selective recomputation repeats; `None` if nothing is recomputed so.
+pub(super) fn module_words(c: &Configuration) -> Option<Vec<&'static str>> {
+    let modules = c.recompute_modules.unwrap_or_default();
+    (c.recompute == Some(Recompute::Selective)).then(|| modules.iter().filter_map(Module::megatron).collect())
+}
+
+/// Modules that are not known are left out with a note.
 fn read_modules(c: &mut Configuration, v: &Value) -> Result<(), String> {
     let words: Vec<String> = match v {
         Value::Null => return Ok(()),
         Value::Array(words) => words.iter().map(bare).collect(),
         word => bare(word).split([',', ' ']).filter(|w| !w.is_empty()).map(String::from).collect(),
     };
-    let others: Vec<&str> = words.iter().map(String::as_str).filter(|w| *w != "core_attn").collect();
+    let known = |word: &String| Module::ALL.into_iter().find(|module| module.megatron() == Some(word.as_str()));
+    let is_other = |w: &&str| !ALWAYS.contains(w) && known(&w.to_string()).is_none();
+    let others: Vec<&str> = words.iter().map(String::as_str).filter(is_other).collect();
     if !others.is_empty() {
         c.notes.push(format!(
             "recompute-modules: the prediction keeps the values of {}, which takes more memory and less time",
             others.join(", ")
         ));
     }
-    c.recomputes_core = Some(words.iter().any(|w| w == "core_attn"));
+    c.recompute_modules = Some(words.iter().filter_map(known).collect());
     Ok(())
 }
 
@@ -650,7 +664,7 @@ pub fn defaults(c: &mut Configuration) {
             }
             c.recomputed_layers = None;
         }
-        Some(Recompute::Selective) if c.recomputes_core == Some(false) => {
+        Some(Recompute::Selective) if c.recompute_modules.is_some_and(Modules::is_empty) => {
             (c.recompute, c.recomputed_layers) = (Some(Recompute::None), None);
         }
         _ => c.recomputed_layers = None,
@@ -658,6 +672,10 @@ pub fn defaults(c: &mut Configuration) {
 }
 
 pub fn round(c: &mut Configuration) {
+    c.recompute_modules = c.recompute_modules.map(|modules| modules.without(Module::SecondProducts));
+    if c.recompute == Some(Recompute::Selective) && c.recompute_modules.is_some_and(Modules::is_empty) {
+        c.recompute_modules = None;
+    }
     c.round_adam();
     c.drop_even_layout();
     // The schedules are 1f1b and its interleaved form.

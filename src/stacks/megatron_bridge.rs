@@ -111,10 +111,14 @@ const KNOBS: &[Knob] = &[
         read: |c, v| (number!("", recomputed_layers).read)(c, v),
         write: |c| (c.recompute == Some(Recompute::Full)).then(|| Value::from(c.recomputed_layers.unwrap_or(1))),
     },
-    reads!("model.recompute_modules", |c, v| {
-        let knob = megatron::KNOBS.iter().find(|knob| knob.name == "recompute-modules");
-        knob.map_or(Ok(()), |knob| (knob.read)(c, v))
-    }),
+    Knob {
+        name: "model.recompute_modules",
+        read: |c, v| {
+            let knob = megatron::KNOBS.iter().find(|knob| knob.name == "recompute-modules");
+            knob.map_or(Ok(()), |knob| (knob.read)(c, v))
+        },
+        write: |c| megatron::module_words(c).map(Value::from),
+    },
     number!("train.micro_batch_size", micro_batch),
     number!("train.global_batch_size", global_batch),
     Knob {

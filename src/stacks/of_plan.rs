@@ -192,6 +192,7 @@ fn set_recomputation(plan: &Plan, c: &mut Configuration) {
     let stages = blocks_of(plan);
     let is_all = |level: Recompute| stages.iter().all(|(count, levels)| levels[level as usize] == *count);
     let fully = |(_, levels): &(u32, [u32; 3])| levels[Recompute::Full as usize];
+    c.recompute_modules = Some(plan.execution.recompute_modules);
     c.recompute = match () {
         () if stages.iter().all(|(count, _)| *count == 0) => Some(most(&plan.stages)),
         () if is_all(Recompute::Full) => Some(Recompute::Full),

@@ -4,9 +4,12 @@ use super::{Configuration, Stack, StackProblem};
 use crate::error::Error;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
-use altiplano_ir::plan::{Plan, Target};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::plan::{Execution, Plan, Target};
+use altiplano_ir::recompute::{Modules, Recompute};
+use altiplano_planner::features::modules::modules_of;
 use altiplano_planner::features::overlaps::most_recomputed;
+use altiplano_planner::features::scaled_products::as_run_by;
+use altiplano_planner::features::stacks::stack;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::search::stated::{Stated, num_blocks, predict_stated};
 use altiplano_planner::{PlanFailure, Request};
@@ -60,8 +63,19 @@ impl<'a> Predictor<'a> {
     pub fn new(stack: &'a Stack, mut request: Request) -> Predictor<'a> {
         // Stacks do not read the layouts that a model's file states.
         Arc::make_mut(&mut request.graph).pins.clear();
+        let request = as_run_by(stack.target, &request).into_owned();
         let blocks = num_blocks(&request);
         Predictor { stack, request, blocks }
+    }
+
+    /// The modules of the model that the stack's selective recomputation can repeat, and that `execution` keeps otherwise.
+    pub fn modules(&self, execution: Execution) -> Modules {
+        if self.stack.target != Target::Megatron {
+            return Modules::NONE;
+        }
+        let can: Modules = stack(self.stack.target).modules.iter().copied().collect();
+        let all = Execution { recompute_modules: can, ..execution };
+        all.recomputed().among(modules_of(&self.request.graph))
     }
 
     /// Predicts a configuration, whether it fits or not.
@@ -81,7 +95,10 @@ impl<'a> Predictor<'a> {
             request.cluster.groups.iter_mut().for_each(|group| group.dispatch = None);
         }
         let zero = settled.stated.degrees.zero;
-        request.execution = execution(self.stack.target, &request.cluster, &request.graph, Some(zero));
+        request.execution = Execution {
+            scales_factors: self.request.execution.scales_factors,
+            ..execution(self.stack.target, &request.cluster, &request.graph, Some(zero))
+        };
         // Stacks that run as FSDP or XLA have degrees that a plan for these targets alone may not have.
         request.target = match self.stack.target {
             Target::Megatron => Target::Megatron,
@@ -91,6 +108,9 @@ impl<'a> Predictor<'a> {
             Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
+        if self.stack.target == Target::Megatron {
+            request.execution.recompute_modules = c.recompute_modules.unwrap_or_default();
+        }
         request.execution.pairs_passes = c.pairs_passes == Some(true) && can_pair(&c, &settled.stated);
         request.execution.overlaps_tensor_parallel = c.overlaps_tensor_parallel == Some(true);
         if let Some(fused) = c.fused_attention.or(request.fused_attention) {

@@ -6,17 +6,19 @@ use crate::simulate::Simulation;
 use crate::{ImportOptions, load_cluster, load_model, plan, request};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Plan, Schedule, Target, Update};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Modules, Recompute};
 use altiplano_planner::explain::account::{accounts, of_lanes};
 use altiplano_planner::explain::neighbours::neighbours;
 use altiplano_planner::features::overlaps::with_overlaps;
 use altiplano_planner::features::parallelism::parallelism;
+use altiplano_planner::features::scaled_products::with_scaled_factors;
 use altiplano_planner::features::target::execution;
 use altiplano_planner::predict::predict_plan;
 use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::{Stated, predict_stated};
 use altiplano_planner::{Request, Silent};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -127,6 +129,8 @@ fn configured_under(stack: &Stack, family: &str, schedule: Option<Schedule>, cha
     let zero = Some(stated.degrees.zero);
     request.execution = execution(stack.target, &request.cluster, &request.graph, zero);
     request.target = if stack.target == Target::Megatron { Target::Megatron } else { Target::Altiplano };
+    let request =
+        if stack.target == Target::Megatron { with_scaled_factors(&request) } else { Cow::Borrowed(&request) };
     let costs = altiplano_cost_models::Rooflines::of(&request.cluster);
     predict_stated(&request, &stated, &costs).expect("a plan")
 }
@@ -337,6 +341,28 @@ fn a_command_line_is_judged_in_its_own_words() {
 }
 
 #[test]
+fn modules_of_selective_recomputation_are_read_predicted_and_said() {
+    let of = |more: &str| judge_text(Path::new("run.sh"), &megatron_text(more), &how()).expect("a judgement");
+    let peak = |judgement: &Judgement| judgement.prediction.peak_bytes();
+    let kept = of("");
+    let selective = |words: &str| of(&format!("--recompute-granularity selective --recompute-modules {words}"));
+    let with = selective("core_attn mlp moe_act");
+    let modules = Modules::default().with(Module::Mlp);
+    assert_eq!(with.configuration.recompute_modules, Some(modules));
+    assert_eq!(with.prediction.plan.execution.recompute_modules, modules);
+    assert!(!with.notes.iter().any(|note| note.contains("recompute-modules")), "{:?}", with.notes);
+    assert!(peak(&with) < peak(&kept) && with.prediction.step_s() > kept.prediction.step_s());
+    // A model without experts has nothing of theirs to recompute.
+    let without = selective("moe shared_experts");
+    assert_eq!((peak(&without), without.prediction.step_s()), (peak(&kept), kept.prediction.step_s()));
+    let unknown = selective("core_attn unheard_of");
+    assert!(unknown.notes.iter().any(|note| note.contains("unheard_of")), "{:?}", unknown.notes);
+    // The stack's own words say how to keep what is recomputed without need.
+    let words: Vec<&String> = with.changes.iter().flat_map(|change| &change.words).collect();
+    assert!(words.iter().any(|w| w.starts_with("set `--recompute-modules core_attn`")), "{words:?}");
+}
+
+#[test]
 fn sequence_parallelism_keeps_less() {
     let peak = |more: &str| {
         let text = megatron_text(&format!("--tensor-model-parallel-size 8 {more}"));
@@ -498,6 +524,10 @@ fn searched(choices: &mut Choices, family: &str) -> Option<Plan> {
     request.offload =
         choices.of(&[Some(Offload::NONE), Some(Offload::NONE), Some(Offload::OPTIMIZER), Some(Offload::ALL)]);
     request.target = choices.of(&Target::ALL);
+    if matches!(request.target, Target::Altiplano | Target::Megatron) {
+        let more = Modules::default().with(Module::Mlp);
+        request.recompute_modules = choices.of(&[None, Some(more), Some(more.with(Module::Experts))]);
+    }
     request.training.clip_norm = choices.of(&[None, Some(1.0)]);
     request.batch.global = choices.of(&[Some(16), Some(64), Some(48)]);
     plan(&request, &Silent).ok()

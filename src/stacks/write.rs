@@ -5,7 +5,7 @@ use super::{Configuration, Stack, StackProblem, Unsayable, bare, of_plan};
 use crate::error::Error;
 use crate::units::{bytes, seconds};
 use altiplano_ir::plan::{Plan, Schedule};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Modules, Recompute};
 use altiplano_planner::Request;
 use serde_json::Value;
 use std::fmt::Write;
@@ -126,11 +126,15 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
         let groups = |c: &Configuration| c.replicate.unwrap_or(1).to_string();
         differ("groups of replicas that each hold all state", groups(exact), groups(written));
     }
-    let recompute = |c: &Configuration| {
-        let level = c.recompute.unwrap_or_default().to_string();
+    let recompute = |c: &Configuration, run: &Plan| {
+        let modules = run.execution.recompute_modules;
+        let level = match c.recompute.unwrap_or_default() {
+            Recompute::Selective if modules != Modules::default() => format!("selective ({modules})"),
+            level => level.to_string(),
+        };
         c.recomputed_layers.map_or(level.clone(), |n| format!("{level} in {n} layers of each stage"))
     };
-    differ("recomputation", recompute(exact), recompute(written));
+    differ("recomputation", recompute(exact, plan), recompute(written, &prediction.plan));
     let optimizer = |c: &Configuration| c.optimizer.clone().unwrap_or_default();
     differ("optimizer", optimizer(exact), optimizer(written));
     let schedule = exact.schedule.unwrap_or(Schedule::OneFOneB);
@@ -152,7 +156,7 @@ fn notes(plan: &Plan, stack: &Stack, [exact, written]: [&Configuration; 2], pred
         notes.push(format!(
             "{} has no setting for recomputation: the model's code asks for it (here: {})",
             stack.name,
-            recompute(exact)
+            recompute(exact, plan)
         ));
     }
     let [planned, as_run] = [plan.predicted.step_time_s, prediction.step_s()];

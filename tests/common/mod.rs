@@ -15,7 +15,7 @@ use altiplano::planner::Silent;
 use altiplano::planner::features::rings::Ring;
 use altiplano::runtime::devices::cuda::Search;
 use altiplano::{ImportOptions, load_cluster, load_model, request};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Recompute};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -199,6 +199,7 @@ pub fn planned(model: &Path, import: &ImportOptions, words: &str) -> Result<Plan
         (_, true) => Some(Recompute::Selective),
         _ => None,
     };
+    request.recompute_modules = has("modules").then(|| Module::ALL.into_iter().collect());
     if has("gpipe") {
         request.schedule = Some(Schedule::GPipe);
     }

@@ -31,7 +31,7 @@ const BERT: &str = r#"{"model_type": "bert", "vocab_size": 61, "hidden_size": 16
 const PLANS: [&str; 5] = ["local:1", "local:2 dp2 tp1 pp1", "local:2 dp1 tp2 pp1", "local:2 dp1 tp1 pp2", "local:4"];
 
 /// Additional plans for transformers.
-const MORE: [&str; 38] = [
+const MORE: [&str; 40] = [
     "local:1 micro8",
     "local:2 dp2 tp1 pp1 zero1",
     "local:2 dp2 tp1 pp1 zero2 micro2",
@@ -53,6 +53,8 @@ const MORE: [&str; 38] = [
     "local:2 dp2 tp1 pp1 micro2 stale",
     "local:1 recompute",
     "local:2 dp1 tp1 pp2 micro4 recompute",
+    "local:2 dp1 tp2 pp1 selective modules",
+    "local:2 dp1 tp1 pp2 micro4 selective modules",
     "local:1 bf16",
     "local:2 dp2 tp1 pp1 bf16 zero2",
     "local:2 dp1 tp1 pp2 micro8 bf16",

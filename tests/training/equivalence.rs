@@ -20,11 +20,12 @@ const PLANS: [&[&str]; 10] = [
 ];
 
 /// Other options that change where values are computed.
-const CHOICES: [&[&str]; 8] = [
+const CHOICES: [&[&str]; 9] = [
     &["--dp", "4", "--zero", "1"],
     &["--dp", "4", "--zero", "2"],
     &["--dp", "4", "--zero", "3"],
     &["--dp", "4", "--recompute", "full"],
+    &["--tp", "2", "--recompute", "selective", "--recompute-modules", "core_attn,mlp"],
     &["--pp", "2", "--schedule", "gpipe", "--num-microbatches", "4"],
     &["--pp", "4", "--num-microbatches", "8", "--optimizer", "sgd"],
     &["--tp", "2", "--optimizer", "adam", "--global-batch", "16"],

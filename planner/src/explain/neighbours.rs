@@ -157,13 +157,8 @@ fn changes(plan: &Plan, stage: usize, as_is: &[ChosenStage]) -> Vec<(String, Vec
             if possible && RecomputeFraction::uniform(level) != now {
                 let text = match level {
                     Recompute::None => "recomputing nothing".to_string(),
-                    level => {
-                        let selective = match plan.execution.recomputes_products {
-                            true => "every second product",
-                            false => "attention scores",
-                        };
-                        format!("recomputing {}", if level == Recompute::Full { "all" } else { selective })
-                    }
+                    Recompute::Selective => format!("recomputing {}", plan.execution.recomputed().words()),
+                    Recompute::Full => "recomputing all".to_string(),
                 };
                 change(text, &|s| s[stage].config.fraction = RecomputeFraction::uniform(level));
             }

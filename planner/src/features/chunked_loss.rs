@@ -108,7 +108,7 @@ fn heads(graph: &Graph, stops: &[ValueId]) -> Vec<Head> {
 
 /// Copies a graph with nodes dropped or replaced, and maps `stops` to the copy. `replace` gets the new graph, the new
 /// values of old nodes, and a node. It may add nodes and return the value that takes the node's place.
-fn rebuilt(
+pub(super) fn rebuilt(
     graph: &Graph,
     stops: &[ValueId],
     is_dropped: impl Fn(ValueId) -> bool,

@@ -1,6 +1,7 @@
 //! Choices of a plan beyond sharding and stages: forms of the model, and where and by what a plan runs.
 
 pub mod chunked_loss;
+pub mod modules;
 pub mod offload;
 pub mod one_device;
 pub mod overlaps;
@@ -8,6 +9,7 @@ pub(crate) mod padding;
 pub mod parallelism;
 pub(crate) mod pins;
 pub mod rings;
+pub mod scaled_products;
 pub(crate) mod servers;
 pub mod stacks;
 pub mod stages;

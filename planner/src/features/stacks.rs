@@ -4,6 +4,7 @@
 
 use crate::request::{PlanFailure, Request};
 use altiplano_ir::plan::{Schedule, Target};
+use altiplano_ir::recompute::{Module, Modules};
 
 /// The configurations that a target's software runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,9 +29,12 @@ pub struct Stack {
     pub zero_in_pipelines: &'static [u8],
     /// Orders of calls in a pipeline.
     pub schedules: &'static [Schedule],
+    /// Modules that selective recomputation can repeat.
+    pub modules: &'static [Module],
 }
 
 const ALL_LEVELS: &[u8] = &[0, 1, 2, 3];
+const PRODUCTS: &[Module] = &[Module::AttentionCore, Module::SecondProducts];
 const SYNCHRONOUS: &[Schedule] =
     &[Schedule::OneFOneB, Schedule::GPipe, Schedule::ZbH1, Schedule::ZbV, Schedule::DualPipeV];
 
@@ -62,17 +66,23 @@ pub fn stack(target: Target) -> Stack {
         zero_with_tensor: ALL_LEVELS,
         zero_in_pipelines: ALL_LEVELS,
         schedules: SYNCHRONOUS,
+        modules: &[Module::AttentionCore],
     };
     let one_stage = Stack { pipelines: false, virtual_stages: false, ..all };
     let plain = &[Schedule::OneFOneB];
     match target {
-        Target::Altiplano => all,
-        Target::Megatron => Stack { uneven: true, uniform: true, zero_in_pipelines: &[0, 1], schedules: plain, ..all },
-        Target::Fsdp => Stack { tensor: false, experts: false, zero: &[0, 2, 3], ..one_stage },
+        Target::Altiplano => Stack { modules: &Module::ALL, ..all },
+        Target::Megatron => {
+            let modules =
+                &[Module::AttentionCore, Module::UpProjections, Module::Mlp, Module::SharedExperts, Module::Experts];
+            Stack { uneven: true, uniform: true, zero_in_pipelines: &[0, 1], schedules: plain, modules, ..all }
+        }
+        Target::Fsdp => Stack { tensor: false, experts: false, zero: &[0, 2, 3], modules: PRODUCTS, ..one_stage },
         Target::Xla => one_stage,
         Target::Torchtitan => {
             let zero = &[0, 2, 3];
-            Stack { uneven: true, uniform: true, zero, zero_with_tensor: zero, zero_in_pipelines: zero, ..all }
+            let [zero_with_tensor, zero_in_pipelines] = [zero; 2];
+            Stack { uneven: true, uniform: true, zero, zero_with_tensor, zero_in_pipelines, modules: PRODUCTS, ..all }
         }
         Target::Deepspeed => Stack {
             context: false,
@@ -130,6 +140,11 @@ impl Stack {
         if let Some(schedule) = request.schedule.filter(|s| s.trains() && !self.schedules.contains(s)) {
             let schedules = self.schedules.iter().map(ToString::to_string).collect::<Vec<_>>();
             return refused("schedule", schedule.to_string(), format!("runs {}", listed(&schedules)));
+        }
+        let lacking = |modules: Modules| modules.iter().find(|module| !self.modules.contains(module));
+        if let Some(module) = request.recompute_modules.and_then(lacking) {
+            let modules = self.modules.iter().map(|module| module.name().to_string()).collect::<Vec<_>>();
+            return refused("recompute-modules", module.name().to_string(), format!("repeats {}", listed(&modules)));
         }
         if request.searches_order && request.target != Target::Altiplano {
             return refused("schedule", Schedule::Found.to_string(), "runs named schedules only".to_string());

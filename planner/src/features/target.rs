@@ -4,6 +4,7 @@
 //! reductions that overlap the backward pass, fused attention, and the type in which gradients are summed.
 //! Everything else is the same for all plans.
 
+use super::modules::modules_of;
 use super::stacks::stack;
 use crate::lower::repeat::grows;
 use crate::request::{PlanFailure, Request, SearchKind};
@@ -12,6 +13,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Composite, Function, Op};
 use altiplano_ir::plan::{AttentionKernels, Execution, Target};
+use altiplano_ir::recompute::{Module, Modules};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Elements that DeepSpeed reduces together: the default of `reduce_bucket_size`.
@@ -49,7 +51,7 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             fused_attention,
             gradients: half,
             attention: AttentionKernels::Flash2,
-            recomputes_products: true,
+            recompute_modules: Modules::default().with(Module::SecondProducts),
             unit_bytes: unit_bytes(graph),
             ..Execution::default()
         },
@@ -62,6 +64,18 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             ..Execution::default()
         },
         Target::Xla => Execution { overlap: true, fused_attention, ..Execution::default() },
+    }
+}
+
+/// The execution of a plan that may recompute whatever frees much memory for few operations: up projections as well, since
+/// their factors are compressed. Software that cannot recompute them stays as it is.
+pub fn with_up_projections(execution: Execution, target: Target, graph: &Graph) -> Execution {
+    let module = Module::UpProjections;
+    let possible = stack(target).modules.contains(&module) && modules_of(graph).contains(module);
+    let recompute_modules = execution.recompute_modules;
+    Execution {
+        recompute_modules: if possible { recompute_modules.with(module) } else { recompute_modules },
+        ..execution
     }
 }
 
@@ -219,10 +233,16 @@ pub fn restrict(request: &Request) -> Result<Request, PlanFailure> {
     }
     if request.target != Target::Altiplano {
         stack(request.target).check(&restricted)?;
-        restricted.execution = execution(request.target, &request.cluster, &request.graph, request.degrees.zero);
+        let execution = execution(request.target, &request.cluster, &request.graph, request.degrees.zero);
+        let scales_factors = request.execution.scales_factors;
+        restricted.execution =
+            Execution { scales_factors, ..with_up_projections(execution, request.target, &request.graph) };
     }
     if let Some(fused_attention) = request.fused_attention {
         restricted.execution.fused_attention = fused_attention;
+    }
+    if let Some(modules) = request.recompute_modules {
+        restricted.execution.recompute_modules = modules;
     }
     Ok(restricted)
 }

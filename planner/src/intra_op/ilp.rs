@@ -18,6 +18,7 @@ use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Offload};
+use altiplano_ir::recompute::{Module, Modules};
 use altiplano_ir::types::TensorType;
 use altiplano_solver::{self as solve, Problem};
 use rustc_hash::FxHashMap;
@@ -41,10 +42,8 @@ pub struct Model<'a> {
     pub blocks: &'a [Vec<Vec<u64>>],
     /// True for values that are saved for the backward pass, unless expensive values are recomputed.
     pub saved: &'a [bool],
-    /// See [`second_products`].
-    ///
-    /// [`second_products`]: crate::lower::repeat::second_products
-    pub second_products: &'a [bool],
+    /// The modules of each value, by which selective recomputation repeats it.
+    pub modules: &'a [Modules],
     /// The optimizer; `None` without training.
     pub optimizer: Option<&'a Optimizer>,
     /// The placement of optimizer state and activations in device or host memory.
@@ -83,7 +82,7 @@ pub struct StageCost {
     pub static_bytes: f64,
     /// Activations per microbatch, without recomputation.
     pub kept_bytes: f64,
-    /// The part of `kept_bytes` that are products larger than their factors, and the seconds to recompute them.
+    /// The part of `kept_bytes` that selective recomputation frees, and the seconds to recompute it.
     /// Zero on runtimes that never keep them.
     pub growing_bytes: f64,
     pub growing_s: f64,
@@ -548,14 +547,15 @@ impl Builder<'_, '_, '_> {
 
     /// States the variable of a node, and returns a lower bound on the bytes that it needs while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
-        let Model { graph, needs_gradient, saved, second_products, .. } = *self.model;
+        let Model { graph, needs_gradient, saved, modules, .. } = *self.model;
         let space = self.spaces.of(self.model, v);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
         // The next run counts the bytes of the value that enters it.
         let leaves = self.uses.get(&v).is_some_and(|uses| uses.iter().any(|u| matches!(u, User::Out(_))));
         let kept = saved[v.index()] && !leaves;
         let grows = kept && grows(graph, v);
-        let again = kept && self.execution.recomputes_products && second_products[v.index()];
+        let selective = self.execution.recompute_modules;
+        let again = !leaves && modules[v.index()].meets(selective);
         let mut least = f64::INFINITY;
         let terms = space
             .choices
@@ -572,12 +572,13 @@ impl Builder<'_, '_, '_> {
                     None if grows => (c.forward_s, bytes),
                     None => (0.0, 0.0),
                 };
-                let (kept_bytes, growing_s, growing_bytes) = match self.execution.fused_attention {
-                    true => (kept_bytes - growing_bytes, 0.0, 0.0),
-                    false => (kept_bytes, growing_s, growing_bytes),
+                let (kept_bytes, growing_s, growing_bytes) = match () {
+                    () if self.execution.fused_attention => (kept_bytes - growing_bytes, 0.0, 0.0),
+                    () if selective.contains(Module::AttentionCore) => (kept_bytes, growing_s, growing_bytes),
+                    () => (kept_bytes, 0.0, 0.0),
                 };
                 let (growing_s, growing_bytes) = match again {
-                    true => (growing_s + c.forward_s, growing_bytes + bytes),
+                    true => (c.forward_s, kept_bytes),
                     false => (growing_s, growing_bytes),
                 };
                 let forward_s = if self.honours_pins(v, c.resting) { c.forward_s } else { f64::INFINITY };

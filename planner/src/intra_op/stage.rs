@@ -250,7 +250,8 @@ impl Lives<'_, '_, '_> {
             recompute: &|layer| self.demand.recomputes(layer),
             fused_attention: self.demand.execution.fused_attention,
             always: &[],
-            products: if self.demand.execution.recomputes_products { self.model.second_products } else { &[] },
+            selective: self.demand.execution.recompute_modules,
+            modules: self.model.modules,
         };
         let again = if self.trains { repeats.of(nodes.iter().copied()) } else { BTreeSet::new() };
         let read = if self.trains { self.read_back(nodes, &again, readers) } else { BTreeMap::new() };

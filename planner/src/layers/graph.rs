@@ -1,18 +1,19 @@
 //! The forward graph as layers: the values of each layer, and the layers that are alike.
 
 use crate::cache::{Digest, Key};
+use crate::features::modules::modules;
 use crate::intra_op::ilp::Model;
 use crate::intra_op::space::block_counts;
 use crate::intra_op::stage::gradient_readers;
 use crate::lower::TrainingGraphs;
 use crate::lower::alike::Alike;
-use crate::lower::repeat::{Repeats, second_products};
+use crate::lower::repeat::Repeats;
 use altiplano_ir::autodiff::AutodiffError;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Execution, Offload, Plan, graph_hash};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Modules, Recompute};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -29,8 +30,8 @@ pub struct LayeredGraph {
     alike: Alike,
     pub blocks: Vec<Vec<Vec<u64>>>,
     pub layers: Vec<Layer>,
-    /// See `second_products`.
-    pub second_products: Vec<bool>,
+    /// See [`LayeredGraph::modules`].
+    modules: OnceLock<Vec<Modules>>,
     /// Kind of each layer: layers of one kind have the same program.
     pub kinds: Vec<usize>,
     /// The first layer of each kind.
@@ -93,7 +94,6 @@ impl LayeredGraph {
         let layers = layers_between(&graph, &layer_of, &starts);
         let alike = Alike::new(&graph);
         let blocks = block_counts(&graph);
-        let second_products = second_products(&graph, &layer_of);
         let mut layered = LayeredGraph {
             graph,
             starts,
@@ -103,7 +103,7 @@ impl LayeredGraph {
             alike,
             blocks,
             layers,
-            second_products,
+            modules: OnceLock::new(),
             kinds: Vec::new(),
             representatives: Vec::new(),
             units: None,
@@ -193,8 +193,8 @@ impl LayeredGraph {
             let content = |&l: &usize| {
                 let layer = &layers[l];
                 let values = [&layer.nodes, &layer.entering].into_iter().flatten();
-                let saved: Vec<(bool, bool)> =
-                    values.map(|v| (self.saved()[v.index()], self.second_products[v.index()])).collect();
+                let saved: Vec<(bool, Modules)> =
+                    values.map(|v| (self.saved()[v.index()], self.modules()[v.index()])).collect();
                 Digest::new("content").shown((self.fingerprint(layer, starts[l + 1]), saved)).key()
             };
             representatives.iter().map(content).collect()
@@ -230,7 +230,7 @@ impl LayeredGraph {
             alike: &self.alike,
             blocks: &self.blocks,
             saved: self.saved(),
-            second_products: &self.second_products,
+            modules: self.modules(),
             optimizer,
             offload: Offload::NONE,
         }
@@ -243,6 +243,20 @@ impl LayeredGraph {
             // A model without a derivative has no plan to train it.
             let readers = if *trains { gradient_readers(graph, stops).unwrap_or_default() } else { Vec::new() };
             Arc::new(saved(graph, layer_of, users, &readers))
+        })
+    }
+
+    /// The modules that repeat a value if the backward pass needs what they contain. A value that nothing saved derives
+    /// from inside its module is in none.
+    fn modules(&self) -> &[Modules] {
+        self.modules.get_or_init(|| {
+            let LayeredGraph { graph, layer_of, users, .. } = self;
+            let mut found = modules(graph, layer_of, users);
+            for v in graph.values().rev().filter(|v| !self.saved()[v.index()]) {
+                let of_users = users[v.index()].iter().fold(Modules::NONE, |all, u| all.and(found[u.index()]));
+                found[v.index()] = found[v.index()].among(of_users).without(Module::SecondProducts);
+            }
+            found
         })
     }
 
@@ -320,7 +334,16 @@ fn saved(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>], reader
     let mut read: Vec<bool> = readers.iter().map(|readers| !readers.is_empty()).collect();
     read.resize(graph.len(), false);
     let recompute = &|_| Recompute::None;
-    let repeats = Repeats { graph, layer_of, users, recompute, fused_attention: false, always: &[], products: &[] };
+    let repeats = Repeats {
+        graph,
+        layer_of,
+        users,
+        recompute,
+        fused_attention: false,
+        always: &[],
+        selective: Modules::NONE,
+        modules: &[],
+    };
     let again = repeats.of(graph.values().filter(|v| layer_of[v.index()].is_some()));
     for v in again.iter().rev() {
         if std::mem::take(&mut read[v.index()]) {

@@ -35,6 +35,7 @@ use altiplano_ir::mesh::{AxisId, Mesh};
 use altiplano_ir::op::{Binary, Local, Op, Operator};
 use altiplano_ir::plan::{Placement, Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
+use altiplano_ir::recompute::Modules;
 use altiplano_ir::reshard::{Collective, Leg, Pattern, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
@@ -46,7 +47,7 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The parts of lowering that depend on the model alone: the graph without composites, and its derivative.
 pub struct TrainingGraphs {
@@ -123,6 +124,8 @@ struct Cut<'a> {
     order: Order,
     /// True if equal layers are lowered once and repeated.
     repeats: bool,
+    /// See [`crate::features::modules::modules`].
+    modules: OnceLock<Vec<Modules>>,
 }
 
 impl<'a> Cut<'a> {
@@ -146,7 +149,16 @@ impl<'a> Cut<'a> {
                 nodes[*stage as usize].push(v);
             }
         }
-        Cut { plan, training_graphs, stage_of, layer_of, nodes, order: Order::of(plan), repeats: true }
+        Cut {
+            plan,
+            training_graphs,
+            stage_of,
+            layer_of,
+            nodes,
+            order: Order::of(plan),
+            repeats: true,
+            modules: OnceLock::new(),
+        }
     }
 
     /// Returns true if other microbatches may run on a stage between the forward and the backward pass of one.
@@ -183,6 +195,7 @@ impl<'a> Cut<'a> {
             stage_of: &self.stage_of,
             layer_of: &self.layer_of,
             users: &training_graphs.users,
+            modules: &self.modules,
             recomputed: &training_graphs.recomputed,
             owned: &training_graphs.owned,
             alike,
@@ -220,6 +233,7 @@ struct StageContext<'a> {
     /// Layer of each forward node.
     layer_of: &'a [Option<u32>],
     users: &'a [Vec<ValueId>],
+    modules: &'a OnceLock<Vec<Modules>>,
     recomputed: &'a [bool],
     /// The backward nodes of each forward node.
     owned: &'a [Vec<ValueId>],

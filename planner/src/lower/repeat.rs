@@ -3,7 +3,7 @@
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
-use altiplano_ir::recompute::Recompute;
+use altiplano_ir::recompute::{Module, Modules, Recompute};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
@@ -19,9 +19,12 @@ pub struct Repeats<'a> {
     pub fused_attention: bool,
     /// Values that are recomputed under every plan.
     pub always: &'a [bool],
-    /// Products that selective recomputation computes again beside those that grow, and with them all that is no product; as
-    /// [`second_products`] has them, or none.
-    pub products: &'a [bool],
+    /// The modules that selective recomputation repeats.
+    pub selective: Modules,
+    /// The modules of each value ([`modules`]); may be empty if `selective` has none but the core of attention.
+    ///
+    /// [`modules`]: crate::features::modules::modules
+    pub modules: &'a [Modules],
 }
 
 impl Repeats<'_> {
@@ -30,11 +33,12 @@ impl Repeats<'_> {
     /// * Full recomputation repeats everything that does not leave its layer.
     /// * Otherwise elementwise results and broadcasts within a layer are repeated, and so are a ring's blocks. They are
     ///   cheap, and their inputs are mostly kept anyway.
-    /// * Selective recomputation also repeats the products for which [`grows`] is true, and `products`.
+    /// * Selective recomputation also repeats the products for which [`grows`] is true, if it repeats the core of attention, and
+    ///   what belongs to the other modules. With every second product it repeats everything that is no product.
     ///
     /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
-        let Repeats { graph, layer_of, users, recompute, fused_attention, always, products } = *self;
+        let Repeats { graph, layer_of, users, recompute, fused_attention, always, selective, modules } = *self;
         let mut again = BTreeSet::new();
         // For each value, the large kept values from which recomputed ops derive it.
         let mut sources: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
@@ -55,15 +59,15 @@ impl Repeats<'_> {
             let large = from.iter().filter(|s| 2 * graph.ty(**s).elements() >= node.ty.elements()).count();
             let sum = matches!(node.op, Op::Binary(Binary::Add | Binary::Subtract));
             let level = layer.map_or(Recompute::None, recompute);
-            let product = (fused_attention || level >= Recompute::Selective) && grows(graph, v);
+            let chosen = if level == Recompute::Selective { selective } else { Modules::NONE };
+            let product = (fused_attention || chosen.contains(Module::AttentionCore)) && grows(graph, v);
             let full = level == Recompute::Full;
-            let is_in = |list: &[bool]| list.get(v.index()).copied().unwrap_or(false);
-            let always = is_in(always);
+            let always = always.get(v.index()).copied().unwrap_or(false);
             // Sums of rows are kept beside products: fused attention leaves them for its backward pass.
             let keeps =
                 node.op.is_contraction() || matches!(node.op, Op::Composite(_) | Op::Reduce(_) | Op::Collective(_));
-            let by_products = level == Recompute::Selective && !products.is_empty();
-            let product = product || by_products && (is_in(products) || !keeps);
+            let of_module = modules.get(v.index()).is_some_and(|of| of.meets(chosen));
+            let product = product || of_module || chosen.contains(Module::SecondProducts) && !keeps;
             // When the backward pass runs, a total may be that of the next step.
             let repeat = !leaves_layer
                 && !graph.is_total(v)
@@ -91,20 +95,6 @@ impl Repeats<'_> {
     }
 }
 
-/// Every second product of each layer, in order, as torchtitan's selective checkpointing counts them (`selective_ac_option = 'op'`,
-/// torchtitan/parallelisms/parallelize_llama.py, 2024): all that is no batch of products, as those inside attention are.
-pub fn second_products(graph: &Graph, layer_of: &[Option<u32>]) -> Vec<bool> {
-    let mut counts: FxHashMap<u32, u32> = FxHashMap::default();
-    let is_second = |v: ValueId| {
-        let Op::DotGeneral(dot) = &graph.node(v).op else { return false };
-        let Some(layer) = layer_of[v.index()].filter(|_| dot.lhs_batch.is_empty()) else { return false };
-        let count = counts.entry(layer).or_default();
-        *count += 1;
-        count.is_multiple_of(2)
-    };
-    graph.values().map(is_second).collect()
-}
-
 /// Returns true if a value is a product that is better recomputed than kept ([`DotGeneral::grows`]).
 ///
 /// [`DotGeneral::grows`]: altiplano_ir::op::DotGeneral::grows
@@ -122,49 +112,39 @@ mod tests {
     use altiplano_ir::types::TensorType;
 
     #[test]
-    fn every_second_product_of_a_layer_is_counted() {
+    fn selective_recomputation_repeats_the_modules_that_are_chosen() {
         let mut g = Graph::new("products");
         let ty = TensorType::new(DType::F32, [4, 4]);
         let x = g.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[]);
         let w = g.emit(Op::Parameter(Parameter::new("w", ty)), &[]);
-        let product = |lhs_batch: Vec<usize>, at: usize| {
-            let rhs_batch = lhs_batch.clone();
-            Op::DotGeneral(DotGeneral { lhs_batch, rhs_batch, lhs_contract: vec![at], rhs_contract: vec![at] })
-        };
-        let plain = || product(vec![], 1);
-        let a = g.emit(plain(), &[x, w]);
-        // Products in batches, as attention has them, are none of these.
-        let batched = g.emit(product(vec![0], 1), &[a, x]);
-        let b = g.emit(plain(), &[a, w]);
-        let c = g.emit(plain(), &[b, w]);
-        let d = g.emit(plain(), &[c, w]);
-        let e = g.emit(plain(), &[d, w]);
-        let layer = |v: ValueId| match v {
-            v if v == x || v == w => None,
-            v if v.0 <= c.0 => Some(0),
-            _ => Some(1),
-        };
-        let layer_of: Vec<Option<u32>> = g.values().map(layer).collect();
-        let found = second_products(&g, &layer_of);
-        let again: Vec<ValueId> = g.values().filter(|v| found[v.index()]).collect();
-        assert_eq!(again, [b, e], "{batched}");
-        // Under selective recomputation they are computed again, and without it they are not.
-        let users = g.users();
-        let of = |level: Recompute| {
-            let recompute = &move |_| level;
+        let product =
+            || DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![1] };
+        let [mut a, mut b, mut c] = [x; 3];
+        for v in [&mut a, &mut b, &mut c] {
+            *v = g.emit(Op::DotGeneral(product()), &[x, w]);
+        }
+        let layer_of: Vec<Option<u32>> = g.values().map(|v| (v >= a).then_some(0)).collect();
+        let mut modules = vec![Modules::NONE; g.len()];
+        modules[a.index()] = Modules::NONE.with(Module::Mlp);
+        modules[b.index()] = Modules::NONE.with(Module::SharedExperts).with(Module::Experts);
+        let of = |level: Recompute, chosen: &[Module]| {
             let repeats = Repeats {
                 graph: &g,
                 layer_of: &layer_of,
-                users: &users,
-                recompute,
+                users: &vec![Vec::new(); g.len()],
+                recompute: &move |_| level,
                 fused_attention: false,
                 always: &[],
-                products: &found,
+                selective: chosen.iter().copied().collect(),
+                modules: &modules,
             };
-            repeats.of([a, b].into_iter()).into_iter().collect::<Vec<_>>()
+            repeats.of([a, b, c].into_iter()).into_iter().collect::<Vec<_>>()
         };
-        assert_eq!(of(Recompute::None), []);
-        assert_eq!(of(Recompute::Selective), [b]);
-        assert_eq!(of(Recompute::Full), [a, b]);
+        assert_eq!(of(Recompute::None, &Module::ALL), []);
+        assert_eq!(of(Recompute::Selective, &[Module::Mlp]), [a]);
+        assert_eq!(of(Recompute::Selective, &[Module::Experts]), [b]);
+        assert_eq!(of(Recompute::Selective, &[Module::SharedExperts, Module::Mlp]), [a, b]);
+        assert_eq!(of(Recompute::Selective, &[Module::AttentionCore, Module::UpProjections]), []);
+        assert_eq!(of(Recompute::Full, &[]), [a, b, c]);
     }
 }

@@ -16,11 +16,13 @@ mod update;
 
 use super::body::BodyBuilder;
 use super::choose::Available;
-use super::repeat::{Repeats, second_products};
+use super::repeat::Repeats;
 use super::{Cut, StageContext, by_layout};
+use crate::features::modules::modules;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::op::{Op, Roll};
 use altiplano_ir::program::{Body, Buffer, BufferId, BufferKind, Transfer, TransferId};
+use altiplano_ir::recompute::Module;
 use altiplano_ir::rule::OpShardings;
 use altiplano_ir::sharding::Sharding;
 use altiplano_ir::types::TensorType;
@@ -516,7 +518,8 @@ fn stages_of_contributions(cx: &StageContext<'_>, v: ValueId) -> BTreeSet<u32> {
 /// Forward values of this stage that the backward body recomputes.
 pub(super) fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
     let execution = &cx.plan.execution;
-    let products = if execution.recomputes_products { second_products(cx.graph, cx.layer_of) } else { Vec::new() };
+    let selects =
+        cx.stage.recompute.selects() && !execution.recompute_modules.without(Module::AttentionCore).is_empty();
     let repeats = Repeats {
         graph: cx.graph,
         layer_of: cx.layer_of,
@@ -524,7 +527,8 @@ pub(super) fn computed_again(cx: &StageContext<'_>) -> BTreeSet<ValueId> {
         recompute: &|layer| cx.stage.recomputes(layer),
         fused_attention: execution.fused_attention,
         always: cx.recomputed,
-        products: &products,
+        selective: execution.recompute_modules,
+        modules: if selects { cx.modules.get_or_init(|| modules(cx.graph, cx.layer_of, cx.users)) } else { &[] },
     };
     repeats.of(cx.nodes.iter().copied())
 }

@@ -9,7 +9,7 @@ use super::layout::Layout;
 use super::space::SearchSpace;
 use super::sweep::{ConfigurationCache, Configurations, is_uniform};
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, pins, rings, stages, target};
+use crate::features::{chunked_loss, pins, rings, scaled_products, stages, target};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
@@ -41,7 +41,8 @@ impl Judge {
     /// If the model cannot have the ring or the chunks of its loss that the request asks for.
     pub fn new(request: &Request) -> Result<Judge, PlanFailure> {
         let request = &rings::with_blocks(request)?;
-        let request = chunked_loss::with_chunks(request)?.into_owned();
+        let request = chunked_loss::with_chunks(request)?;
+        let request = scaled_products::with_scaled_factors(&request).into_owned();
         let first = || padded(&request).into_iter().next().filter(|(_, padding)| padding.is_slight());
         let padded = if request.has_gpus() { first() } else { None };
         let padded = padded.map(|(larger, padding)| PaddedModel {

@@ -25,7 +25,7 @@ mod variants;
 
 use crate::explain::alternatives;
 use crate::features::padding::{padded, with_padding};
-use crate::features::{chunked_loss, one_device, overlaps, pins, rings, servers, stages, target};
+use crate::features::{chunked_loss, one_device, overlaps, pins, rings, scaled_products, servers, stages, target};
 use crate::layers::cache::{LayeredAtBatch, LayeredCache};
 use crate::request::{PlanFailure, Progress, Request};
 use altiplano_cost_models::Costs;
@@ -81,7 +81,8 @@ fn with_options(request: &Request) -> Result<Request, PlanFailure> {
     let request = &stages::with_degrees(&of_lanes)?;
     let request = &pins::with_pins(request)?;
     let request = &rings::with_blocks(request)?;
-    Ok(chunked_loss::with_chunks(request)?.into_owned())
+    let request = chunked_loss::with_chunks(request)?;
+    Ok(scaled_products::with_scaled_factors(&request).into_owned())
 }
 
 /// True if the degrees may be possible where a part of the replicas divides the experts on a mesh of its own, which only

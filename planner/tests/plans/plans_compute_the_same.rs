@@ -9,9 +9,10 @@ use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::program::{BufferId, BufferKind, Phase};
-use altiplano_ir::recompute::{Recomputation, Recompute};
+use altiplano_ir::recompute::{Module, Modules, Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_planner::features::chunked_loss::LossChunks;
+use altiplano_planner::features::modules::modules_of;
 use altiplano_planner::search::fixed_degrees::Degrees;
 use altiplano_planner::search::layout::Layout;
 use altiplano_planner::search::stated::{Stated, predict_stated};
@@ -155,6 +156,28 @@ fn every_way_to_store_and_to_recompute() {
                 (Some(zero), Some(recompute), Some(2));
             let plan = check(&request);
             assert!(plan.stages.iter().all(|s| s.zero == zero && s.recompute == Recomputation::Alike(recompute)));
+        }
+    }
+}
+
+/// Selective recomputation of any module computes the same, and each module that a model has frees memory.
+#[test]
+fn every_module_can_be_recomputed() {
+    for (network, own) in [(transformer(3), Module::Mlp), (mixture_of_experts(3), Module::Experts)] {
+        assert!(modules_of(&simplify(&network)).contains(own));
+        for (dp, tp, pp) in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)] {
+            let peak = |modules: Option<Modules>| {
+                let mut request = request_of(&network, LossKind::Mean, &format!("local:{}", dp * tp * pp));
+                (request.degrees.dp, request.degrees.tp, request.degrees.pp) = (Some(dp), Some(tp), Some(pp));
+                request.recompute = Some(if modules.is_some() { Recompute::Selective } else { Recompute::None });
+                request.recompute_modules = modules;
+                let plan = check(&request);
+                assert_eq!(plan.execution.recompute_modules, modules.unwrap_or_default());
+                plan.predicted.peak_bytes.iter().max().copied()
+            };
+            let kept = peak(None);
+            assert!(peak(Some(Modules::NONE.with(own))) < kept, "{own:?} dp{dp} tp{tp} pp{pp}");
+            peak(Some(Module::ALL.into_iter().collect()));
         }
     }
 }

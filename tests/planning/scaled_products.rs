@@ -1,0 +1,121 @@
+//! Gates of experts weigh the factor of the last product where the software does so: the loss is the same, and less is kept.
+
+use crate::common::{Scratch, succeeds};
+use altiplano::ir::dtype::DType;
+use altiplano::ir::graph::Graph;
+use altiplano::ir::op::{DotGeneral, Op};
+use altiplano::ir::plan::Target;
+use altiplano::planner::Request;
+use altiplano::planner::features::scaled_products::{with_scaled_factors, with_scaled_results};
+use altiplano::runtime::data::synthetic;
+use altiplano::runtime::evaluate;
+use altiplano::{ImportOptions, load_cluster, load_model, request};
+
+const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+    "num_experts_per_tok": 2}"#;
+/// The first of three layers has no experts.
+const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24,
+    "moe_intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "n_shared_experts": 1,
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}"#;
+/// Results of experts with a bias are weighed themselves.
+const GPT_OSS: &str = r#"{"model_type": "gpt_oss", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3,
+    "num_local_experts": 4, "num_experts_per_tok": 2}"#;
+const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
+
+/// A model's graph as it is imported, and as a target runs it.
+fn graphs(config: &str, precision: Option<DType>, target: Target) -> [Graph; 2] {
+    requests(config, precision, target).map(|request| Graph::clone(&request.graph))
+}
+
+fn requests(config: &str, precision: Option<DType>, target: Target) -> [Request; 2] {
+    let scratch = Scratch::new();
+    let file = scratch.path("config.json");
+    std::fs::write(&file, config).expect("a file");
+    let import = ImportOptions { sequence: Some(8), batch: Some(4), precision, ..ImportOptions::default() };
+    let model = load_model(&file, &import).expect("a model");
+    let mut request = request(&model, load_cluster("dgx-h100:1").expect("a cluster"));
+    request.target = target;
+    let run = with_scaled_factors(&request).into_owned();
+    assert_eq!(run.graph.verify(), []);
+    [request, run]
+}
+
+fn loss(graph: &Graph) -> f64 {
+    let leaves = graph.inputs().chain(graph.parameters());
+    let leaves = leaves.map(|(v, name)| (name.to_string(), synthetic(name, graph.ty(v), 50, 1))).collect();
+    evaluate(graph, &leaves).expect("a loss")[0].to_f64()[0]
+}
+
+/// Products with the weights of experts whose factor is a multiplication by repeated gates.
+fn scaled_factors(graph: &Graph) -> usize {
+    let is_scaled = |dot: &DotGeneral, operands: &[altiplano::ir::graph::ValueId]| {
+        let repeats = |v| matches!(graph.node(v).op, Op::BroadcastInDim(_));
+        let narrowed = matches!(graph.node(operands[0]).op, Op::Convert(_));
+        let factor = if narrowed { graph.node(operands[0]).operands[0] } else { operands[0] };
+        !dot.lhs_batch.is_empty()
+            && graph.node(factor).op.is_elementwise()
+            && graph.node(factor).operands.iter().any(|&o| repeats(o))
+    };
+    let nodes = graph.nodes.iter();
+    nodes.filter(|n| matches!(&n.op, Op::DotGeneral(dot) if is_scaled(dot, &n.operands))).count()
+}
+
+#[test]
+fn losses_are_the_same_with_gates_at_the_factor() {
+    for (config, experts) in [(MIXTRAL, 2), (DEEPSEEK, 2), (GPT_OSS, 0), (LLAMA, 0)] {
+        let [imported, run] = graphs(config, None, Target::Megatron);
+        assert_eq!([scaled_factors(&imported), scaled_factors(&run)], [0, experts], "{config}");
+        let [before, after] = [loss(&imported), loss(&run)];
+        assert!((before - after).abs() <= 1e-5 * before.abs(), "{before} {after}");
+        // Where gates travel is not worth it for so few tokens, and other software computes what the model says.
+        for target in [Target::Altiplano, Target::Fsdp, Target::Torchtitan] {
+            let [imported, run] = graphs(config, None, target);
+            assert_eq!(imported, run);
+        }
+    }
+}
+
+/// Software that scales results runs the same graph whether it comes from the model or from a plan with scaled factors.
+#[test]
+fn scaled_factors_are_restored_for_software_that_scales_results() {
+    for (config, precision) in [(MIXTRAL, None), (DEEPSEEK, None), (MIXTRAL, Some(DType::F8E4M3FN)), (GPT_OSS, None)] {
+        let [of_model, of_megatron] = requests(config, precision, Target::Megatron);
+        let [ours, theirs] = [&of_model, &of_megatron].map(with_scaled_results);
+        assert_eq!(ours.graph.verify(), []);
+        assert_eq!(ours.graph, theirs.graph, "{config}");
+        assert_eq!([scaled_factors(&ours.graph), ours.graph.len()], [0, of_model.graph.len()]);
+        assert!(!ours.execution.scales_factors && !theirs.execution.scales_factors);
+        let [before, after] = [loss(&of_model.graph), loss(&ours.graph)];
+        assert!((before - after).abs() <= 1e-6 * before.abs(), "{before} {after}");
+    }
+}
+
+/// Factors in 8 bits are scaled before they are narrowed.
+#[test]
+fn factors_in_8_bits_are_scaled_in_16() {
+    let [imported, run] = graphs(MIXTRAL, Some(DType::F8E4M3FN), Target::Megatron);
+    assert_eq!([scaled_factors(&imported), scaled_factors(&run)], [0, 2]);
+    let [before, after] = [loss(&imported), loss(&run)];
+    assert!((before - after).abs() <= 0.02 * before.abs(), "{before} {after}");
+}
+
+#[test]
+fn plans_with_gates_at_the_factor_train_as_one_device_does() {
+    let scratch = Scratch::new();
+    for config in [MIXTRAL, DEEPSEEK] {
+        let model = scratch.file("config.json", config.as_bytes());
+        let plan = scratch.path("plan.json").display().to_string();
+        let words = ["--seq", "8", "--global-batch", "8", "--cluster", "local:4", "--target", "megatron"];
+        for degrees in [&["--dp", "4", "--ep", "4"][..], &["--dp", "2", "--tp", "2"], &["--pp", "2", "--dp", "2"]] {
+            succeeds(&[&["plan", &model, "-o", &plan][..], &words, degrees].concat());
+            let graph = altiplano::load_plan(plan.as_ref()).expect("a plan").graph;
+            assert_eq!(scaled_factors(&graph), 2, "{degrees:?}");
+            let said = succeeds(&["verify", &plan]);
+            assert!(said.contains("the numbers agree"), "{said}");
+        }
+    }
+}
