@@ -186,8 +186,8 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Re
         Err(PlanFailure::Memory { .. }) => filled_by_sample(request, &heads) >= WORTH_CHUNKS,
         Err(_) => false,
     };
-    let cut = worth.then(|| in_chunks(request, &heads, |head| head.chunks(&request.graph)))??;
-    Some(Request { baselines: false, ..cut })
+    // Baselines stay: their plans are candidates, and with whole logits some of them do not fit.
+    worth.then(|| in_chunks(request, &heads, |head| head.chunks(&request.graph)))?
 }
 
 /// Returns true if a plan spends time to save memory.

@@ -69,7 +69,6 @@ struct Before {
     weighted: u32,
     /// True after the core of attention and up to the next product with weights.
     core: bool,
-    experts: bool,
 }
 
 /// What a value's block holds after it.
@@ -86,6 +85,10 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
     let mut before = vec![Before::default(); graph.len()];
     let operands = |v: ValueId| graph.node(v).operands.iter().copied().filter(|o| depends[o.index()]);
     // A product of activations is the core of attention, unless it sends tokens to experts or back.
+    let mut behind_experts = vec![false; graph.len()];
+    for v in graph.values().filter(|v| depends[v.index()] && roles[v.index()] != Role::Stream) {
+        behind_experts[v.index()] = roles[v.index()] == Role::Expert || operands(v).any(|o| behind_experts[o.index()]);
+    }
     let mut after = vec![After::default(); graph.len()];
     for v in graph.values().rev().filter(|v| depends[v.index()]) {
         let mut all = After::default();
@@ -94,7 +97,7 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
             let next = if role == Role::Stream { After { stream: true, ..After::default() } } else { next };
             all.stream |= next.stream;
             all.experts |= next.experts || role == Role::Expert;
-            all.core |= next.core || role == Role::Activations && !next.experts;
+            all.core |= next.core || role == Role::Activations && !next.experts && !behind_experts[u.index()];
         }
         after[v.index()] = all;
     }
@@ -110,14 +113,10 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
             all.stream = all.stream.max(of.stream);
             all.weighted = all.weighted.max(of.weighted);
             all.core |= of.core;
-            all.experts |= of.experts;
         }
         match role {
-            Role::Weighted | Role::Expert => {
-                all.weighted += 1;
-                all.experts |= *role == Role::Expert;
-            }
-            Role::Activations if all.experts || after[v.index()].experts => *role = Role::Other,
+            Role::Weighted | Role::Expert => all.weighted += 1,
+            Role::Activations if behind_experts[v.index()] || after[v.index()].experts => *role = Role::Other,
             Role::Activations => all.core = true,
             Role::Stream | Role::Other => {}
         }
@@ -143,7 +142,7 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
                     // Attention, and heads, which no stream follows.
                     () if ahead.core || has_core || !ahead.stream => Modules::NONE,
                     () if !with_experts.contains(&here.stream) => Modules::NONE.with(Module::Mlp),
-                    () if here.experts || ahead.experts => Modules::NONE.with(Module::Experts),
+                    () if behind_experts[v.index()] || ahead.experts => Modules::NONE.with(Module::Experts),
                     () => Modules::NONE.with(Module::SharedExperts).with(Module::Experts),
                 }
             }
@@ -177,7 +176,13 @@ fn roles(graph: &Graph, depends: &[bool]) -> Vec<Role> {
             Op::DotGeneral(_) => Role::Activations,
             op if op.is_contraction() => Role::Weighted,
             Op::Binary(Binary::Add) => match node.operands[..] {
-                [a, b] if is_residual(graph, depends, &products, &roles, [a, b]) => Role::Stream,
+                [a, b] => match residual(graph, depends, &products, &roles, [a, b]) {
+                    Some(start) => {
+                        roles[start.index()] = Role::Stream;
+                        Role::Stream
+                    }
+                    None => Role::Other,
+                },
                 _ => Role::Other,
             },
             _ => Role::Other,
@@ -186,24 +191,30 @@ fn roles(graph: &Graph, depends: &[bool]) -> Vec<Role> {
     roles
 }
 
-/// True if one of two summands is of the stream, or derives from the other through a product.
-fn is_residual(graph: &Graph, depends: &[bool], products: &[u32], roles: &[Role], summands: [ValueId; 2]) -> bool {
+/// The one of two summands that is of the stream, or from which the other derives through a product.
+fn residual(
+    graph: &Graph,
+    depends: &[bool],
+    products: &[u32],
+    roles: &[Role],
+    summands: [ValueId; 2],
+) -> Option<ValueId> {
     if summands.iter().any(|s| !depends[s.index()]) {
-        return false;
+        return None;
     }
-    if summands.iter().any(|s| roles[s.index()] == Role::Stream) {
-        return true;
+    if let Some(stream) = summands.into_iter().find(|s| roles[s.index()] == Role::Stream) {
+        return Some(stream);
     }
     let [first, last] = [summands[0].min(summands[1]), summands[0].max(summands[1])];
     if products[first.index()] >= products[last.index()] {
-        return false;
+        return None;
     }
     let mut seen = BTreeSet::new();
     let mut open = vec![last];
     while let Some(v) = open.pop() {
         for &o in graph.node(v).operands.iter().filter(|&&o| o >= first && depends[o.index()]) {
             if o == first {
-                return true;
+                return Some(first);
             }
             // Branches of a block have no value of the stream inside.
             if roles[o.index()] != Role::Stream && seen.insert(o) {
@@ -211,7 +222,7 @@ fn is_residual(graph: &Graph, depends: &[bool], products: &[u32], roles: &[Role]
             }
         }
     }
-    false
+    None
 }
 
 #[cfg(test)]

@@ -40,9 +40,9 @@ impl Judge {
     /// # Errors
     /// If the model cannot have the ring or the chunks of its loss that the request asks for.
     pub fn new(request: &Request) -> Result<Judge, PlanFailure> {
+        let request = &scaled_products::with_scaled_factors(request);
         let request = &rings::with_blocks(request)?;
-        let request = chunked_loss::with_chunks(request)?;
-        let request = scaled_products::with_scaled_factors(&request).into_owned();
+        let request = chunked_loss::with_chunks(request)?.into_owned();
         let first = || padded(&request).into_iter().next().filter(|(_, padding)| padding.is_slight());
         let padded = if request.has_gpus() { first() } else { None };
         let padded = padded.map(|(larger, padding)| PaddedModel {

@@ -70,19 +70,20 @@ pub fn plan(
     plan_padded(request, &padded, cache, costs, progress)
 }
 
-/// The request with what its options say in its degrees and its graph: stages, context and expert parallelism, blocks of
-/// rings, and chunks of the loss.
+/// The request with what its target and its options say in its degrees and its graph: gates of experts, stages, context and
+/// expert parallelism, blocks of rings, and chunks of the loss.
 ///
 /// # Errors
 /// If an option does not fit the model or the cluster.
 fn with_options(request: &Request) -> Result<Request, PlanFailure> {
     let mut of_lanes = request.clone();
     of_lanes.fix_virtual_stages();
-    let request = &stages::with_degrees(&of_lanes)?;
+    // Pins name values of the graph that is planned.
+    let request = &scaled_products::with_scaled_factors(&of_lanes);
+    let request = &stages::with_degrees(request)?;
     let request = &pins::with_pins(request)?;
     let request = &rings::with_blocks(request)?;
-    let request = chunked_loss::with_chunks(request)?;
-    Ok(scaled_products::with_scaled_factors(&request).into_owned())
+    Ok(chunked_loss::with_chunks(request)?.into_owned())
 }
 
 /// True if the degrees may be possible where a part of the replicas divides the experts on a mesh of its own, which only
