@@ -152,19 +152,17 @@ impl Modules {
     }
 
     /// True if the sets have a module in common.
-    pub fn meets(self, other: Modules) -> bool {
+    pub fn intersects(self, other: Modules) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// The modules of either set.
     #[must_use]
-    pub fn and(self, other: Modules) -> Modules {
+    pub fn union(self, other: Modules) -> Modules {
         Modules(self.0 | other.0)
     }
 
-    /// The modules of both sets.
     #[must_use]
-    pub fn among(self, other: Modules) -> Modules {
+    pub fn intersection(self, other: Modules) -> Modules {
         Modules(self.0 & other.0)
     }
 
@@ -181,8 +179,8 @@ impl Modules {
         let words: Vec<&str> = self.iter().map(Module::words).collect();
         match words.as_slice() {
             [] => "nothing".to_string(),
-            [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
-            all => all.concat(),
+            [only] => only.to_string(),
+            [first @ .., last] => format!("{} and {last}", first.join(", ")),
         }
     }
 }

@@ -538,8 +538,8 @@ fn read_modules(c: &mut Configuration, v: &Value) -> Result<(), String> {
         Value::Array(words) => words.iter().map(bare).collect(),
         word => bare(word).split([',', ' ']).filter(|w| !w.is_empty()).map(String::from).collect(),
     };
-    let known = |word: &String| Module::ALL.into_iter().find(|module| module.megatron() == Some(word.as_str()));
-    let is_other = |w: &&str| !ALWAYS.contains(w) && known(&w.to_string()).is_none();
+    let known = |word: &str| Module::ALL.into_iter().find(|module| module.megatron() == Some(word));
+    let is_other = |w: &&str| !ALWAYS.contains(w) && known(w).is_none();
     let others: Vec<&str> = words.iter().map(String::as_str).filter(is_other).collect();
     if !others.is_empty() {
         c.notes.push(format!(
@@ -547,7 +547,7 @@ fn read_modules(c: &mut Configuration, v: &Value) -> Result<(), String> {
             others.join(", ")
         ));
     }
-    c.recompute_modules = Some(words.iter().filter_map(known).collect());
+    c.recompute_modules = Some(words.iter().filter_map(|word| known(word)).collect());
     Ok(())
 }
 

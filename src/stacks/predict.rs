@@ -75,7 +75,7 @@ impl<'a> Predictor<'a> {
         }
         let can: Modules = stack(self.stack.target).modules.iter().copied().collect();
         let all = Execution { recompute_modules: can, ..execution };
-        all.recomputed().among(modules_of(&self.request.graph))
+        all.recomputed().intersection(modules_of(&self.request.graph))
     }
 
     /// Predicts a configuration, whether it fits or not.

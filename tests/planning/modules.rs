@@ -1,22 +1,23 @@
 //! Modules of layers that selective recomputation can repeat, in models of the families that have them.
 
 use crate::common::Scratch;
-use altiplano::ImportOptions;
+use altiplano::ir::dtype::DType;
 use altiplano::ir::graph::{Graph, ValueId};
 use altiplano::ir::op::Op;
 use altiplano::ir::recompute::{Module, Modules};
-use altiplano::load_model;
+
 use altiplano::planner::features::modules::{modules, modules_of};
+use altiplano::{ImportOptions, Model, load_model};
 
 const GPT2: &str =
     r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}"#;
-const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+pub const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
-const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24,
+pub const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
     "num_experts_per_tok": 2}"#;
 /// The first of three layers has no experts.
-const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24,
+pub const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24,
     "moe_intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "n_shared_experts": 1,
     "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
     "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}"#;
@@ -28,13 +29,17 @@ const VIT: &str = r#"{"model_type": "vit", "hidden_size": 16, "intermediate_size
 const FALCON: &str = r#"{"model_type": "falcon", "vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_kv_heads": 2, "new_decoder_architecture": true}"#;
 
-fn graph(config: &str) -> Graph {
+/// The model of a config, with 4 samples of 8 tokens.
+pub fn model(config: &str, precision: Option<DType>) -> Model {
     let scratch = Scratch::new();
-    let file = scratch.path("config.json");
-    std::fs::write(&file, config).expect("a file");
+    let file = scratch.file("config.json", config.as_bytes());
     let sequence = Some(8).filter(|_| config != VIT);
-    let import = ImportOptions { sequence, batch: Some(4), ..ImportOptions::default() };
-    load_model(&file, &import).expect("a model").graph
+    let import = ImportOptions { sequence, batch: Some(4), precision, ..ImportOptions::default() };
+    load_model(file.as_ref(), &import).expect("a model")
+}
+
+fn graph(config: &str) -> Graph {
+    model(config, None).graph
 }
 
 /// The products with weights in each module, by the parameter's name.

@@ -1,6 +1,7 @@
 //! Gates of experts weigh the factor of the last product where the software does so: the loss is the same, and less is kept.
 
 use crate::common::{Scratch, succeeds};
+use crate::modules::{DEEPSEEK, LLAMA, MIXTRAL, model};
 use altiplano::ir::dtype::DType;
 use altiplano::ir::graph::Graph;
 use altiplano::ir::plan::Target;
@@ -8,34 +9,19 @@ use altiplano::planner::Request;
 use altiplano::planner::features::scaled_products::{with_scaled_factors, with_scaled_results};
 use altiplano::runtime::data::synthetic;
 use altiplano::runtime::evaluate;
-use altiplano::{ImportOptions, load_cluster, load_model, request};
+use altiplano::{load_cluster, request};
 
-const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-    "num_experts_per_tok": 2}"#;
-/// The first of three layers has no experts.
-const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24,
-    "moe_intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "n_shared_experts": 1,
-    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}"#;
 /// Results of experts with a bias are weighed themselves.
 const GPT_OSS: &str = r#"{"model_type": "gpt_oss", "vocab_size": 50, "hidden_size": 8, "intermediate_size": 12,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3,
     "num_local_experts": 4, "num_experts_per_tok": 2}"#;
-const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}"#;
-
 /// A model's graph as it is imported, and as a target runs it.
 fn graphs(config: &str, precision: Option<DType>, target: Target) -> [Graph; 2] {
     requests(config, precision, target).map(|request| Graph::clone(&request.graph))
 }
 
 fn requests(config: &str, precision: Option<DType>, target: Target) -> [Request; 2] {
-    let scratch = Scratch::new();
-    let file = scratch.path("config.json");
-    std::fs::write(&file, config).expect("a file");
-    let import = ImportOptions { sequence: Some(8), batch: Some(4), precision, ..ImportOptions::default() };
-    let model = load_model(&file, &import).expect("a model");
+    let model = model(config, precision);
     let mut request = request(&model, load_cluster("dgx-h100:1").expect("a cluster"));
     request.target = target;
     let run = with_scaled_factors(&request).into_owned();

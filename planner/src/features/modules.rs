@@ -4,6 +4,7 @@
 //! Between two values of the stream lies attention, if a product of two activations does, or a feed-forward layer. Names are not
 //! read, so models from all importers are alike.
 
+use super::parallelism::expert_products;
 use crate::lower::repeat::grows;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Binary, Op};
@@ -23,7 +24,7 @@ pub fn modules(graph: &Graph, layer_of: &[Option<u32>], users: &[Vec<ValueId>]) 
 
 /// The modules that a model has, apart from [`Module::SecondProducts`].
 pub fn modules_of(graph: &Graph) -> Modules {
-    let all = feed_forward_and_up_projections(graph, &graph.users()).into_iter().fold(Modules::NONE, Modules::and);
+    let all = feed_forward_and_up_projections(graph, &graph.users()).into_iter().fold(Modules::NONE, Modules::union);
     let has_core = graph
         .values()
         .any(|v| grows(graph, v) || matches!(graph.node(v).op, Op::Composite(_)) && graph.node(v).op.is_contraction());
@@ -60,7 +61,7 @@ enum Role {
     Other,
 }
 
-/// What a value's block holds before it.
+/// The contents of a value's block before it.
 #[derive(Clone, Copy, Default)]
 struct Before {
     /// The last value of the stream; `None` before the first one.
@@ -71,7 +72,7 @@ struct Before {
     core: bool,
 }
 
-/// What a value's block holds after it.
+/// The contents of a value's block after it.
 #[derive(Clone, Copy, Default)]
 struct After {
     core: bool,
@@ -130,10 +131,9 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
     let mut found = vec![Modules::NONE; graph.len()];
     for v in graph.values().filter(|v| depends[v.index()]) {
         let (role, ahead) = (roles[v.index()], after[v.index()]);
-        if matches!(role, Role::Stream | Role::Activations) {
-            continue;
-        }
-        let own = match role {
+        found[v.index()] = match role {
+            Role::Stream | Role::Activations => Modules::NONE,
+            Role::Other => operands(v).fold(Modules::NONE, |all, o| all.union(found[o.index()])),
             Role::Weighted | Role::Expert => {
                 let has_core = operands(v).any(|o| before[o.index()].core);
                 let here = before[v.index()];
@@ -146,12 +146,6 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
                     () => Modules::NONE.with(Module::SharedExperts).with(Module::Experts),
                 }
             }
-            _ => Modules::NONE,
-        };
-        let inherited = operands(v).fold(Modules::NONE, |all, o| all.and(found[o.index()]));
-        found[v.index()] = match role {
-            Role::Weighted | Role::Expert => own,
-            _ => inherited,
         };
     }
     found
@@ -159,6 +153,7 @@ fn feed_forward_and_up_projections(graph: &Graph, users: &[Vec<ValueId>]) -> Vec
 
 fn roles(graph: &Graph, depends: &[bool]) -> Vec<Role> {
     let mut roles = vec![Role::Other; graph.len()];
+    let of_experts: BTreeSet<ValueId> = expert_products(graph).into_iter().map(|(v, _)| v).collect();
     // Products on the longest way to a value.
     let mut products = vec![0u32; graph.len()];
     for v in graph.values().filter(|v| depends[v.index()]) {
@@ -168,12 +163,9 @@ fn roles(graph: &Graph, depends: &[bool]) -> Vec<Role> {
         let has_weights = node.operands.iter().any(|o| !depends[o.index()]);
         roles[v.index()] = match &node.op {
             Op::GroupedDot(_) => Role::Expert,
-            Op::DotGeneral(dot) if has_weights => {
-                let counts = |d: usize| node.ty.shape[d] > 1 && node.batch_dims >> d & 1 == 0;
-                if (0..dot.lhs_batch.len()).any(counts) { Role::Expert } else { Role::Weighted }
-            }
+            _ if of_experts.contains(&v) => Role::Expert,
+            Op::DotGeneral(_) if !has_weights => Role::Activations,
             Op::Composite(_) if node.op.is_contraction() => Role::Activations,
-            Op::DotGeneral(_) => Role::Activations,
             op if op.is_contraction() => Role::Weighted,
             Op::Binary(Binary::Add) => match node.operands[..] {
                 [a, b] => match residual(graph, depends, &products, &roles, [a, b]) {

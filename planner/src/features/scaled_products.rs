@@ -7,9 +7,10 @@
 
 use super::chunked_loss::rebuilt;
 use crate::request::Request;
-use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Binary, DotGeneral, Op};
+use altiplano_ir::graph::{Graph, Node, ValueId};
+use altiplano_ir::op::{Binary, BroadcastInDim, DotGeneral, Op, Reshape, Transpose};
 use altiplano_ir::plan::{Execution, Target};
+use altiplano_ir::types::TensorType;
 use std::borrow::Cow;
 
 /// Share of a device's memory that a product's result of one sample must fill to be spared, for software that is free to choose.
@@ -75,7 +76,7 @@ fn scaled(graph: &Graph, stops: &[ValueId]) -> Vec<Scaled> {
         let narrowed = narrowed.filter(|&x| graph.ty(x).dtype.bytes() < graph.ty(product).dtype.bytes());
         let factor = narrowed.map_or(x, |x| graph.node(x).operands[0]);
         let same_type = graph.ty(factor).dtype == graph.ty(product).dtype;
-        if !read_once(at) || !same_type || !depends[x.index()] || depends[w.index()] || !graph.pins_of(at).is_empty() {
+        if !read_once(at) || !same_type || !depends[x.index()] || depends[w.index()] {
             return None;
         }
         let of_factor = dims_of_factor(op, graph.shape(x).len(), node.ty.shape.len());
@@ -103,13 +104,6 @@ fn scaled(graph: &Graph, stops: &[ValueId]) -> Vec<Scaled> {
     graph.values().filter_map(find).collect()
 }
 
-/// Emits a node whose dimensions scale with the batch as `batch_dims` says.
-fn emitted(to: &mut Graph, v: ValueId, batch_dims: u32, name: &str) -> ValueId {
-    let node = &mut to.nodes[v.index()];
-    (node.batch_dims, node.name) = (batch_dims, name.to_string());
-    v
-}
-
 /// A graph and its `stops` with the scales of these products at their factors.
 fn moved(graph: &Graph, stops: &[ValueId], all: &[Scaled]) -> (Graph, Vec<ValueId>) {
     let is_dropped = |v: ValueId| {
@@ -118,45 +112,39 @@ fn moved(graph: &Graph, stops: &[ValueId], all: &[Scaled]) -> (Graph, Vec<ValueI
     };
     rebuilt(graph, stops, is_dropped, |to, map, v| {
         let Scaled { dot, factor, narrowed, between, scale, dims, .. } = all.iter().find(|s| s.product == v)?;
-        let node = graph.node(*dot);
-        let (x, weight) = (*factor, node.operands[1]);
-        let batch_dims = graph.node(*scale).batch_dims;
-        // The scale's dimensions of more than one element, in the factor's order.
-        let mut kept: Vec<(usize, usize)> = dims.iter().enumerate().filter_map(|(i, d)| Some(((*d)?, i))).collect();
-        let in_scale = |i: &usize| batch_dims >> i & 1;
-        let mask = |of: &[usize]| of.iter().enumerate().fold(0, |mask, (new, old)| mask | in_scale(old) << new);
-        let own: Vec<usize> = kept.iter().map(|k| k.1).collect();
+        let of_factor = graph.node(*factor);
+        let of_scale = graph.node(*scale);
+        // The scale's dimensions of more than one element, in their own order and in the factor's.
+        let own: Vec<usize> = (0..dims.len()).filter(|&i| dims[i].is_some()).collect();
+        let mut sorted = own.clone();
+        sorted.sort_by_key(|&i| dims[i]);
+        let chosen = |of: &[usize], op: Op, operand: ValueId| {
+            let shape = of.iter().map(|&i| of_scale.ty.shape[i]).collect();
+            let batch_dims = of.iter().zip(0..).fold(0, |mask, (i, new)| mask | (of_scale.batch_dims >> i & 1) << new);
+            let ty = TensorType { shape, ..of_scale.ty.clone() };
+            Node { op, operands: vec![operand], ty, batch_dims, ..of_scale.clone() }
+        };
         let mut value = map[scale.index()];
-        let shape: Vec<u64> = own.iter().map(|&i| graph.shape(*scale)[i]).collect();
-        if shape.len() < dims.len() {
-            value = to.reshape(value, &shape);
-            emitted(to, value, mask(&own), &node.name);
+        if own.len() < dims.len() {
+            let shape = own.iter().map(|&i| of_scale.ty.shape[i]).collect();
+            value = to.append(chosen(&own, Op::Reshape(Reshape { shape }), value));
         }
-        let mut order: Vec<usize> = (0..kept.len()).collect();
-        order.sort_by_key(|&i| kept[i].0);
-        kept.sort_unstable();
-        if !order.is_sorted() {
-            value = to.transpose(value, &order);
-            emitted(to, value, mask(&kept.iter().map(|k| k.1).collect::<Vec<_>>()), &node.name);
+        if own != sorted {
+            let permutation = sorted.iter().filter_map(|i| own.iter().position(|o| o == i)).collect();
+            value = to.append(chosen(&sorted, Op::Transpose(Transpose { permutation }), value));
         }
-        let at: Vec<usize> = kept.iter().map(|k| k.0).collect();
-        let of_factor = graph.node(x).batch_dims;
-        let repeated = to.broadcast(value, graph.shape(x), &at);
-        if repeated != value {
-            emitted(to, repeated, of_factor, &node.name);
-        }
-        let mut factor = to.mul(map[x.index()], repeated);
-        emitted(to, factor, of_factor, &graph.node(v).name);
+        let at = sorted.iter().filter_map(|&i| dims[i]).collect();
+        let repeat = Op::BroadcastInDim(BroadcastInDim { shape: of_factor.ty.shape.clone(), dims: at });
+        let repeated = to.append(Node { op: repeat, operands: vec![value], ..of_factor.clone() });
+        let operands = vec![map[factor.index()], repeated];
+        let mut x = to.append(Node { op: Op::Binary(Binary::Multiply), operands, ..of_factor.clone() });
         if let Some(narrowed) = narrowed {
-            factor = to.emit(graph.node(*narrowed).op.clone(), &[factor]);
-            emitted(to, factor, of_factor, &graph.node(*narrowed).name);
+            x = to.append(Node { operands: vec![x], ..graph.node(*narrowed).clone() });
         }
-        let mut result = to.emit(node.op.clone(), &[factor, map[weight.index()]]);
-        emitted(to, result, node.batch_dims, &node.name);
+        let operands = vec![x, map[graph.node(*dot).operands[1].index()]];
+        let mut result = to.append(Node { operands, ..graph.node(*dot).clone() });
         for t in between {
-            let node = graph.node(*t);
-            result = to.emit(node.op.clone(), &[result]);
-            emitted(to, result, node.batch_dims, &node.name);
+            result = to.append(Node { operands: vec![result], ..graph.node(*t).clone() });
         }
         Some(result)
     })
@@ -233,31 +221,28 @@ fn restored(graph: &Graph, stops: &[ValueId], all: &[ScaledFactor]) -> (Graph, V
     let is_dropped = |v: ValueId| all.iter().any(|s| s.last != v && s.dropped.contains(&v));
     rebuilt(graph, stops, is_dropped, |to, map, v| {
         let ScaledFactor { dot, last, after, factor, narrowed, scale, dims, .. } = all.iter().find(|s| s.last == v)?;
-        let node = graph.node(*dot);
         let mut x = map[factor.index()];
         if let Some(narrowed) = narrowed {
-            let node = graph.node(*narrowed);
-            x = to.emit(node.op.clone(), &[x]);
-            emitted(to, x, node.batch_dims, &node.name);
+            x = to.append(Node { operands: vec![x], ..graph.node(*narrowed).clone() });
         }
-        let mut result = to.emit(node.op.clone(), &[x, map[node.operands[1].index()]]);
-        emitted(to, result, node.batch_dims, &node.name);
+        let operands = vec![x, map[graph.node(*dot).operands[1].index()]];
+        let mut result = to.append(Node { operands, ..graph.node(*dot).clone() });
         for t in after {
-            let node = graph.node(*t);
-            result = to.emit(node.op.clone(), &[result]);
-            emitted(to, result, node.batch_dims, &node.name);
+            result = to.append(Node { operands: vec![result], ..graph.node(*t).clone() });
         }
         let node = graph.node(*last);
-        let repeated = to.broadcast(map[scale.index()], &node.ty.shape, dims);
-        emitted(to, repeated, node.batch_dims, &node.name);
-        let scaled = to.mul(result, repeated);
-        Some(emitted(to, scaled, node.batch_dims, &node.name))
+        let repeat = Op::BroadcastInDim(BroadcastInDim { shape: node.ty.shape.clone(), dims: dims.clone() });
+        let repeated = to.append(Node { op: repeat, operands: vec![map[scale.index()]], ..node.clone() });
+        Some(to.append(Node { op: Op::Binary(Binary::Multiply), operands: vec![result, repeated], ..node.clone() }))
     })
 }
 
 /// The request as software runs it that scales results, whether it comes from a model or from a plan with scaled factors. Both have
 /// the same nodes in the same order then.
 pub fn with_scaled_results(request: &Request) -> Cow<'_, Request> {
+    if !request.graph.pins.is_empty() {
+        return Cow::Borrowed(request);
+    }
     let stops = &request.stop_gradients;
     let (mut graph, mut stops) = (Cow::Borrowed(&*request.graph), Cow::Borrowed(stops));
     if !request.execution.scales_factors {

@@ -555,7 +555,7 @@ impl Builder<'_, '_, '_> {
         let kept = saved[v.index()] && !leaves;
         let grows = kept && grows(graph, v);
         let selective = self.execution.recompute_modules;
-        let again = !leaves && modules[v.index()].meets(selective);
+        let again = !leaves && modules[v.index()].intersects(selective);
         let mut least = f64::INFINITY;
         let terms = space
             .choices

@@ -253,8 +253,8 @@ impl LayeredGraph {
             let LayeredGraph { graph, layer_of, users, .. } = self;
             let mut found = modules(graph, layer_of, users);
             for v in graph.values().rev().filter(|v| !self.saved()[v.index()]) {
-                let of_users = users[v.index()].iter().fold(Modules::NONE, |all, u| all.and(found[u.index()]));
-                found[v.index()] = found[v.index()].among(of_users).without(Module::SecondProducts);
+                let of_users = users[v.index()].iter().fold(Modules::NONE, |all, u| all.union(found[u.index()]));
+                found[v.index()] = found[v.index()].intersection(of_users).without(Module::SecondProducts);
             }
             found
         })

@@ -66,7 +66,7 @@ impl Repeats<'_> {
             // Sums of rows are kept beside products: fused attention leaves them for its backward pass.
             let keeps =
                 node.op.is_contraction() || matches!(node.op, Op::Composite(_) | Op::Reduce(_) | Op::Collective(_));
-            let of_module = modules.get(v.index()).is_some_and(|of| of.meets(chosen));
+            let of_module = modules.get(v.index()).is_some_and(|of| of.intersects(chosen));
             let product = product || of_module || chosen.contains(Module::SecondProducts) && !keeps;
             // When the backward pass runs, a total may be that of the next step.
             let repeat = !leaves_layer
