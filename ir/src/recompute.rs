@@ -111,7 +111,10 @@ pub struct Modules(u8);
 
 /// The forms in plan files.
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a list of modules")]
+#[serde(
+    untagged,
+    expecting = "expected a list of attention-core, second-products, up-projections, mlp, shared-experts or experts"
+)]
 enum ModulesForm {
     List(Vec<Module>),
     /// The boolean form of older files: true if every second product is recomputed.
@@ -340,10 +343,12 @@ mod tests {
         for module in Module::ALL {
             assert_eq!(serde_json::to_string(&module).unwrap(), format!("\"{}\"", module.name()));
         }
-        // Older files say whether every second product is recomputed.
+        // Older files have a flag for second products.
         let old = |text: &str| serde_json::from_str::<Modules>(text).unwrap();
         assert_eq!(old("true"), Modules::default().with(Module::SecondProducts));
         assert_eq!(old("false"), Modules::default());
+        let error = serde_json::from_str::<Modules>("[\"mpl\"]").unwrap_err().to_string();
+        assert!(Module::ALL.iter().all(|module| error.contains(module.name())), "{error}");
     }
 
     #[test]
