@@ -6,6 +6,7 @@
 use crate::graph::{Graph, ValueId};
 use crate::literal::Literal;
 use crate::op::{Gradient, Operator};
+use crate::optimizer::leaf;
 use crate::softmax_max::irrelevant_maxima;
 use crate::types::TensorType;
 
@@ -87,19 +88,49 @@ pub fn differentiate_for(
     if !varies[loss.index()] {
         return Err(AutodiffError::NoParameters);
     }
-
     let mut graph = forward.clone();
-    let mut owner: Vec<ValueId> = forward.values().collect();
+    let one = graph.constant(Literal::splat(TensorType::scalar(ty.dtype), 1.0));
+    Ok(reverse(forward, graph, &[(loss, one)], &varies, fused_loss))
+}
+
+/// Appends the backward pass of a part of a model: the cotangents of its leaves, for cotangents of its outputs. Those are
+/// leaves, the first nodes after the part. An output without float leaves has none.
+pub fn pull_back(part: &Graph, fused_loss: bool) -> Differentiated {
+    let irrelevant = irrelevant_maxima(part);
+    let mut varies = vec![false; part.len()];
+    for v in part.values() {
+        let (node, stopped) = (part.node(v), irrelevant[v.index()] || !part.ty(v).dtype.is_float());
+        varies[v.index()] = !stopped && (node.op.is_leaf() || node.operands.iter().any(|o| varies[o.index()]));
+    }
+    let mut graph = part.clone();
+    let differentiated = part.outputs.iter().filter(|output| varies[output.index()]);
+    let seed = |&output: &ValueId| {
+        let ty = part.ty(output);
+        (output, leaf(&mut graph, format!("cotangent of {output}"), ty.with_dtype(ty.dtype.cotangent())))
+    };
+    let seeds: Vec<(ValueId, ValueId)> = differentiated.map(seed).collect();
+    reverse(part, graph, &seeds, &varies, fused_loss)
+}
+
+/// Appends the backward pass to `graph`, a copy of `forward` followed by the cotangents of its outputs. `seeds` are outputs
+/// with their cotangents, and `varies` marks the values that have one.
+fn reverse(
+    forward: &Graph,
+    mut graph: Graph,
+    seeds: &[(ValueId, ValueId)],
+    varies: &[bool],
+    fused_loss: bool,
+) -> Differentiated {
+    let loss = forward.outputs[0];
+    let mut owner: Vec<ValueId> = forward.values().chain(seeds.iter().map(|seed| seed.0)).collect();
     // The cotangent contributions of each forward value, with the user of each.
     let mut pending: Vec<Vec<(ValueId, ValueId)>> = vec![Vec::new(); forward.len()];
     let mut cotangents = vec![None; forward.len()];
     let mut is_sum = Vec::new();
-    let one = graph.constant(Literal::splat(TensorType::scalar(ty.dtype), 1.0));
-    owner.push(loss);
-    pending[loss.index()].push((loss, one));
+    seeds.iter().for_each(|&(output, seed)| pending[output.index()].push((output, seed)));
 
     for v in forward.values().rev() {
-        if !varies[v.index()] || is_parameter(v) || pending[v.index()].is_empty() {
+        if !varies[v.index()] || forward.is_trained(v) || pending[v.index()].is_empty() {
             continue;
         }
         let mut cotangent = pending[v.index()][0].1;
@@ -127,5 +158,5 @@ pub fn differentiate_for(
         }
     }
     is_sum.resize(graph.len(), false);
-    Ok(Differentiated { graph, num_forward: forward.len(), loss, owner, contributions: pending, cotangents, is_sum })
+    Differentiated { graph, num_forward: forward.len(), loss, owner, contributions: pending, cotangents, is_sum }
 }

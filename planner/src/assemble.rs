@@ -8,7 +8,7 @@ use crate::intra_op::ilp::Kept;
 use crate::intra_op::layer::LayerTable;
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::layers::graph::{LayeredGraph, Unit};
-use crate::lower::Prices;
+use crate::lower::{Fusion, Prices};
 use crate::request::{PlanFailure, Request};
 use crate::timings::{Phase, timed};
 use altiplano_cost_models::Costs;
@@ -126,8 +126,10 @@ fn stage(
     let Block { group, shape } = chosen.block;
     let submesh = (shape.nodes, shape.devices);
     let cost = costs.of_group(group as u32);
-    let composites = request.composites.of(cost);
-    let prices = Prices::new(cost, &request.cluster.groups[group], submesh, &config.mesh).knowing(&composites);
+    let fusion = Fusion::of(&request.execution);
+    let composites = request.composites.of(cost, fusion);
+    let prices =
+        Prices::new(cost, &request.cluster.groups[group], submesh, &config.mesh).fused(fusion).knowing(&composites);
     let mut spaces = Spaces::new(&prices, config.roles);
     let shardings = composed(request, layered, &mut spaces, chosen)?;
     let stage = Stage {

@@ -11,7 +11,7 @@ use crate::intra_op::ilp::{Kept, Model, Variable};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use crate::layers::graph::LayeredGraph;
-use crate::lower::Prices;
+use crate::lower::{Fusion, Prices};
 use crate::predict::predict_with;
 use crate::request::PlanFailure;
 use crate::search::choice::{choose, fits};
@@ -135,8 +135,9 @@ fn solve_stage(
         ..AxisRoles::default()
     };
     let cost = costs.of_group(stage.group);
-    let composites = request.composites.of(cost);
-    let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh).knowing(&composites);
+    let fusion = Fusion::of(&plan.execution);
+    let composites = request.composites.of(cost, fusion);
+    let prices = Prices::new(cost, plan.group_of(stage), stage.submesh, &stage.mesh).fused(fusion).knowing(&composites);
     let mut spaces = Spaces::new(&prices, roles).including(stage);
     let demand = Demand::of(plan, index, levels(space.degrees.zero, stage.mesh.num_devices(), trains, plan.target));
     let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&request.training.optimizer)) };

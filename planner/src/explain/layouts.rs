@@ -7,7 +7,7 @@ use crate::intra_op::ilp::{Model, Variable};
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use crate::layers::graph::LayeredGraph;
-use crate::lower::Prices;
+use crate::lower::{Fusion, Prices};
 use crate::predict::predict_with;
 use crate::refine::{as_given, as_given_but, levels, with_solution};
 use crate::request::PlanFailure;
@@ -116,7 +116,8 @@ impl Question<'_> {
         }
         let trains = plan.schedule.trains();
         let group = plan.group_of(stage);
-        let prices = Prices::new(self.costs.of_group(stage.group), group, stage.submesh, &stage.mesh);
+        let prices = Prices::new(self.costs.of_group(stage.group), group, stage.submesh, &stage.mesh)
+            .fused(Fusion::of(&plan.execution));
         let mut spaces = Spaces::new(&prices, AxisRoles::default()).including(stage);
         let demand = Demand::of(plan, index, levels(None, stage.mesh.num_devices(), trains, plan.target));
         let model = Model { offload: stage.offload, ..layered.model(trains.then_some(&plan.optimizer)) };

@@ -24,6 +24,8 @@ const MOST_IN_A_V: usize = 2;
 const WORTH_JUDGING: f64 = 1.1;
 /// Most stages on the same devices to try, if their number is free.
 const MOST_VIRTUAL: usize = 8;
+/// Most meshes of a submesh to try at each level of recomputation.
+const MOST_MESHES: usize = 3;
 /// Most calls to simulate while cuts are moved.
 const MOST_PLAYED: u64 = 4_000_000;
 
@@ -111,7 +113,8 @@ impl CandidatesAtMicrobatch {
         self.blocks.iter().enumerate().filter_map(lanes).collect()
     }
 
-    /// For each recomputation level, the configuration on a submesh that is fastest for all layers together.
+    /// For each recomputation level, the configurations on a submesh that are fastest for all layers together, on different
+    /// meshes. Most layers have candidates on each mesh: the price of a faster one says little about it.
     fn configs_of_layers(&self, block: usize) -> Vec<&StageConfig> {
         let layers = self.layered.layers.len();
         let mut configs: Vec<&StageConfig> = Vec::new();
@@ -122,16 +125,28 @@ impl CandidatesAtMicrobatch {
                 configs.push(config);
             }
         }
+        let on_mesh = |config: &StageConfig, l: &usize| {
+            self.table.candidates(*l, l + 1, block).iter().any(|c| self.configs[c.id as usize].mesh == config.mesh)
+        };
+        configs.retain(|config| 2 * (0..layers).filter(|l| on_mesh(config, l)).count() > layers);
         let seconds = |config: &StageConfig| -> f64 {
             (0..layers).map(|l| self.run(l..l + 1, block, config).map_or(f64::INFINITY, |c| c.microbatch_s)).sum()
         };
         let mut timed: Vec<(f64, &StageConfig)> = configs.into_iter().map(|config| (seconds(config), config)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        // The fastest configuration of each recomputation level.
-        let fastest =
-            |level: Recompute| timed.iter().find(|t| t.1.fraction == RecomputeFraction::uniform(level)).map(|t| t.1);
-        Recompute::ALL.into_iter().filter_map(fastest).collect()
+        let mut fastest: Vec<&StageConfig> = Vec::new();
+        for level in Recompute::ALL.map(RecomputeFraction::uniform) {
+            let before = fastest.len();
+            for (_, config) in timed.iter().filter(|(_, config)| config.fraction == level) {
+                if fastest.len() < before + MOST_MESHES
+                    && fastest[before..].iter().all(|known| known.mesh != config.mesh)
+                {
+                    fastest.push(config);
+                }
+            }
+        }
+        fastest
     }
 
     /// The candidate of a run of layers under a configuration. If the table dropped it for a dominating one, takes the

@@ -12,7 +12,7 @@ use crate::intra_op::layer::Variant;
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::layers::graph::LayeredGraph;
-use crate::lower::{CompositeCosts, Prices};
+use crate::lower::{CompositeCosts, Fusion, Prices};
 use crate::predict::timing::{host_copy_s, queue_s};
 use crate::request::{PlanFailure, Request};
 use crate::search::context::SearchContext;
@@ -102,7 +102,9 @@ fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> Candidates
         ..AxisRoles::default()
     };
     let (group, shape) = (&request.cluster.groups[block.group], block.shape);
-    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh).knowing(composites);
+    let prices = Prices::new(cost, group, (shape.nodes, shape.devices), mesh)
+        .fused(Fusion::of(&request.execution))
+        .knowing(composites);
     let mut spaces = Spaces::new(&prices, roles);
     let levels = match space.degrees.zero {
         Some(level) => vec![level],
@@ -641,7 +643,9 @@ pub fn search(cx: &SearchContext<'_>) -> SearchResult {
     let counts = &cx.space.num_microbatches;
     let start = counts.partition_point(|&count| count < filling(cx)).min(counts.len().saturating_sub(1));
     let groups = 0..cx.request.cluster.groups.len() as u32;
-    let composites = groups.map(|group| cx.request.composites.of(cx.costs.of_group(group))).collect();
+    let composites = groups
+        .map(|group| cx.request.composites.of(cx.costs.of_group(group), Fusion::of(&cx.request.execution)))
+        .collect();
     let mut climb = Climb {
         cx,
         composites,

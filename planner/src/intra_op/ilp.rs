@@ -42,6 +42,8 @@ pub struct Model<'a> {
     pub blocks: &'a [Vec<Vec<u64>>],
     /// True for values that are saved for the backward pass, unless expensive values are recomputed.
     pub saved: &'a [bool],
+    /// True for values that full recomputation repeats.
+    pub repeated: &'a [bool],
     /// The modules of each value, by which selective recomputation repeats it.
     pub modules: &'a [Modules],
     /// The optimizer; `None` without training.
@@ -65,7 +67,7 @@ impl Model<'_> {
 
 /// Cost of a choice or a pair of choices, by kind. Bytes are local.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(from = "[f64; 12]", into = "[f64; 12]")]
+#[serde(from = "[f64; 14]", into = "[f64; 14]")]
 pub struct StageCost {
     /// Seconds on the device, including communication that the next op waits for.
     pub forward_s: f64,
@@ -88,13 +90,18 @@ pub struct StageCost {
     pub growing_s: f64,
     /// The part of `kept_bytes` that enters the run. It is kept even if everything is recomputed.
     pub entering_bytes: f64,
+    /// The part of `forward_s` that full recomputation repeats. Nothing repeats what leads only to values that are kept.
+    pub again_s: f64,
+    /// Seconds of the backward pass to gather parameters and to reduce their gradients, where each gather queues behind
+    /// the reduction of the previous gradient.
+    pub queued_s: f64,
 }
 
 /// StageCost by position, since caches keep thousands of them.
-impl From<[f64; 12]> for StageCost {
-    fn from(all: [f64; 12]) -> StageCost {
+impl From<[f64; 14]> for StageCost {
+    fn from(all: [f64; 14]) -> StageCost {
         let [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..] = all;
-        let [.., step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes] = all;
+        let [.., step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, again_s, queued_s] = all;
         StageCost {
             forward_s,
             backward_s,
@@ -108,18 +115,21 @@ impl From<[f64; 12]> for StageCost {
             growing_bytes,
             growing_s,
             entering_bytes,
+            again_s,
+            queued_s,
         }
     }
 }
 
-impl From<StageCost> for [f64; 12] {
-    fn from(terms: StageCost) -> [f64; 12] {
+impl From<StageCost> for [f64; 14] {
+    fn from(terms: StageCost) -> [f64; 14] {
         let StageCost {
             forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s, ..
         } = terms;
         let StageCost { step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, .. } = terms;
+        let StageCost { again_s, queued_s, .. } = terms;
         let seconds = [forward_s, backward_s, forward_sent_s, backward_sent_s, forward_issue_s, backward_issue_s];
-        let rest = [step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes];
+        let rest = [step_s, static_bytes, kept_bytes, growing_bytes, growing_s, entering_bytes, again_s, queued_s];
         std::array::from_fn(|i| if i < 6 { seconds[i] } else { rest[i - 6] })
     }
 }
@@ -140,6 +150,8 @@ impl Add for StageCost {
             growing_bytes: self.growing_bytes + o.growing_bytes,
             growing_s: self.growing_s + o.growing_s,
             entering_bytes: self.entering_bytes + o.entering_bytes,
+            again_s: self.again_s + o.again_s,
+            queued_s: self.queued_s + o.queued_s,
         }
     }
 }
@@ -158,6 +170,8 @@ impl StageCost {
         growing_bytes: 0.0,
         growing_s: 0.0,
         entering_bytes: 0.0,
+        again_s: 0.0,
+        queued_s: 0.0,
     };
     const FORBIDDEN: StageCost = StageCost { forward_s: f64::INFINITY, ..StageCost::NONE };
 
@@ -179,6 +193,7 @@ impl StageCost {
     pub fn objective_s(&self, num_microbatches: u32) -> f64 {
         self.forward_s
             + self.backward_s
+            + self.queued_s
             + 0.5 * (self.forward_sent_s + self.backward_sent_s)
             + self.step_s / num_microbatches as f64
     }
@@ -188,7 +203,7 @@ impl StageCost {
         let (full, selective) = fraction.shares(layers);
         // A factor of zero would give NaN, since forbidden choices have infinite seconds.
         let share = |share: f64, seconds: f64| if share > 0.0 { share * seconds } else { 0.0 };
-        share(full, self.forward_s) + share(selective, self.growing_s)
+        share(full, self.again_s) + share(selective, self.growing_s)
     }
 
     /// Bytes of a microbatch that are held from its forward to its backward pass, for `layers` layers.
@@ -197,22 +212,31 @@ impl StageCost {
         full * self.entering_bytes + (1.0 - full) * self.kept_bytes - selective * self.growing_bytes
     }
 
+    /// The part of [`StageCost::queued_s`] that a backward pass waits for, which computes for `backward_s`. A gather that
+    /// waits for a reduction hides behind computation only as far as that is longer.
+    fn exposed(&self, in_order: bool, backward_s: f64) -> f64 {
+        const SHORT: f64 = 0.5;
+        if in_order || self.queued_s >= backward_s { 1.0 } else { SHORT + (1.0 - SHORT) * self.queued_s / backward_s }
+    }
+
     /// Seconds of a microbatch's forward pass, and of its backward pass including recomputation, for `layers`
-    /// layers. The time is that of the longest stream, or the sum of the streams on a runtime without overlap.
+    /// layers. The time is that of the longest stream, or the sum of the streams on a runtime without overlap. Nothing
+    /// hides what is sent before the first layer of a pass, or after its last.
     /// The host issues the backward pass right after the forward pass. It is ahead of the device by at most the
     /// kernels that it issues in `queue_s`.
     pub fn passes_s(&self, fraction: RecomputeFraction, layers: usize, in_order: bool, queue_s: f64) -> (f64, f64) {
         let full = fraction.shares(layers).0;
         let whole = |device_s: f64, sent_s: f64, issue_s: f64| match in_order {
             true => device_s + sent_s,
-            false => device_s.max(sent_s).max(issue_s),
+            false => (device_s.max(sent_s) + device_s.min(sent_s) / layers.max(1) as f64).max(issue_s),
         };
         let backward_s = self.backward_s + self.recompute_s(fraction, layers);
         let backward_issue_s = self.backward_issue_s + full * self.forward_issue_s;
         let pass_s = whole(self.forward_s, self.forward_sent_s, self.forward_issue_s);
         let queued_s = pass_s * queue_s / self.forward_issue_s;
         let ahead_s = (pass_s - self.forward_issue_s).min(queued_s);
-        (pass_s, whole(backward_s, self.backward_sent_s, backward_issue_s - ahead_s))
+        let computed_s = whole(backward_s, self.backward_sent_s, backward_issue_s - ahead_s);
+        (pass_s, computed_s + self.queued_s * self.exposed(in_order, backward_s))
     }
 }
 
@@ -293,8 +317,8 @@ pub struct Pair {
 pub type Table = Vec<Vec<StageCost>>;
 
 /// All inputs of a table, on one mesh and for one way of training: the size of the value, its role in the backward
-/// pass, and the keys.
-pub type TableKey = (Size, Backward, Vec<Source>, Vec<Form>);
+/// pass, whether full recomputation repeats its use, and the keys.
+pub type TableKey = (Size, Backward, bool, Vec<Source>, Vec<Form>);
 
 /// The part of a value's type that prices depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -547,7 +571,7 @@ impl Builder<'_, '_, '_> {
 
     /// States the variable of a node, and returns a lower bound on the bytes that it needs while it runs.
     fn state_node(&mut self, v: ValueId) -> f64 {
-        let Model { graph, needs_gradient, saved, modules, .. } = *self.model;
+        let Model { graph, needs_gradient, saved, repeated, modules, .. } = *self.model;
         let space = self.spaces.of(self.model, v);
         let wanted = graph.node(v).operands.iter().filter(|o| needs_gradient[o.index()]).count();
         // The next run counts the bytes of the value that enters it.
@@ -593,6 +617,7 @@ impl Builder<'_, '_, '_> {
                     kept_bytes,
                     growing_bytes,
                     growing_s,
+                    again_s: if repeated[v.index()] { forward_s } else { 0.0 },
                     ..StageCost::default()
                 }
             })
@@ -725,18 +750,33 @@ impl Builder<'_, '_, '_> {
         let (to_keys, to_key) = distinct(&self.forms(user));
         let size = Size::of(self.model.graph.ty(v));
         let backward = self.backward(v);
-        let key = (size, backward, from_keys, to_keys);
+        let again = self.is_repeated(v, target);
+        let key = (size, backward, again, from_keys, to_keys);
         let terms = match self.spaces.tables.get(&key) {
             Some(known) => known.clone(),
             None => {
-                let (_, _, from_keys, to_keys) = &key;
-                let row = |&f: &Source| to_keys.iter().map(|&t| self.price(size, backward, f, t)).collect();
+                let (.., from_keys, to_keys) = &key;
+                let price = |f: Source, t: Form, builder: &mut Self| {
+                    let terms = builder.price(size, backward, f, t);
+                    StageCost { again_s: if again { terms.forward_s } else { 0.0 }, ..terms }
+                };
+                let row = |&f: &Source| to_keys.iter().map(|&t| price(f, t, self)).collect();
                 let table: Rc<Table> = Rc::new(from_keys.iter().map(row).collect());
                 self.spaces.tables.insert(key, table.clone());
                 table
             }
         };
         self.pairs.push(Pair { from: source, to: target, from_key, to_key, terms });
+    }
+
+    /// True if full recomputation brings a value to the layout that a user needs again.
+    fn is_repeated(&self, v: ValueId, user: usize) -> bool {
+        let Model { users, repeated, .. } = *self.model;
+        match &self.variables[user] {
+            Variable::Node(u, _) => repeated[u.index()],
+            Variable::Relay(..) => users[v.index()].iter().any(|u| repeated[u.index()]),
+            _ => false,
+        }
     }
 
     /// The role of a value in the backward pass.
@@ -807,17 +847,17 @@ impl Builder<'_, '_, '_> {
             copied_back_s =
                 copied_forward_s + in_unit(&mut reduced, size.dtype.cotangent(), cotangent, accumulator, cotangent);
         }
-        // The forward pass prefetches parameters. In the backward pass each gather queues behind the reduction
-        // of the previous gradient, so both are waited for.
+        // The forward pass prefetches parameters.
         let both_s = gathered.seconds + reduced.seconds;
-        let (waited_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
+        let (queued_s, sent_s) = if gathered.seconds > 0.0 { (both_s, 0.0) } else { (0.0, both_s) };
         let sum_bytes = size.bytes_as(self.execution.accumulator_dtype(size.dtype));
         StageCost {
             forward_s: copied_forward_s,
             forward_sent_s: gathered.seconds,
             forward_issue_s: gathered.issue_s,
-            backward_s: waited_s + copied_back_s,
+            backward_s: copied_back_s,
             backward_sent_s: sent_s,
+            queued_s,
             backward_issue_s: gathered.issue_s + reduced.issue_s,
             step_s: self.spaces.stored_s(sum_bytes, accumulator, rests.state, self.bucket_bytes),
             ..StageCost::default()
@@ -839,7 +879,9 @@ impl Builder<'_, '_, '_> {
         };
         for (c, (layout, other)) in pairs.into_iter().enumerate() {
             let (there, back) = if enters { ((rest, layout), (other, rest)) } else { ((layout, rest), (rest, other)) };
-            self.unary[id][c] += there_and_back(self.spaces, Size::of(ty), there, gradient.then_some(back));
+            let terms = there_and_back(self.spaces, Size::of(ty), there, gradient.then_some(back));
+            let again_s = if enters && self.is_repeated(v, id) { terms.forward_s } else { 0.0 };
+            self.unary[id][c] += StageCost { again_s, ..terms };
         }
     }
 

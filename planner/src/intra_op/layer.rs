@@ -8,6 +8,7 @@
 
 use super::ilp::{Ends, Ilp, Kept, Model, StageCost, Variable, state};
 use super::space::{Choice, LayoutId, Spaces};
+use altiplano_ir::cluster::Device;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;
 use altiplano_ir::sharding::Sharding;
@@ -27,6 +28,17 @@ pub struct Variant {
     pub num_microbatches: u32,
     /// How gradients are summed.
     pub execution: Execution,
+}
+
+impl Variant {
+    /// The objective of a layer: its seconds, and a price for what it holds in memory.
+    pub fn objective_s(&self, terms: &StageCost, device: &Device) -> f64 {
+        let s_per_byte = match self.lean {
+            true => LEAN_FULL_MEMORY_S / device.memory_bytes.max(1) as f64,
+            false => HELD_IS_READ / device.memory_bytes_per_s,
+        };
+        terms.objective_s(self.num_microbatches) + s_per_byte * (terms.kept_bytes + terms.static_bytes)
+    }
 }
 
 /// A solved layer.
@@ -79,9 +91,11 @@ pub struct LayerChoice {
     pub parameters: Vec<(ValueId, Kept)>,
 }
 
-/// Seconds that keeping one byte is worth in lean variants: holding a full device memory costs
-/// [`LEAN_FULL_MEMORY_S`].
+/// Seconds that a full device memory is worth in lean variants.
 const LEAN_FULL_MEMORY_S: f64 = 1.0;
+/// What a byte of memory is worth in other variants, where it decides between layouts that are about as fast: this part of
+/// the time to read it. Without it, plans of deep pipelines that almost fit are lost.
+const HELD_IS_READ: f64 = 0.4;
 /// The relative gap of a table entry that is not worth closing, since prices are far less accurate.
 const GAP: f64 = 1e-6;
 
@@ -94,11 +108,8 @@ pub struct LayerProgram {
 /// States the program of the nodes `range`.
 pub fn state_layer(model: &Model<'_>, range: Range<u32>, spaces: &mut Spaces<'_>, variant: Variant) -> LayerProgram {
     let ilp = state(model, range, spaces, &[variant.zero], &variant.execution, Ends::Joined);
-    let lean_s_per_byte =
-        if variant.lean { LEAN_FULL_MEMORY_S / spaces.prices.cost.device().memory_bytes.max(1) as f64 } else { 0.0 };
-    let problem = ilp.problem(|t: &StageCost| {
-        t.objective_s(variant.num_microbatches) + lean_s_per_byte * (t.kept_bytes + t.static_bytes)
-    });
+    let device = spaces.prices.cost.device();
+    let problem = ilp.problem(|terms: &StageCost| variant.objective_s(terms, device));
     LayerProgram { problem, ilp }
 }
 

@@ -40,6 +40,8 @@ pub struct LayeredGraph {
     stops: Vec<ValueId>,
     trains: bool,
     saved: OnceLock<Arc<Vec<bool>>>,
+    /// See [`LayeredGraph::repeated`].
+    repeated: OnceLock<Vec<bool>>,
     /// For software without and with fused losses.
     training_graphs: [OnceLock<Result<TrainingGraphs, AutodiffError>>; 2],
     hash: OnceLock<String>,
@@ -110,6 +112,7 @@ impl LayeredGraph {
             stops: stops.to_vec(),
             trains,
             saved: OnceLock::new(),
+            repeated: OnceLock::new(),
             training_graphs: Default::default(),
             hash: OnceLock::new(),
             contents: OnceLock::new(),
@@ -230,6 +233,7 @@ impl LayeredGraph {
             alike: &self.alike,
             blocks: &self.blocks,
             saved: self.saved(),
+            repeated: self.repeated(),
             modules: self.modules(),
             optimizer,
             offload: Offload::NONE,
@@ -243,6 +247,21 @@ impl LayeredGraph {
             // A model without a derivative has no plan to train it.
             let readers = if *trains { gradient_readers(graph, stops).unwrap_or_default() } else { Vec::new() };
             Arc::new(saved(graph, layer_of, users, &readers))
+        })
+    }
+
+    /// Values that full recomputation repeats: all within a layer that values are derived from which the backward pass
+    /// reads.
+    fn repeated(&self) -> &[bool] {
+        self.repeated.get_or_init(|| {
+            let LayeredGraph { graph, layer_of, users, .. } = self;
+            let mut repeated = vec![false; graph.len()];
+            for v in graph.values().rev().filter(|v| layer_of[v.index()].is_some()) {
+                let users = &users[v.index()];
+                let leaves = users.iter().any(|u| layer_of[u.index()] != layer_of[v.index()]);
+                repeated[v.index()] = !leaves && (self.saved()[v.index()] || users.iter().any(|u| repeated[u.index()]));
+            }
+            repeated
         })
     }
 

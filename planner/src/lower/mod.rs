@@ -11,6 +11,7 @@
 pub(crate) mod alike;
 mod body;
 mod choose;
+mod composites;
 mod dedup;
 pub mod forward;
 pub(crate) mod repeat;
@@ -32,22 +33,22 @@ use altiplano_ir::cluster::Group;
 use altiplano_ir::expand::{Expanded, expand};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Binary, Local, Op, Operator};
+use altiplano_ir::op::Op;
 use altiplano_ir::plan::{Placement, Plan, Stage};
 use altiplano_ir::program::{BufferId, Program, Programs, Transfer, TransferId};
 use altiplano_ir::recompute::Modules;
 use altiplano_ir::reshard::{Collective, Leg, Pattern, Step, legs, reshard};
 use altiplano_ir::rule::{AxisUse, OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
-use altiplano_ir::softmax_max::irrelevant_maxima;
 use altiplano_ir::types::TensorType;
+pub use composites::{CompositeCost, CompositeCosts, Fusion, KnownComposites};
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
 /// The parts of lowering that depend on the model alone: the graph without composites, and its derivative.
 pub struct TrainingGraphs {
@@ -277,49 +278,7 @@ pub struct Prices<'a> {
     /// Seconds of reshards by the bytes of the tensor. They depend on nothing else.
     reshards: RefCell<FxHashMap<(u64, [Pattern; 2]), f64>>,
     composites: Option<&'a CompositeCosts>,
-}
-
-/// Known costs of composites on devices of one kind, by op and local types of the operands.
-#[derive(Debug, Default)]
-pub struct CompositeCosts(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
-
-/// Known costs of composites by the identity of the cost model that priced them.
-#[derive(Debug, Default)]
-pub struct KnownComposites(Mutex<FxHashMap<String, Arc<CompositeCosts>>>);
-
-impl KnownComposites {
-    /// Most cost models and most composites of one that are remembered. Beyond it, they are priced anew.
-    const MOST: usize = 1 << 14;
-
-    /// The composites that a cost model has priced; none yet if the model has no identity.
-    pub fn of(&self, cost: &dyn CostModel) -> Arc<CompositeCosts> {
-        let Some(identity) = cost.identity() else { return Arc::default() };
-        let mut models = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if models.len() >= Self::MOST && !models.contains_key(&identity) {
-            models.clear();
-        }
-        let known = models.entry(identity).or_default();
-        if known.0.lock().unwrap_or_else(PoisonError::into_inner).len() >= Self::MOST {
-            *known = Arc::default();
-        }
-        known.clone()
-    }
-}
-
-/// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
-/// axes.
-#[derive(Debug, Default)]
-struct Splits {
-    silent: FxHashMap<Vec<bool>, Arc<Parts>>,
-    sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
-}
-
-/// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
-/// result.
-#[derive(Debug)]
-struct Parts {
-    alone: CompositeCost,
-    sent: Vec<(Collective, u64, u64)>,
+    fusion: Fusion,
 }
 
 impl<'a> Prices<'a> {
@@ -332,7 +291,20 @@ impl<'a> Prices<'a> {
             })
             .collect();
         let collective_issue_s = cost.kernel(&Kernel::moving(KernelKind::Collective, 0)).issue_s;
-        Prices { cost, mesh: mesh.clone(), links, collective_issue_s, reshards: RefCell::default(), composites: None }
+        Prices {
+            cost,
+            mesh: mesh.clone(),
+            links,
+            collective_issue_s,
+            reshards: RefCell::default(),
+            composites: None,
+            fusion: Fusion::default(),
+        }
+    }
+
+    /// The prices of composites by software that has these kernels.
+    pub fn fused(self, fusion: Fusion) -> Self {
+        Prices { fusion, ..self }
     }
 
     /// Uses known costs of composites, and adds new ones.
@@ -342,8 +314,8 @@ impl<'a> Prices<'a> {
 
     /// Key of everything that the prices depend on; `None` if the cost model has no identity.
     pub fn identity(&self) -> Option<Key> {
-        let Prices { cost, mesh, links, .. } = self;
-        Digest::new("prices").shown((cost.identity()?, mesh, links)).key()
+        let Prices { cost, mesh, links, fusion, .. } = self;
+        Digest::new("prices").shown((cost.identity()?, mesh, links, fusion)).key()
     }
 
     pub fn link(&self, axes: &[AxisId]) -> &AxisLink {
@@ -429,34 +401,6 @@ impl<'a> Prices<'a> {
         compute_s + graph.values().map(|v| self.exchange_s(&graph, v)).sum::<f64>()
     }
 
-    /// One device's work for an op, as a graph.
-    fn local_graph(
-        &self,
-        op: &Op,
-        operands: &[&TensorType],
-        rule: &ShardingRule,
-        strategy: &Strategy,
-        shardings: &OpShardings,
-    ) -> Graph {
-        let mut graph = Graph::new("local");
-        let leaves: Vec<ValueId> = operands
-            .iter()
-            .zip(&shardings.operands)
-            .map(|(ty, s)| altiplano_ir::optimizer::leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
-            .collect();
-        let result = op.local(&mut Local {
-            graph: &mut graph,
-            mesh: &self.mesh,
-            operands: leaves,
-            operand_types: operands.iter().map(|&ty| ty.clone()).collect(),
-            result_shape: shardings.result.local_shape(&self.mesh),
-            factor_axes: strategy.factor_axes(rule.factors.len()),
-            fused_loss: true,
-        });
-        graph.outputs = vec![result];
-        graph
-    }
-
     /// Seconds of a node of a local graph if it is a collective; otherwise 0.
     fn exchange_s(&self, graph: &Graph, v: ValueId) -> f64 {
         match &graph.node(v).op {
@@ -468,186 +412,12 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// Cost of a composite's decomposition on one device.
-    pub fn inside(
-        &self,
-        op: &Op,
-        operands: &[&TensorType],
-        rule: &ShardingRule,
-        strategy: &Strategy,
-        shardings: &OpShardings,
-    ) -> CompositeCost {
-        let Some(CompositeCosts(composites)) = self.composites else {
-            return self.with_sent(&self.inside_of(op, operands, rule, strategy, shardings));
-        };
-        let locals: Vec<TensorType> =
-            operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
-        let factor_axes = strategy.factor_axes(rule.factors.len());
-        let sized = |axes: &Vec<AxisId>| -> Vec<(AxisId, u64)> {
-            axes.iter().map(|&a| (a, self.mesh.size(a))).filter(|(_, size)| *size > 1).collect()
-        };
-        let axes: Vec<Vec<(AxisId, u64)>> = factor_axes.iter().map(sized).collect();
-        let split: Vec<bool> = axes.iter().map(|axes| !axes.is_empty()).collect();
-        let key = (format!("{op:?}"), locals);
-        let of_split = |known: &Splits| known.silent.get(&split).or_else(|| known.sending.get(&axes)).cloned();
-        let known = composites.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
-        if let Some(parts) = known {
-            return self.with_sent(&parts);
-        }
-        let parts = Arc::new(self.inside_of(op, operands, rule, strategy, shardings));
-        let inside = self.with_sent(&parts);
-        let mut composites = composites.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = composites.entry(key).or_default();
-        match parts.sent.is_empty() {
-            true => known.silent.insert(split, parts),
-            false => known.sending.insert(axes, parts),
-        };
-        inside
-    }
-
-    /// Cost of a composite including its communication over the links of this mesh.
-    fn with_sent(&self, Parts { alone, sent }: &Parts) -> CompositeCost {
-        let mut inside = *alone;
-        let mut shifts_s = 0.0;
-        for (collective, operand_bytes, result_bytes) in sent {
-            let seconds = self.waited_s(collective, *operand_bytes, *result_bytes);
-            let issue_s = if seconds > 0.0 { self.collective_issue_s } else { 0.0 };
-            inside.issue_s += issue_s;
-            inside.backward_issue_s += issue_s;
-            if matches!(collective, Collective::Shift { .. }) {
-                shifts_s += seconds;
-                inside.backward_issue_s += issue_s;
-                continue;
-            }
-            inside.forward_s += seconds;
-            inside.backward_s += seconds;
-        }
-        // Sending a ring's next block overlaps with computation, if the device can do both at once. The backward pass
-        // sends the blocks again, together with their gradients.
-        let exposed_s = |shifts_s: f64, compute_s: f64| match self.cost.runtime() {
-            Some(_) => shifts_s,
-            None => (shifts_s - compute_s).max(0.0),
-        };
-        inside.forward_s += exposed_s(shifts_s, alone.forward_s);
-        inside.backward_s += exposed_s(2.0 * shifts_s, alone.backward_s);
-        inside
-    }
-
-    /// Costs of the nodes of a composite's local graph.
-    fn inside_of(
-        &self,
-        op: &Op,
-        operands: &[&TensorType],
-        rule: &ShardingRule,
-        strategy: &Strategy,
-        shardings: &OpShardings,
-    ) -> Parts {
-        let graph = &self.local_graph(op, operands, rule, strategy, shardings);
-        let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-        let (mut inside, mut sent) = (CompositeCost::default(), Vec::new());
-        let mut in_kernel = vec![false; graph.len()];
-        let only_scaled = only_scaled(graph);
-        for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
-            let node = graph.node(v);
-            let compute_s = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
-            let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
-            let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
-            let issue_s = self.cost.issue_s(&node.op, &graph.operand_types(v));
-            inside.forward_s += compute_s;
-            inside.backward_s += compute_s * wanted as f64;
-            inside.issue_s += issue_s;
-            inside.backward_issue_s += issue_s * wanted as f64;
-            inside.kept_bytes +=
-                if is_kept(&node.op) && !only_scaled[v.index()] { node.ty.bytes() as f64 } else { 0.0 };
-            if repeat::grows(graph, v) {
-                inside.growing_s += compute_s;
-                inside.growing_bytes += node.ty.bytes() as f64;
-            }
-            in_kernel[v.index()] = repeat::grows(graph, v)
-                || !node.op.is_contraction() && node.operands.iter().any(|o| in_kernel[o.index()]);
-            inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
-            if let Op::Collective(c) = &node.op {
-                sent.push((c.collective.clone(), graph.ty(node.operands[0]).bytes(), node.ty.bytes()));
-            }
-        }
-        // Values used only elementwise inside a kernel, such as a mask broadcast over heads, are made in that kernel.
-        let users = graph.users();
-        for v in graph.values().rev().filter(|v| !graph.node(*v).op.is_leaf()) {
-            let in_it = |u: &ValueId| in_kernel[u.index()] && !graph.node(*u).op.is_contraction();
-            let of = &users[v.index()];
-            in_kernel[v.index()] |= !graph.node(v).op.is_contraction() && !of.is_empty() && of.iter().all(in_it);
-        }
-        let stored = graph.values().filter(|v| varies[v.index()] && !in_kernel[v.index()]);
-        let stored = stored.filter(|v| !graph.node(*v).op.is_leaf());
-        inside.largest_fused_bytes = stored.map(|v| graph.ty(v).bytes() as f64).fold(0.0, f64::max);
-        if matches!(op, Op::Composite(op) if op.function.recomputes_inside()) {
-            inside.backward_s += inside.forward_s;
-            inside.backward_issue_s += inside.issue_s;
-            (inside.kept_bytes, inside.growing_bytes, inside.growing_s) = (0.0, 0.0, 0.0);
-        }
-        Parts { alone: inside, sent }
-    }
-
     /// Seconds of an op whose operands and result have the given shardings.
     pub fn compute_s(&self, op: &Op, operands: &[&TensorType], result: &TensorType, s: &OpShardings) -> f64 {
         let locals: Vec<TensorType> =
             operands.iter().zip(&s.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
         self.cost.compute_s(op, &locals.iter().collect::<Vec<_>>(), &s.result.local_type(result, &self.mesh))
     }
-}
-
-/// Total cost of the nodes inside a composite. Bytes are per device.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct CompositeCost {
-    pub forward_s: f64,
-    /// Includes the cotangents of all operands.
-    pub backward_s: f64,
-    /// Host seconds to issue the kernels, forward and backward.
-    pub issue_s: f64,
-    pub backward_issue_s: f64,
-    /// Bytes kept from forward to backward if nothing is recomputed.
-    pub kept_bytes: f64,
-    /// Share of the forward seconds and of the kept bytes due to products larger than their factors.
-    pub growing_s: f64,
-    pub growing_bytes: f64,
-    pub largest_bytes: f64,
-    /// The largest value if products larger than their factors stay in one kernel, together with what is computed from
-    /// them up to the next product.
-    pub largest_fused_bytes: f64,
-}
-
-impl CompositeCost {
-    /// Bytes of the largest value in memory while the composite runs.
-    pub fn largest(&self, fused_attention: bool) -> f64 {
-        if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
-    }
-}
-
-/// Values that are only multiplied by factors that depend on irrelevant maxima, such as the result of each round of a
-/// ring. Their cotangents need the factor and not the value.
-fn only_scaled(graph: &Graph) -> Vec<bool> {
-    let irrelevant = irrelevant_maxima(graph);
-    let mut varies = vec![false; graph.len()];
-    for v in graph.values() {
-        let node = graph.node(v);
-        let source = node.op.is_leaf() || node.operands.iter().any(|o| varies[o.index()]);
-        varies[v.index()] = source && node.ty.dtype.is_float() && !irrelevant[v.index()];
-    }
-    let depends = graph.depends_on(|v| graph.node(v).op.is_leaf());
-    let by_maxima = |o: ValueId| depends[o.index()] && !varies[o.index()];
-    let mut scaled = vec![false; graph.len()];
-    let users = graph.users();
-    for v in graph.values().rev().filter(|v| !users[v.index()].is_empty() && varies[v.index()]) {
-        scaled[v.index()] = users[v.index()].iter().all(|&u| {
-            let node = graph.node(u);
-            match &node.op {
-                Op::Convert(_) | Op::Reshape(_) => scaled[u.index()],
-                Op::Binary(Binary::Multiply) => node.operands.iter().any(|o| by_maxima(*o)),
-                _ => false,
-            }
-        });
-    }
-    scaled
 }
 
 /// Returns true if an op's result is worth keeping for the backward pass. Elementwise ops are repeated instead.

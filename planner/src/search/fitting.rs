@@ -19,6 +19,8 @@ use std::collections::BTreeMap;
 
 /// Repetitions of a search with lower limits.
 const TRIES: usize = 32;
+/// Repetitions after a plan fits, for numbers of microbatches at which a faster one does not.
+const MORE_TRIES: usize = 3;
 
 /// Memory of a device that stages may use, by group, for each number of microbatches. The error of the estimate differs
 /// between numbers of microbatches.
@@ -78,39 +80,50 @@ fn within_memory(
     let mut limits = same_limits(found, &cx.space.memory_bytes);
     let mut obstacle = Obstacle::default();
     let mut predictor = Predictor::new(cx, calibration.clone());
-    for _ in 0..TRIES {
-        let ranked = match variants::asked_for(cx, found, &limits) {
+    let mut fitting: Vec<Plan> = Vec::new();
+    let (mut ranked, mut fit_at) = (Vec::new(), None);
+    for tries in 0..TRIES {
+        let found_here = match variants::asked_for(cx, found, &limits) {
             Ok(ranked) => ranked,
             Err(failure) if obstacle.closest.is_none() => return Err(failure),
             Err(_) => break,
         };
         // If the user cancelled, predict only the best candidate.
-        let worth = if cx.progress.stopped() { &ranked[..1] } else { &ranked[..] };
+        let worth = if cx.progress.stopped() { &found_here[..1] } else { &found_here[..] };
         predictor.calibration = calibration.clone();
         let plans = predictor.predict_promising(worth)?;
         // If no candidate was worth predicting, lower limits find nothing better.
-        if plans.is_empty() {
+        if plans.is_empty() && fitting.is_empty() {
             return Ok(plans);
         }
+        ranked = found_here;
         plans.iter().for_each(|plan| obstacle.meet(cx, plan));
-        let (fitting, too_large): (Vec<Plan>, Vec<Plan>) = plans.into_iter().partition(fits);
-        fitting.iter().for_each(|plan| cx.progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s));
-        let tightened: Vec<bool> = too_large.iter().map(|plan| tighten(cx, plan, &mut limits)).collect();
-        if !fitting.is_empty() {
-            let one_of_s = predictor.calibration.one_of_s;
-            if fitting.iter().all(|plan| plan.predicted.step_time_s > one_of_s) {
-                return Ok(fastest_first(fitting));
-            }
-            let plans = with_others(cx, found, &ranked, &limits, fitting, &mut predictor)?;
-            *calibration = predictor.calibration;
-            return Ok(plans);
+        let (fit, too_large): (Vec<Plan>, Vec<Plan>) = plans.into_iter().partition(fits);
+        fit.iter().for_each(|plan| cx.progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s));
+        fitting.extend(fit.into_iter().filter(|plan| !fitting.contains(plan)).collect::<Vec<_>>());
+        // Of plans that exceed memory, those that are no faster than one that fits are left alone.
+        let best_s = fitting.iter().map(|plan| plan.predicted.step_time_s).fold(f64::INFINITY, f64::min);
+        let promising = too_large.iter().filter(|plan| plan.predicted.step_time_s < best_s);
+        let tightened: Vec<bool> = promising.map(|plan| tighten(cx, plan, &mut limits)).collect();
+        if !fitting.is_empty() && fit_at.is_none() {
+            fit_at = Some(tries);
         }
+        let enough = fit_at.is_some_and(|at| tries >= at + MORE_TRIES) || cx.progress.stopped();
         // Lower limits for devices do not help a node that is short of host memory.
-        if !tightened.contains(&true) {
+        if !tightened.contains(&true) || enough && !fitting.is_empty() {
             break;
         }
     }
-    Err(obstacle.failure())
+    if fitting.is_empty() {
+        return Err(obstacle.failure());
+    }
+    let one_of_s = predictor.calibration.one_of_s;
+    if fitting.iter().all(|plan| plan.predicted.step_time_s > one_of_s) {
+        return Ok(fastest_first(fitting));
+    }
+    let plans = with_others(cx, found, &ranked, &limits, fitting, &mut predictor)?;
+    *calibration = predictor.calibration;
+    Ok(plans)
 }
 
 fn fastest_first(mut plans: Vec<Plan>) -> Vec<Plan> {

@@ -17,7 +17,7 @@ use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::plan::{Plan, Schedule};
+use altiplano_ir::plan::{Plan, Schedule, Target};
 use altiplano_ir::recompute::Recompute;
 use std::ops::Range;
 
@@ -172,7 +172,8 @@ pub(crate) fn of_stages(
         },
         variant: Variant {
             zero: degrees.zero,
-            lean: false,
+            // Software that has it splits tokens wherever it can. Here it is for what that saves.
+            lean: degrees.sequence && request.target == Target::Altiplano,
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },

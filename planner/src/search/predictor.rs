@@ -54,17 +54,16 @@ impl Calibration {
     }
 }
 
-/// Predicts candidates of one search, and remembers those that do not fit: the search may find them again under lower
-/// or higher limits.
+/// Predicts candidates of one search, and remembers them: the search may find them again under lower or higher limits.
 pub struct Predictor<'c, 'a> {
     cx: &'c SearchContext<'c>,
     pub calibration: Calibration,
-    too_large: Vec<(PipelineCandidate<'a>, Plan)>,
+    predicted: Vec<(PipelineCandidate<'a>, Plan)>,
 }
 
 impl<'c, 'a> Predictor<'c, 'a> {
     pub fn new(cx: &'c SearchContext<'c>, calibration: Calibration) -> Self {
-        Predictor { cx, calibration, too_large: Vec::new() }
+        Predictor { cx, calibration, predicted: Vec::new() }
     }
 
     /// Predicts candidates a few at a time, the most promising first. Skips those that cannot be the best.
@@ -96,13 +95,14 @@ impl<'c, 'a> Predictor<'c, 'a> {
         self.calibration.ratio = self.calibration.ratio.min(ratio);
         if fits(plan) {
             self.calibration.best_s = self.calibration.best_s.min(step_s);
-        } else if self.known(candidate).is_none() {
-            self.too_large.push((candidate.clone(), plan.clone()));
+        }
+        if self.known(candidate).is_none() {
+            self.predicted.push((candidate.clone(), plan.clone()));
         }
     }
 
     fn known(&self, candidate: &PipelineCandidate<'_>) -> Option<Plan> {
-        self.too_large.iter().find(|(known, _)| known.is(candidate)).map(|(_, plan)| plan.clone())
+        self.predicted.iter().find(|(known, _)| known.is(candidate)).map(|(_, plan)| plan.clone())
     }
 }
 

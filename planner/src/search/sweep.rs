@@ -396,7 +396,7 @@ const LAYOUTS_IN_A_V: usize = 2;
 /// difference of two configurations. Uniform configurations are quick to predict.
 pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn Progress) -> Vec<Plan> {
     let most = MOST_TRIED.min(NODES_TRIED / request.graph.len().max(1));
-    let all = configurations(request, &Space::default());
+    let all = configurations(request, &Space { virtual_stages: vec![1, 2, 4], ..Space::default() });
     if most < FEWEST_TRIED || all.is_empty() || request.cluster.groups.len() > 1 {
         return Vec::new();
     }
@@ -424,6 +424,10 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
         let mut next: Vec<Degrees> = if tried.is_empty() { vec![at] } else { neighbours(&at, &all) };
+        next.iter_mut().for_each(|d| d.sequence = at.sequence && d.tp > 1);
+        if !tried.is_empty() && at.tp > 1 && stack(request.target).sequence {
+            next.insert(0, Degrees { sequence: !at.sequence, ..at });
+        }
         if !tried.is_empty() && at.zero > 0 && stack(request.target).groups && request.degrees.groups.is_none() {
             let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&request.cluster) };
             next.push(Degrees { groups, ..at });
@@ -557,9 +561,10 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
         add(&|d| same_shape(d) && level(d) && (d.virtual_stages, d.zero) == (at.virtual_stages, at.zero));
     }
     add(&|d| same_shape(d) && options(d) == (at.virtual_stages, 1 - at.zero.min(1), at.recompute));
-    add(&|d| {
-        same_shape(d) && d.virtual_stages != at.virtual_stages && (d.zero, d.recompute) == (at.zero, at.recompute)
-    });
+    let shared = |d: &Degrees| same_shape(d) && (d.zero, d.recompute) == (at.zero, at.recompute);
+    for virtual_stages in next(&|d| d.virtual_stages, &shared) {
+        add(&|d| shared(d) && d.virtual_stages == virtual_stages);
+    }
     found
 }
 

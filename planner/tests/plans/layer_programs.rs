@@ -3,7 +3,7 @@
 use crate::support::{random_steps, transformer};
 use altiplano_cost_models::{Roofline, preset};
 use altiplano_ir::batch::find_batch;
-use altiplano_ir::graph::Graph;
+use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::optimizer::Optimizer;
@@ -67,7 +67,7 @@ proptest! {
         let (cost, terms) = solved.boundary.entries[0][0].expect("a finite entry");
         prop_assert!((cost - expected).abs() <= 1e-9 * expected, "{cost} {expected}");
         // The terms add up to the objective.
-        let sum = terms.objective_s(2);
+        let sum = variant.objective_s(&terms, &cluster.groups[0].device);
         prop_assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
     }
 }
@@ -85,6 +85,27 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
     let variant = Variant { zero: 0, lean: false, num_microbatches: 1, execution: Default::default() };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
+}
+
+/// What a layer hands on is kept, so that the backward pass needs nothing that leads only there.
+#[test]
+fn full_recomputation_repeats_no_product_that_only_leaves_its_layer() {
+    let graph = simplify(&find_batch(&transformer(3), &[Some(0), Some(0)]).graph);
+    let starts = cluster_finely(&graph, usize::MAX);
+    let layered = LayeredGraph::new(graph, starts, &[], true);
+    let model = layered.model(None);
+    let products = |repeated: bool| {
+        let is_product = |v: &ValueId| layered.graph.node(*v).op.is_contraction();
+        layered.graph.values().filter(is_product).filter(|v| model.repeated[v.index()] == repeated).collect::<Vec<_>>()
+    };
+    let adds = |v: &ValueId| layered.users[v.index()].iter().all(|u| layered.graph.node(*u).op.name() == "add");
+    let (again, once) = (products(true), products(false));
+    assert!(again.len() > once.len() && once.len() >= 3, "{again:?} {once:?}");
+    let leaves = |v: &ValueId| {
+        let layer = |v: &ValueId| layered.layer_of[v.index()];
+        layered.users[v.index()].iter().any(|u| layered.users[u.index()].iter().any(|user| layer(user) != layer(v)))
+    };
+    assert!(once.iter().filter(|v| adds(v) && leaves(v)).count() >= 3, "{once:?}");
 }
 
 /// One value passes between blocks of a transformer, so solving each block alone loses nothing.
@@ -125,7 +146,7 @@ fn tables_of_blocks_make_those_of_layers() {
                         continue;
                     };
                     assert!((cost - expected).abs() <= 1e-9 * expected, "{mesh}: {i} to {o}: {cost} {expected}");
-                    let sum = terms.objective_s(2);
+                    let sum = variant.objective_s(terms, &cluster.groups[0].device);
                     assert!((sum - cost).abs() <= 1e-9 * cost, "{sum} {cost}");
                     assert_eq!(terms.entering_bytes, of_whole.entering_bytes);
                     // If several strategies have the same cost, either may be chosen.

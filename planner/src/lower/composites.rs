@@ -1,0 +1,559 @@
+//! Prices of composites: the kernels of one device's part, forward and backward.
+//!
+//! A composite is a subgraph with a name, such as attention, a norm or a loss. Under a strategy, each device runs a graph
+//! of its own, with collectives where factors are split that the composite combines. The seconds of that graph are those
+//! of the kernels that lowering and prediction would find in it, so that the search sees fused attention and fused
+//! elementwise work as the prediction does. Between two collectives, a device's work is a graph without communication:
+//! what arrives is a leaf, and what is sent a result.
+//!
+//! Pricing differentiates and divides the graph, which is slow, and composites repeat. So prices are known by op, local
+//! types and split, for all meshes and numbers of microbatches of a search ([`KnownComposites`]).
+
+use super::repeat::{self, Repeats};
+use super::{Prices, is_kept};
+use altiplano_cost_models::kernels::kernels;
+use altiplano_cost_models::timeline::Price;
+use altiplano_cost_models::{CostModel, kernels::KernelKind};
+use altiplano_ir::autodiff::pull_back;
+use altiplano_ir::graph::{Graph, Node, ValueId};
+use altiplano_ir::mesh::AxisId;
+use altiplano_ir::op::{Binary, Input, Local, Op, Operator, Slice};
+use altiplano_ir::optimizer::leaf;
+use altiplano_ir::plan::{AttentionKernels, Execution};
+use altiplano_ir::recompute::{Modules, Recompute};
+use altiplano_ir::reshard::Collective;
+use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
+use altiplano_ir::softmax_max::irrelevant_maxima;
+use altiplano_ir::types::TensorType;
+use rustc_hash::FxHashMap;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The kernels of fused attention that software has, if any.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fusion(Option<AttentionKernels>);
+
+impl Fusion {
+    pub fn of(execution: &Execution) -> Fusion {
+        Fusion(execution.fused_attention.then_some(execution.attention))
+    }
+}
+
+/// Known costs of composites on devices of one kind, by op and local types of the operands.
+#[derive(Debug, Default)]
+pub struct CompositeCosts(Mutex<FxHashMap<(String, Vec<TensorType>), Splits>>);
+
+/// Known costs of composites by the identity of the cost model that priced them, and by software.
+#[derive(Debug, Default)]
+pub struct KnownComposites(Mutex<FxHashMap<String, Arc<CompositeCosts>>>);
+
+impl KnownComposites {
+    /// Most cost models and most composites of one that are remembered. Beyond it, they are priced anew.
+    const MOST: usize = 1 << 14;
+
+    /// The composites that a cost model has priced for software; none yet if the model has no identity.
+    pub fn of(&self, cost: &dyn CostModel, fusion: Fusion) -> Arc<CompositeCosts> {
+        let Some(identity) = cost.identity() else { return Arc::default() };
+        let identity = format!("{identity} {fusion:?}");
+        let mut models = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if models.len() >= Self::MOST && !models.contains_key(&identity) {
+            models.clear();
+        }
+        let known = models.entry(identity).or_default();
+        if known.0.lock().unwrap_or_else(PoisonError::into_inner).len() >= Self::MOST {
+            *known = Arc::default();
+        }
+        known.clone()
+    }
+}
+
+/// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
+/// axes.
+#[derive(Debug, Default)]
+struct Splits {
+    silent: FxHashMap<Vec<bool>, Arc<Parts>>,
+    sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
+}
+
+/// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
+/// result.
+#[derive(Debug)]
+struct Parts {
+    alone: CompositeCost,
+    sent: Vec<(Collective, u64, u64)>,
+}
+
+impl<'a> Prices<'a> {
+    /// One device's work for an op, as a graph.
+    pub(super) fn local_graph(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Graph {
+        let mut graph = Graph::new("local");
+        let leaves: Vec<ValueId> = operands
+            .iter()
+            .zip(&shardings.operands)
+            .map(|(ty, s)| altiplano_ir::optimizer::leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
+            .collect();
+        let result = op.local(&mut Local {
+            graph: &mut graph,
+            mesh: &self.mesh,
+            operands: leaves,
+            operand_types: operands.iter().map(|&ty| ty.clone()).collect(),
+            result_shape: shardings.result.local_shape(&self.mesh),
+            factor_axes: strategy.factor_axes(rule.factors.len()),
+            fused_loss: true,
+        });
+        graph.outputs = vec![result];
+        graph
+    }
+
+    /// Cost of a composite's decomposition on one device.
+    pub fn inside(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> CompositeCost {
+        let Some(CompositeCosts(composites)) = self.composites else {
+            return self.with_sent(&self.inside_of(op, operands, rule, strategy, shardings));
+        };
+        let locals: Vec<TensorType> =
+            operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
+        let factor_axes = strategy.factor_axes(rule.factors.len());
+        let sized = |axes: &Vec<AxisId>| -> Vec<(AxisId, u64)> {
+            axes.iter().map(|&a| (a, self.mesh.size(a))).filter(|(_, size)| *size > 1).collect()
+        };
+        let axes: Vec<Vec<(AxisId, u64)>> = factor_axes.iter().map(sized).collect();
+        let split: Vec<bool> = axes.iter().map(|axes| !axes.is_empty()).collect();
+        let key = (format!("{op:?}"), locals);
+        let of_split = |known: &Splits| known.silent.get(&split).or_else(|| known.sending.get(&axes)).cloned();
+        let known = composites.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
+        if let Some(parts) = known {
+            return self.with_sent(&parts);
+        }
+        let parts = Arc::new(self.inside_of(op, operands, rule, strategy, shardings));
+        let inside = self.with_sent(&parts);
+        let mut composites = composites.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = composites.entry(key).or_default();
+        match parts.sent.is_empty() {
+            true => known.silent.insert(split, parts),
+            false => known.sending.insert(axes, parts),
+        };
+        inside
+    }
+
+    /// Cost of a composite including its communication over the links of this mesh.
+    fn with_sent(&self, Parts { alone, sent }: &Parts) -> CompositeCost {
+        let mut inside = *alone;
+        let mut shifts_s = 0.0;
+        for (collective, operand_bytes, result_bytes) in sent {
+            let seconds = self.waited_s(collective, *operand_bytes, *result_bytes);
+            let issue_s = if seconds > 0.0 { self.collective_issue_s } else { 0.0 };
+            inside.issue_s += issue_s;
+            inside.backward_issue_s += issue_s;
+            if matches!(collective, Collective::Shift { .. }) {
+                shifts_s += seconds;
+                inside.backward_issue_s += issue_s;
+                continue;
+            }
+            inside.forward_s += seconds;
+            inside.backward_s += seconds;
+        }
+        // Sending a ring's next block overlaps with computation, if the device can do both at once. The backward pass
+        // sends the blocks again, together with their gradients.
+        let exposed_s = |shifts_s: f64, compute_s: f64| match self.cost.runtime() {
+            Some(_) => shifts_s,
+            None => (shifts_s - compute_s).max(0.0),
+        };
+        inside.forward_s += exposed_s(shifts_s, alone.forward_s);
+        inside.backward_s += exposed_s(2.0 * shifts_s, alone.backward_s);
+        inside
+    }
+
+    /// Costs of a composite's local graph.
+    fn inside_of(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Parts {
+        let graph = &self.local_graph(op, operands, rule, strategy, shardings);
+        let recomputes = matches!(op, Op::Composite(op) if op.function.recomputes_inside());
+        let mut inside = self.held(graph);
+        if recomputes {
+            (inside.kept_bytes, inside.growing_bytes, inside.growing_s) = (0.0, 0.0, 0.0);
+        }
+        let of_ops = self.price_ops(graph, recomputes);
+        // A runtime has kernels of its own, and its ops are measured one by one. On other devices, elementwise work at the
+        // ends of a composite may join the kernels of its neighbours. Then a kernel of its own is too much.
+        let [forward, backward] = match self.cost.runtime() {
+            Some(_) => of_ops,
+            None => {
+                let of_kernels = self.price_kernels(graph, recomputes);
+                std::array::from_fn(|pass| match of_ops[pass].seconds < of_kernels[pass].seconds {
+                    true => of_ops[pass],
+                    false => of_kernels[pass],
+                })
+            }
+        };
+        (inside.forward_s, inside.issue_s) = (forward.seconds, forward.issue_s);
+        (inside.backward_s, inside.backward_issue_s) = (backward.seconds, backward.issue_s);
+        let sent = graph.values().filter_map(|v| match &graph.node(v).op {
+            Op::Collective(c) if c.collective.communicates() => {
+                Some((c.collective.clone(), graph.ty(graph.node(v).operands[0]).bytes(), graph.ty(v).bytes()))
+            }
+            _ => None,
+        });
+        Parts { alone: inside, sent: sent.collect() }
+    }
+
+    /// The bytes that a local graph keeps and needs, and the seconds of its products that are larger than their factors.
+    fn held(&self, graph: &Graph) -> CompositeCost {
+        let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+        let mut inside = CompositeCost::default();
+        let mut in_kernel = vec![false; graph.len()];
+        let only_scaled = only_scaled(graph);
+        for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
+            let node = graph.node(v);
+            inside.kept_bytes +=
+                if is_kept(&node.op) && !only_scaled[v.index()] { node.ty.bytes() as f64 } else { 0.0 };
+            if repeat::grows(graph, v) {
+                inside.growing_s += self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
+                inside.growing_bytes += node.ty.bytes() as f64;
+            }
+            in_kernel[v.index()] = repeat::grows(graph, v)
+                || !node.op.is_contraction() && node.operands.iter().any(|o| in_kernel[o.index()]);
+            inside.largest_bytes = inside.largest_bytes.max(node.ty.bytes() as f64);
+        }
+        // Values used only elementwise inside a kernel, such as a mask broadcast over heads, are made in that kernel.
+        let users = graph.users();
+        for v in graph.values().rev().filter(|v| !graph.node(*v).op.is_leaf()) {
+            let in_it = |u: &ValueId| in_kernel[u.index()] && !graph.node(*u).op.is_contraction();
+            let of = &users[v.index()];
+            in_kernel[v.index()] |= !graph.node(v).op.is_contraction() && !of.is_empty() && of.iter().all(in_it);
+        }
+        let stored = graph.values().filter(|v| varies[v.index()] && !in_kernel[v.index()]);
+        let stored = stored.filter(|v| !graph.node(*v).op.is_leaf());
+        inside.largest_fused_bytes = stored.map(|v| graph.ty(v).bytes() as f64).fold(0.0, f64::max);
+        inside
+    }
+
+    /// The forward and the backward pass of a local graph as the sums of its ops.
+    fn price_ops(&self, graph: &Graph, recomputes: bool) -> [Price; 2] {
+        let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+        let [mut forward, mut backward] = [Price::default(); 2];
+        for v in graph.values().filter(|v| varies[v.index()] && !graph.node(*v).op.is_leaf()) {
+            let node = graph.node(v);
+            let seconds = self.cost.compute_s(&node.op, &graph.operand_types(v), &node.ty);
+            let issue_s = self.cost.issue_s(&node.op, &graph.operand_types(v));
+            let wanted = |o: &&ValueId| varies[o.index()] && graph.ty(**o).dtype.is_float();
+            let wanted = if node.ty.dtype.is_float() { node.operands.iter().filter(wanted).count() } else { 0 };
+            forward.seconds += seconds;
+            forward.issue_s += issue_s;
+            let times = (wanted + usize::from(recomputes)) as f64;
+            backward.seconds += seconds * times;
+            backward.issue_s += issue_s * times;
+        }
+        [forward, backward]
+    }
+
+    /// The forward and the backward pass of a local graph as the sums of their kernels.
+    fn price_kernels(&self, graph: &Graph, recomputes: bool) -> [Price; 2] {
+        let part = cut_at_collectives(graph);
+        let varies = part.depends_on(|v| part.node(v).op.is_leaf());
+        let computes = |v: ValueId| varies[v.index()] && !part.node(v).op.is_leaf();
+        let layer_of: Vec<Option<u32>> = part.values().map(|v| computes(v).then_some(0)).collect();
+        let repeats = Repeats {
+            graph: &part,
+            layer_of: &layer_of,
+            users: &part.users(),
+            recompute: &|_| if recomputes { Recompute::Full } else { Recompute::None },
+            fused_attention: self.fusion.0.is_some(),
+            always: &[],
+            selective: Modules::NONE,
+            modules: &[],
+        };
+        let again = repeats.of(part.values().filter(|&v| computes(v)));
+        let reads = |v: ValueId| part.node(v).op.is_leaf() || computes(v) && !again.contains(&v);
+        let Backward { graph: backward, read } = Backward::new(&part, reads);
+        let kept = read.into_iter().chain(part.outputs.iter().copied()).filter(|&v| computes(v));
+        let cotangents = backward.outputs.iter().copied();
+        [self.price_part(&part, &kept.collect()), self.price_part(&backward, &cotangents.collect())]
+    }
+
+    /// The sum of the kernels of a graph that writes some of its values to memory.
+    fn price_part(&self, graph: &Graph, written: &BTreeSet<ValueId>) -> Price {
+        let mut sum = Price::default();
+        for mut kernel in kernels(graph, written, self.fusion.0.is_some()) {
+            if let KernelKind::Attention(attention) = &mut kernel.kind {
+                attention.software = self.fusion.0.unwrap_or_default();
+            }
+            let price = self.cost.kernel(&kernel);
+            sum.seconds += price.seconds;
+            sum.issue_s += price.issue_s;
+        }
+        sum
+    }
+}
+
+/// The graph with a leaf in place of each collective, and what it sends among the outputs. Values keep their numbers. A
+/// constant that devices split in a dimension along which it does not change is the same on all of them.
+fn cut_at_collectives(graph: &Graph) -> Graph {
+    let mut part = graph.clone();
+    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    for v in graph.values() {
+        let node = graph.node(v);
+        let Op::Collective(op) = &node.op else { continue };
+        if varies[v.index()] {
+            let received = Input { name: format!("received {v}"), ty: node.ty.clone() };
+            part.outputs.push(node.operands[0]);
+            part.nodes[v.index()] = Node { op: Op::Input(received), operands: Vec::new(), ..node.clone() };
+        } else if let Collective::LocalSlice { dim, .. } = op.collective
+            && is_constant_along(graph, node.operands[0], dim.into())
+        {
+            let rank = node.ty.rank();
+            let slice = Slice { start: vec![0; rank], limit: node.ty.shape.to_vec(), stride: vec![1; rank] };
+            part.nodes[v.index()].op = Op::Slice(slice);
+        }
+    }
+    part
+}
+
+/// True if the elements of a constant are known to be equal along a dimension.
+fn is_constant_along(graph: &Graph, v: ValueId, dim: usize) -> bool {
+    let node = graph.node(v);
+    match &node.op {
+        Op::Constant(literal) => literal.as_splat().is_some(),
+        Op::Iota(iota) => iota.dim != dim,
+        Op::BroadcastInDim(op) => match op.dims.iter().position(|&d| d == dim) {
+            Some(from) => graph.shape(node.operands[0])[from] == 1 || is_constant_along(graph, node.operands[0], from),
+            None => true,
+        },
+        Op::Collective(op) if !op.collective.communicates() => is_constant_along(graph, node.operands[0], dim),
+        op if op.is_elementwise() => node.operands.iter().all(|&o| is_constant_along(graph, o, dim)),
+        _ => false,
+    }
+}
+
+/// The backward pass of a part.
+struct Backward {
+    /// Its outputs are the cotangents of the part's leaves that have one, in their order.
+    graph: Graph,
+    /// The values of the part that it reads.
+    read: Vec<ValueId>,
+}
+
+impl Backward {
+    /// `reads` is true for values of the part that are in memory. Others are computed again.
+    fn new(part: &Graph, reads: impl Fn(ValueId) -> bool) -> Backward {
+        let training = pull_back(part, true);
+        let (all, num_forward) = (&training.graph, training.num_forward);
+        let in_memory = |v: ValueId| if v.index() < num_forward { reads(v) } else { all.node(v).op.is_leaf() };
+        let wanted = part.values().filter(|&v| part.node(v).op.is_leaf());
+        let wanted: Vec<ValueId> = wanted.filter_map(|v| training.cotangents[v.index()]).collect();
+        let mut needed = vec![false; all.len()];
+        wanted.iter().for_each(|v| needed[v.index()] = true);
+        for v in all.values().rev().filter(|&v| !in_memory(v)) {
+            if needed[v.index()] {
+                all.node(v).operands.iter().for_each(|o| needed[o.index()] = true);
+            }
+        }
+        let (mut graph, mut read) = (Graph::new(part.name.clone()), Vec::new());
+        let mut of: Vec<ValueId> = vec![ValueId(0); all.len()];
+        for v in all.values().filter(|v| needed[v.index()]) {
+            let node = all.node(v);
+            of[v.index()] = match in_memory(v) {
+                true => leaf(&mut graph, String::new(), node.ty.clone()),
+                false => graph
+                    .append(Node { operands: node.operands.iter().map(|o| of[o.index()]).collect(), ..node.clone() }),
+            };
+            if in_memory(v) && v.index() < num_forward {
+                read.push(v);
+            }
+        }
+        graph.outputs = wanted.iter().map(|v| of[v.index()]).collect();
+        Backward { graph, read }
+    }
+}
+
+/// Cost of a composite on one device. Bytes are per device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CompositeCost {
+    pub forward_s: f64,
+    /// Includes the cotangents of all operands.
+    pub backward_s: f64,
+    /// Host seconds to issue the kernels, forward and backward.
+    pub issue_s: f64,
+    pub backward_issue_s: f64,
+    /// Bytes kept from forward to backward if nothing is recomputed.
+    pub kept_bytes: f64,
+    /// Share of the forward seconds and of the kept bytes due to products larger than their factors.
+    pub growing_s: f64,
+    pub growing_bytes: f64,
+    pub largest_bytes: f64,
+    /// The largest value if products larger than their factors stay in one kernel, together with what is computed from
+    /// them up to the next product.
+    pub largest_fused_bytes: f64,
+}
+
+impl CompositeCost {
+    /// Bytes of the largest value in memory while the composite runs.
+    pub fn largest(&self, fused_attention: bool) -> f64 {
+        if fused_attention { self.largest_fused_bytes } else { self.largest_bytes }
+    }
+}
+
+/// Values that are only multiplied by factors that depend on irrelevant maxima, such as the result of each round of a
+/// ring. Their cotangents need the factor and not the value.
+fn only_scaled(graph: &Graph) -> Vec<bool> {
+    let irrelevant = irrelevant_maxima(graph);
+    let mut varies = vec![false; graph.len()];
+    for v in graph.values() {
+        let node = graph.node(v);
+        let source = node.op.is_leaf() || node.operands.iter().any(|o| varies[o.index()]);
+        varies[v.index()] = source && node.ty.dtype.is_float() && !irrelevant[v.index()];
+    }
+    let depends = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    let by_maxima = |o: ValueId| depends[o.index()] && !varies[o.index()];
+    let mut scaled = vec![false; graph.len()];
+    let users = graph.users();
+    for v in graph.values().rev().filter(|v| !users[v.index()].is_empty() && varies[v.index()]) {
+        scaled[v.index()] = users[v.index()].iter().all(|&u| {
+            let node = graph.node(u);
+            match &node.op {
+                Op::Convert(_) | Op::Reshape(_) => scaled[u.index()],
+                Op::Binary(Binary::Multiply) => node.operands.iter().any(|o| by_maxima(*o)),
+                _ => false,
+            }
+        });
+    }
+    scaled
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use altiplano_cost_models::{Roofline, preset};
+    use altiplano_ir::dtype::DType;
+    use altiplano_ir::expand::expand;
+    use altiplano_ir::interpret::run;
+    use altiplano_ir::literal::Real;
+    use altiplano_ir::mesh::Mesh;
+    use altiplano_ir::op::Function;
+    use altiplano_ir::rule::AxisUse;
+    use altiplano_ir::tensor::Tensor;
+
+    /// One composite on leaves of these shapes.
+    fn alone(function: Function, dtype: DType, shapes: &[&[u64]]) -> Graph {
+        let mut graph = Graph::new("composite");
+        let leaves: Vec<ValueId> =
+            shapes.iter().map(|&shape| leaf(&mut graph, String::new(), TensorType::new(dtype, shape))).collect();
+        graph.outputs = vec![graph.emit(function.into(), &leaves)];
+        graph
+    }
+
+    fn attention(causal: bool) -> Function {
+        Function::Attention { scale: Real(0.5), causal, blocks: 1 }
+    }
+
+    /// The price of a graph's last node where the two devices split the factor of `dim` of the first operand.
+    fn price(graph: &Graph, dim: Option<usize>, fused_attention: bool) -> CompositeCost {
+        let cluster = preset("dgx-h100:1").expect("a known preset");
+        let cost = Roofline::new(cluster.groups[0].device.clone());
+        let execution = Execution { fused_attention, ..Execution::default() };
+        let mesh = Mesh::new(&[("data", 2)]);
+        let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh).fused(Fusion::of(&execution));
+        let v = graph.outputs[0];
+        let rule = graph.rule(v);
+        let use_ = dim.map_or(AxisUse::Replicated, |d| AxisUse::Factor { factor: rule.operands[0][d][0], outer: 1 });
+        let strategy = Strategy(std::iter::once(use_).collect());
+        prices.inside(&graph.node(v).op, &graph.operand_types(v), &rule, &strategy, &rule.shardings(&strategy, &mesh))
+    }
+
+    #[test]
+    fn the_backward_pass_of_a_part_gives_its_gradients() {
+        let tests =
+            [(attention(true), vec![[2, 4, 2, 3]; 3]), (Function::RmsNorm { eps: Real(1e-3) }, vec![[2, 4, 2, 3]])];
+        for (function, shapes) in tests {
+            let name = function.name();
+            let mut shapes: Vec<&[u64]> = shapes.iter().map(|shape| shape.as_slice()).collect();
+            shapes.extend((shapes.len() == 1).then_some(&[3][..]));
+            let part = expand(&alone(function, DType::F32, &shapes)).graph;
+            let leaves: Vec<ValueId> = part.values().filter(|v| part.node(*v).op.is_leaf()).collect();
+            let value = |of: usize, i: usize| (1.3 * i as f64 + 0.7 * of as f64).sin();
+            let tensor = |of: usize, ty: &TensorType| {
+                Tensor::new(ty.clone(), (0..ty.elements() as usize).map(|i| value(of, i)).collect())
+            };
+            let result = part.ty(part.outputs[0]).clone();
+            let weights = tensor(9, &result);
+            let loss = |leaves: &[Tensor]| -> f64 {
+                let mut next = leaves.iter().cloned();
+                let out = run(&part, |_| next.next().expect("a leaf")).remove(0);
+                out.data.iter().zip(&weights.data).map(|(x, w)| x * w).sum()
+            };
+            let at: Vec<Tensor> = leaves.iter().enumerate().map(|(i, &v)| tensor(i, part.ty(v))).collect();
+            let backward = Backward::new(&part, |v| part.node(v).op.is_leaf());
+            let mut read =
+                backward.read.iter().map(|v| at[leaves.iter().position(|l| l == v).expect("a leaf")].clone());
+            // The cotangent is the last leaf.
+            let gradients = run(&backward.graph, |_| read.next().unwrap_or_else(|| weights.clone()));
+            assert_eq!(gradients.len(), leaves.len(), "{name}");
+            for (k, gradient) in gradients.iter().enumerate() {
+                for i in 0..gradient.data.len() {
+                    let moved = |by: f64| {
+                        let mut leaves = at.clone();
+                        leaves[k].data[i] += by;
+                        loss(&leaves)
+                    };
+                    let expected = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                    let error = (gradient.data[i] - expected).abs();
+                    assert!(error < 1e-6 * expected.abs().max(1.0), "{name} {k} {i}: {} {expected}", gradient.data[i]);
+                }
+            }
+        }
+    }
+
+    /// Scores of 4,096 x 4,096 never leave the chip, and half of them are hidden by a causal mask.
+    #[test]
+    fn fused_attention_costs_what_its_kernel_does() {
+        let shape: &[u64] = &[8, 4096, 16, 128];
+        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
+        let [fused, apart] = [true, false].map(|fused| price(&causal, None, fused));
+        assert!(5.0 * fused.forward_s < apart.forward_s, "{fused:?} {apart:?}");
+        assert!(3.0 * fused.backward_s < apart.backward_s, "{fused:?} {apart:?}");
+        let open = price(&alone(attention(false), DType::BF16, &[shape; 3]), None, true);
+        let shares = [fused.forward_s / open.forward_s, fused.backward_s / open.backward_s];
+        assert!(shares.iter().all(|share| (0.4..0.7).contains(share)), "{shares:?}");
+    }
+
+    /// The mask does not change along the batch, so that each device has half of the work that the mask leaves.
+    #[test]
+    fn devices_that_split_the_batch_share_what_a_mask_leaves() {
+        let shape: &[u64] = &[8, 4096, 16, 128];
+        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
+        let whole = price(&causal, None, true);
+        for dim in [0, 2] {
+            let split = price(&causal, Some(dim), true);
+            for (half, whole) in [(split.forward_s, whole.forward_s), (split.backward_s, whole.backward_s)] {
+                assert!((0.45..0.55).contains(&(half / whole)), "dimension {dim}: {half} of {whole}");
+            }
+        }
+    }
+
+    #[test]
+    fn work_beyond_a_collective_is_priced() {
+        let scaled = |shape: &[u64]| alone(Function::RmsNorm { eps: Real(1e-6) }, DType::BF16, &[shape, &shape[1..]]);
+        let graph = scaled(&[1 << 14, 8192]);
+        let (whole, split) = (price(&graph, None, true), price(&graph, Some(1), true));
+        assert!(split.forward_s > 0.5 * whole.forward_s && split.backward_s > 0.5 * whole.backward_s, "{split:?}");
+    }
+}
