@@ -24,8 +24,6 @@ const MOST_IN_A_V: usize = 2;
 const WORTH_JUDGING: f64 = 1.1;
 /// Most stages on the same devices to try, if their number is free.
 const MOST_VIRTUAL: usize = 8;
-/// Most meshes of a submesh to try at each level of recomputation.
-const MOST_MESHES: usize = 3;
 /// Most calls to simulate while cuts are moved.
 const MOST_PLAYED: u64 = 4_000_000;
 
@@ -113,8 +111,8 @@ impl CandidatesAtMicrobatch {
         self.blocks.iter().enumerate().filter_map(lanes).collect()
     }
 
-    /// For each recomputation level, the configurations on a submesh that are fastest for all layers together, on different
-    /// meshes. Most layers have candidates on each mesh: the price of a faster one says little about it.
+    /// For each recomputation level, the configuration on a submesh that is fastest for all layers together. Most layers
+    /// have candidates on its mesh: the price of a faster one says little about it.
     fn configs_of_layers(&self, block: usize) -> Vec<&StageConfig> {
         let layers = self.layered.layers.len();
         let mut configs: Vec<&StageConfig> = Vec::new();
@@ -135,40 +133,32 @@ impl CandidatesAtMicrobatch {
         let mut timed: Vec<(f64, &StageConfig)> = configs.into_iter().map(|config| (seconds(config), config)).collect();
         timed.retain(|(seconds, _)| seconds.is_finite());
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let mut fastest: Vec<&StageConfig> = Vec::new();
-        for level in Recompute::ALL.map(RecomputeFraction::uniform) {
-            let before = fastest.len();
-            for (_, config) in timed.iter().filter(|(_, config)| config.fraction == level) {
-                if fastest.len() < before + MOST_MESHES
-                    && fastest[before..].iter().all(|known| known.mesh != config.mesh)
-                {
-                    fastest.push(config);
-                }
-            }
-        }
-        fastest
+        // The fastest configuration of each recomputation level.
+        let fastest =
+            |level: Recompute| timed.iter().find(|t| t.1.fraction == RecomputeFraction::uniform(level)).map(|t| t.1);
+        Recompute::ALL.into_iter().filter_map(fastest).collect()
     }
 
     /// The candidate of a run of layers under a configuration. If the table dropped it for a dominating one, takes the
-    /// fastest on the same mesh, or else on any.
+    /// fastest on the same mesh that recomputes as much, or else on any.
     pub(super) fn run(&self, layers: Range<usize>, block: usize, config: &StageConfig) -> Option<Candidate> {
         let is_same = |c: &Candidate| self.configs[c.id as usize] == *config;
-        self.nearest(layers, block, is_same, |c| self.configs[c.id as usize].mesh == config.mesh)
+        self.nearest(layers, block, is_same, |c| self.configs[c.id as usize].is_like(config))
     }
 
-    /// The candidate of a run of layers that is the same; otherwise the fastest on a mesh, or else on any.
+    /// The candidate of a run of layers that is the same; otherwise the fastest that is like it, or else of any.
     fn nearest(
         &self,
         layers: Range<usize>,
         block: usize,
         is_same: impl Fn(&Candidate) -> bool,
-        on_mesh: impl Fn(&Candidate) -> bool,
+        is_like: impl Fn(&Candidate) -> bool,
     ) -> Option<Candidate> {
         let all = self.table.candidates(layers.start, layers.end, block);
         let same = all.iter().find(|c| is_same(c));
         let fastest = |a: &&Candidate, b: &&Candidate| a.microbatch_s.total_cmp(&b.microbatch_s);
-        let on_mesh = || all.iter().filter(|c| on_mesh(c)).min_by(fastest);
-        same.or_else(on_mesh).or_else(|| all.iter().min_by(fastest)).copied()
+        let alike = || all.iter().filter(|c| is_like(c)).min_by(fastest);
+        same.or_else(alike).or_else(|| all.iter().min_by(fastest)).copied()
     }
 }
 
@@ -186,8 +176,8 @@ impl<'a> Runs<'a> {
         let layers = candidates.layered.layers.len();
         // Each configuration is compared once, for all runs.
         let same: Vec<bool> = candidates.configs.iter().map(|other| other == config).collect();
-        let on_mesh: Vec<bool> = candidates.configs.iter().map(|other| other.mesh == config.mesh).collect();
-        let run = |layers| candidates.nearest(layers, block, |c| same[c.id as usize], |c| on_mesh[c.id as usize]);
+        let alike: Vec<bool> = candidates.configs.iter().map(|other| other.is_like(config)).collect();
+        let run = |layers| candidates.nearest(layers, block, |c| same[c.id as usize], |c| alike[c.id as usize]);
         let row = |first: usize| (first + 1..=layers).map(|end| run(first..end)).collect();
         Runs { candidates, block, config: config.clone(), rows: (0..layers).map(row).collect() }
     }
@@ -196,10 +186,11 @@ impl<'a> Runs<'a> {
         self.rows[first][end - first - 1].as_ref()
     }
 
-    /// The configuration that was priced, unless it is on another mesh: stages that share devices have one mesh.
+    /// The configuration that was priced, unless it is on another mesh, where stages that share devices have one, or
+    /// recomputes more or less: then the table dropped this one for a better mesh.
     fn config_of(&self, first: usize, end: usize) -> StageConfig {
         let priced = self.get(first, end).map(|c| &self.candidates.configs[c.id as usize]);
-        priced.filter(|config| config.mesh == self.config.mesh).unwrap_or(&self.config).clone()
+        priced.filter(|config| config.is_like(&self.config)).unwrap_or(&self.config).clone()
     }
 
     fn seconds(&self, first: usize, end: usize) -> f64 {

@@ -46,6 +46,13 @@ pub struct StageConfig {
     pub fraction: RecomputeFraction,
 }
 
+impl StageConfig {
+    /// Returns true if another configuration has the same mesh and recomputes as much.
+    pub(super) fn is_like(&self, other: &StageConfig) -> bool {
+        self.mesh == other.mesh && self.fraction == other.fraction
+    }
+}
+
 /// A pipeline found for one number of microbatches.
 #[derive(Clone)]
 pub struct PipelineCandidate<'a> {
