@@ -5,7 +5,7 @@ use crate::inter_op::search::ChosenStage;
 use crate::inter_op::submesh::{Block, place_blocks};
 use crate::inter_op::tables::{Known, layer_table};
 use crate::intra_op::ilp::Kept;
-use crate::intra_op::layer::LayerTable;
+use crate::intra_op::layer::{LayerTable, MemoryPrice};
 use crate::intra_op::space::{Choice, Spaces, batch_factors, batch_layout};
 use crate::layers::graph::{LayeredGraph, Unit};
 use crate::lower::{Fusion, Prices};
@@ -126,7 +126,10 @@ fn stage(
     let Block { group, shape } = chosen.block;
     let submesh = (shape.nodes, shape.devices);
     let cost = costs.of_group(group as u32);
-    let fusion = Fusion::of(&request.execution);
+    let fusion = match config.variant.memory {
+        MemoryPrice::None => Fusion::Ops,
+        _ => Fusion::of(&request.execution),
+    };
     let composites = request.composites.of(cost, fusion);
     let prices =
         Prices::new(cost, &request.cluster.groups[group], submesh, &config.mesh).fused(fusion).knowing(&composites);

@@ -5,7 +5,7 @@ use crate::assemble::{Parts, assemble};
 use crate::features::target;
 use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
-use crate::intra_op::layer::Variant;
+use crate::intra_op::layer::{MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::AxisRoles;
 use crate::layers::cache::LayeredAtBatch;
@@ -44,9 +44,9 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
     let at_batch = LayeredAtBatch::new(request);
     let cx = SearchContext { request, space: &space, costs: &costs, layered: &at_batch, progress: &Silent };
     let as_is: Vec<ChosenStage> = plan.stages.iter().map(|stage| chosen(plan, stage)).collect();
-    let predict = |stages: &[ChosenStage], lean: bool| {
+    let predict = |stages: &[ChosenStage], memory: MemoryPrice| {
         let mut stages = stages.to_vec();
-        stages.iter_mut().for_each(|s| s.config.variant.lean = lean);
+        stages.iter_mut().for_each(|s| s.config.variant.memory = memory);
         let parts = Parts {
             layered: &layered,
             num_microbatches: plan.num_microbatches,
@@ -73,10 +73,10 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
     };
     // Lean layouts are tried if the others do not fit, as in the search.
     let neighbour = |(change, stages): (String, Vec<ChosenStage>)| {
-        let first = predict(&stages, false);
+        let first = predict(&stages, MemoryPrice::Small);
         let plan = match &first {
             Ok(plan) if fits(plan) => first,
-            _ => match (predict(&stages, true), first) {
+            _ => match (predict(&stages, MemoryPrice::Large), first) {
                 (Ok(lean), Ok(first)) if !fits(&lean) && peak_bytes(&lean) > peak_bytes(&first) => Ok(first),
                 (Err(_), first) => first,
                 (lean, _) => lean,
@@ -90,8 +90,12 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
 /// A stage in the search's terms.
 fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
     let shape = SubmeshShape { nodes: stage.submesh.0, devices: stage.submesh.1 };
-    let variant =
-        Variant { zero: stage.zero, lean: false, num_microbatches: plan.num_microbatches, execution: plan.execution };
+    let variant = Variant {
+        zero: stage.zero,
+        memory: MemoryPrice::Small,
+        num_microbatches: plan.num_microbatches,
+        execution: plan.execution,
+    };
     ChosenStage {
         layers: stage.layers.start as usize..stage.layers.end as usize,
         block: Block { group: stage.group as usize, shape },

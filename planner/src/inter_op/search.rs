@@ -8,7 +8,7 @@ use super::dynamic::{Candidate, NoStages, Query, Room, StageTable, Stages, plan_
 use super::submesh::{Block, SubmeshShape, shapes};
 use super::tables::boundaries;
 use crate::intra_op::ilp::StageCost;
-use crate::intra_op::layer::Variant;
+use crate::intra_op::layer::{MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::{AxisRoles, Spaces};
 use crate::layers::graph::LayeredGraph;
@@ -133,7 +133,8 @@ fn candidates_of_mesh(on: &OnBlock<'_>, block: Block, mesh: &Mesh) -> Candidates
     let queue_s = queue_s(cost);
     let (mut configs, mut found) = (Vec::new(), Vec::new());
     for zero in levels {
-        let variant = Variant { zero, lean: space.lean, num_microbatches, execution: request.execution };
+        let memory = if space.lean { MemoryPrice::Large } else { MemoryPrice::Small };
+        let variant = Variant { zero, memory, num_microbatches, execution: request.execution };
         let Some(tables) = boundaries(layered, request, &mut spaces, variant) else { continue };
         let chains = runs.chains(&tables);
         for &fraction in &fractions {

@@ -17,13 +17,23 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;
 
+/// What memory is worth in the choice of layouts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryPrice {
+    /// Nothing: the fastest layouts, as software has them whose degrees are given.
+    None,
+    /// Enough to choose between layouts that are about as fast. Without it, plans of deep pipelines that almost fit are lost.
+    Small,
+    /// Layouts that hold fewer bytes are preferred, even if they take more time.
+    Large,
+}
+
 /// The settings of a stage other than its shardings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Variant {
     /// ZeRO level, 0 to 3.
     pub zero: u8,
-    /// Prefer layouts that keep fewer bytes, even if they take more time.
-    pub lean: bool,
+    pub memory: MemoryPrice,
     /// Microbatches per step. Per-step costs are divided by this number.
     pub num_microbatches: u32,
     /// How gradients are summed.
@@ -33,9 +43,10 @@ pub struct Variant {
 impl Variant {
     /// The objective of a layer: its seconds, and a price for what it holds in memory.
     pub fn objective_s(&self, terms: &StageCost, device: &Device) -> f64 {
-        let s_per_byte = match self.lean {
-            true => LEAN_FULL_MEMORY_S / device.memory_bytes.max(1) as f64,
-            false => HELD_IS_READ / device.memory_bytes_per_s,
+        let s_per_byte = match self.memory {
+            MemoryPrice::None => 0.0,
+            MemoryPrice::Small => HELD_IS_READ / device.memory_bytes_per_s,
+            MemoryPrice::Large => FULL_MEMORY_S / device.memory_bytes.max(1) as f64,
         };
         terms.objective_s(self.num_microbatches) + s_per_byte * (terms.kept_bytes + terms.static_bytes)
     }
@@ -91,10 +102,9 @@ pub struct LayerChoice {
     pub parameters: Vec<(ValueId, Kept)>,
 }
 
-/// Seconds that a full device memory is worth in lean variants.
-const LEAN_FULL_MEMORY_S: f64 = 1.0;
-/// What a byte of memory is worth in other variants, where it decides between layouts that are about as fast: this part of
-/// the time to read it. Without it, plans of deep pipelines that almost fit are lost.
+/// Seconds that a full device memory is worth at the large price.
+const FULL_MEMORY_S: f64 = 1.0;
+/// The part of the time to read a byte that it is worth at the small price.
 const HELD_IS_READ: f64 = 0.4;
 /// The relative gap of a table entry that is not worth closing, since prices are far less accurate.
 const GAP: f64 = 1e-6;

@@ -29,13 +29,27 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The kernels of fused attention that software has, if any.
+/// What a composite is priced as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fusion(Option<AttentionKernels>);
+pub enum Fusion {
+    /// Its ops, one by one. Published steps of given degrees agree better with the layouts that follow from these prices.
+    #[default]
+    Ops,
+    /// Its kernels, with those of fused attention that software has, if any.
+    Kernels(Option<AttentionKernels>),
+}
 
 impl Fusion {
+    /// The kernels of software.
     pub fn of(execution: &Execution) -> Fusion {
-        Fusion(execution.fused_attention.then_some(execution.attention))
+        Fusion::Kernels(execution.fused_attention.then_some(execution.attention))
+    }
+
+    fn attention(self) -> Option<AttentionKernels> {
+        match self {
+            Fusion::Ops => None,
+            Fusion::Kernels(attention) => attention,
+        }
     }
 }
 
@@ -195,9 +209,9 @@ impl<'a> Prices<'a> {
         let of_ops = self.price_ops(graph, recomputes);
         // A runtime has kernels of its own, and its ops are measured one by one. On other devices, elementwise work at the
         // ends of a composite may join the kernels of its neighbours. Then a kernel of its own is too much.
-        let [forward, backward] = match self.cost.runtime() {
-            Some(_) => of_ops,
-            None => {
+        let [forward, backward] = match (self.cost.runtime(), self.fusion) {
+            (Some(_), _) | (_, Fusion::Ops) => of_ops,
+            (None, Fusion::Kernels(_)) => {
                 let of_kernels = self.price_kernels(graph, recomputes);
                 std::array::from_fn(|pass| match of_ops[pass].seconds < of_kernels[pass].seconds {
                     true => of_ops[pass],
@@ -266,36 +280,50 @@ impl<'a> Prices<'a> {
         [forward, backward]
     }
 
-    /// The forward and the backward pass of a local graph as the sums of their kernels.
+    /// The forward and the backward pass of a local graph as the sums of their kernels. Where devices see different parts
+    /// of a mask, they are those of the slower of the first and the last device.
     fn price_kernels(&self, graph: &Graph, recomputes: bool) -> [Price; 2] {
-        let part = cut_at_collectives(graph);
+        let (first, differ) = cut_at_collectives(graph, End::First);
+        let of_first = self.price_passes(&first, recomputes);
+        if !differ {
+            return of_first;
+        }
+        let of_last = self.price_passes(&cut_at_collectives(graph, End::Last).0, recomputes);
+        std::array::from_fn(|pass| match of_first[pass].seconds < of_last[pass].seconds {
+            true => of_last[pass],
+            false => of_first[pass],
+        })
+    }
+
+    /// The forward and the backward pass of a part without communication.
+    fn price_passes(&self, part: &Graph, recomputes: bool) -> [Price; 2] {
         let varies = part.depends_on(|v| part.node(v).op.is_leaf());
         let computes = |v: ValueId| varies[v.index()] && !part.node(v).op.is_leaf();
         let layer_of: Vec<Option<u32>> = part.values().map(|v| computes(v).then_some(0)).collect();
         let repeats = Repeats {
-            graph: &part,
+            graph: part,
             layer_of: &layer_of,
             users: &part.users(),
             recompute: &|_| if recomputes { Recompute::Full } else { Recompute::None },
-            fused_attention: self.fusion.0.is_some(),
+            fused_attention: self.fusion.attention().is_some(),
             always: &[],
             selective: Modules::NONE,
             modules: &[],
         };
         let again = repeats.of(part.values().filter(|&v| computes(v)));
         let reads = |v: ValueId| part.node(v).op.is_leaf() || computes(v) && !again.contains(&v);
-        let Backward { graph: backward, read } = Backward::new(&part, reads);
+        let Backward { graph: backward, read } = Backward::new(part, reads);
         let kept = read.into_iter().chain(part.outputs.iter().copied()).filter(|&v| computes(v));
         let cotangents = backward.outputs.iter().copied();
-        [self.price_part(&part, &kept.collect()), self.price_part(&backward, &cotangents.collect())]
+        [self.price_part(part, &kept.collect()), self.price_part(&backward, &cotangents.collect())]
     }
 
     /// The sum of the kernels of a graph that writes some of its values to memory.
     fn price_part(&self, graph: &Graph, written: &BTreeSet<ValueId>) -> Price {
         let mut sum = Price::default();
-        for mut kernel in kernels(graph, written, self.fusion.0.is_some()) {
+        for mut kernel in kernels(graph, written, self.fusion.attention().is_some()) {
             if let KernelKind::Attention(attention) = &mut kernel.kind {
-                attention.software = self.fusion.0.unwrap_or_default();
+                attention.software = self.fusion.attention().unwrap_or_default();
             }
             let price = self.cost.kernel(&kernel);
             sum.seconds += price.seconds;
@@ -305,10 +333,17 @@ impl<'a> Prices<'a> {
     }
 }
 
+/// The first or the last device of those that split a constant.
+#[derive(Clone, Copy)]
+enum End {
+    First,
+    Last,
+}
+
 /// The graph with a leaf in place of each collective, and what it sends among the outputs. Values keep their numbers. A
-/// constant that devices split in a dimension along which it does not change is the same on all of them.
-fn cut_at_collectives(graph: &Graph) -> Graph {
-    let mut part = graph.clone();
+/// constant that devices split has the part of the device at this end. Returns true if the parts may differ.
+fn cut_at_collectives(graph: &Graph, end: End) -> (Graph, bool) {
+    let (mut part, mut differ) = (graph.clone(), false);
     let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
     for v in graph.values() {
         let node = graph.node(v);
@@ -317,15 +352,18 @@ fn cut_at_collectives(graph: &Graph) -> Graph {
             let received = Input { name: format!("received {v}"), ty: node.ty.clone() };
             part.outputs.push(node.operands[0]);
             part.nodes[v.index()] = Node { op: Op::Input(received), operands: Vec::new(), ..node.clone() };
-        } else if let Collective::LocalSlice { dim, .. } = op.collective
-            && is_constant_along(graph, node.operands[0], dim.into())
-        {
-            let rank = node.ty.rank();
-            let slice = Slice { start: vec![0; rank], limit: node.ty.shape.to_vec(), stride: vec![1; rank] };
-            part.nodes[v.index()].op = Op::Slice(slice);
+        } else if let Collective::LocalSlice { dim, .. } = op.collective {
+            let (dim, own) = (usize::from(dim), &node.ty.shape);
+            differ |= !is_constant_along(graph, node.operands[0], dim);
+            let mut start = vec![0; own.len()];
+            if let End::Last = end {
+                start[dim] = graph.shape(node.operands[0])[dim] - own[dim];
+            }
+            let limit = start.iter().zip(own).map(|(start, size)| start + size).collect();
+            part.nodes[v.index()].op = Op::Slice(Slice { start, limit, stride: vec![1; own.len()] });
         }
     }
-    part
+    (part, differ)
 }
 
 /// True if the elements of a constant are known to be equal along a dimension.
@@ -533,6 +571,16 @@ mod tests {
         let open = price(&alone(attention(false), DType::BF16, &[shape; 3]), None, true);
         let shares = [fused.forward_s / open.forward_s, fused.backward_s / open.backward_s];
         assert!(shares.iter().all(|share| (0.4..0.7).contains(share)), "{shares:?}");
+    }
+
+    /// The last device sees three quarters of the scores, and the others wait for it.
+    #[test]
+    fn devices_that_split_queries_take_as_long_as_the_last() {
+        let shape: &[u64] = &[8, 4096, 16, 128];
+        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
+        let (whole, split) = (price(&causal, None, true), price(&causal, Some(1), true));
+        let shares = [split.forward_s / whole.forward_s, split.backward_s / whole.backward_s];
+        assert!(shares.iter().all(|share| (0.65..0.85).contains(share)), "{shares:?}");
     }
 
     /// The mask does not change along the batch, so that each device has half of the work that the mask leaves.

@@ -5,7 +5,7 @@
 use crate::assemble::{Parts, assemble};
 use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
-use crate::intra_op::layer::Variant;
+use crate::intra_op::layer::{MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::intra_op::space::AxisRoles;
 use crate::layers::cluster_finely;
@@ -173,7 +173,10 @@ pub(crate) fn of_stages(
         variant: Variant {
             zero: degrees.zero,
             // Software that has it splits tokens wherever it can. Here it is for what that saves.
-            lean: degrees.sequence && request.target == Target::Altiplano,
+            memory: match degrees.sequence && request.target == Target::Altiplano {
+                true => MemoryPrice::Large,
+                false => MemoryPrice::None,
+            },
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },

@@ -8,7 +8,7 @@ use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Reducer;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::simplify::simplify;
-use altiplano_planner::intra_op::layer::{LayerTable, Variant, solve_layer, state_layer};
+use altiplano_planner::intra_op::layer::{LayerTable, MemoryPrice, Variant, solve_layer, state_layer};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::layers::cluster_finely;
 use altiplano_planner::layers::graph::LayeredGraph;
@@ -59,7 +59,7 @@ proptest! {
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh);
         let optimizer = Optimizer::adamw();
         let model = layered.model(Some(&optimizer));
-        let variant = Variant { zero, lean: false, num_microbatches: 2, execution: Default::default() };
+        let variant = Variant { zero, memory: MemoryPrice::Small, num_microbatches: 2, execution: Default::default() };
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
         let stated = state_layer(&model, 0..end, &mut spaces, variant);
         let Some(expected) = brute_force(&stated.problem) else { return Ok(()) };
@@ -83,7 +83,7 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     let optimizer = Optimizer::adamw();
     let model = layered.model(Some(&optimizer));
     let mut spaces = Spaces::new(&prices, AxisRoles::default());
-    let variant = Variant { zero: 0, lean: false, num_microbatches: 1, execution: Default::default() };
+    let variant = Variant { zero: 0, memory: MemoryPrice::Small, num_microbatches: 1, execution: Default::default() };
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
 }
 
@@ -123,7 +123,7 @@ fn tables_of_blocks_make_those_of_layers() {
         let mesh = Mesh::new(&[("data", data), ("tensor", tensor)]);
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 4), &mesh);
         let mut spaces = Spaces::new(&prices, AxisRoles::default());
-        let variant = Variant { zero, lean: false, num_microbatches: 2, execution: Default::default() };
+        let variant = Variant { zero, memory: MemoryPrice::Small, num_microbatches: 2, execution: Default::default() };
         let mut joined_layers = 0;
         for l in 0..layered.layers.len() {
             let units = layered.units_of(l);

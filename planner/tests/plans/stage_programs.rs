@@ -13,7 +13,7 @@ use altiplano_ir::plan::{Execution, Plan, Schedule};
 use altiplano_ir::recompute::{Recomputation, Recompute};
 use altiplano_ir::simplify::simplify;
 use altiplano_ir::types::TensorType;
-use altiplano_planner::intra_op::layer::{Variant, solve_layer};
+use altiplano_planner::intra_op::layer::{MemoryPrice, Variant, solve_layer};
 use altiplano_planner::intra_op::space::{AxisRoles, Spaces};
 use altiplano_planner::intra_op::stage::{Demand, StageProgram, StageSolution, gradient_readers, state_stage};
 use altiplano_planner::layers::graph::LayeredGraph;
@@ -147,7 +147,7 @@ proptest! {
     ) {
         let graph = random_graph(&steps);
         let mesh = Mesh::new(&[("data", 2), ("tensor", 2), ("context", 2)][..axes]);
-        let variant = Variant { zero, lean: false, num_microbatches: 2, execution: Execution::default() };
+        let variant = Variant { zero, memory: MemoryPrice::Small, num_microbatches: 2, execution: Execution::default() };
         with_program(&graph, &mesh, &demand(vec![zero]), |program, layered, spaces| {
             let optimizer = Optimizer::adamw();
             let model = layered.model(Some(&optimizer));
