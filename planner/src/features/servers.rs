@@ -3,6 +3,7 @@
 //! are predicted, and the fastest that fits is taken.
 
 use crate::explain::alternatives;
+use crate::intra_op::layer::MemoryPrice;
 use crate::layers::cache::at_microbatches;
 use crate::predict::predict_from;
 use crate::request::{OverServers, PlanFailure, Progress, Request};
@@ -234,7 +235,7 @@ fn predict_all(
             groups: 1,
             sequence: false,
         };
-        let mut plan = fixed_of(&request, &layered, &degrees, costs)?;
+        let mut plan = fixed_of(&request, &layered, &degrees, MemoryPrice::None, costs)?;
         plan.servers = over.map(|over| servers_of(&plan, over));
         if plan.servers.is_some() {
             // A single device has nothing to reduce.

@@ -17,7 +17,7 @@ use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::plan::{Plan, Schedule, Target};
+use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use std::ops::Range;
 
@@ -109,7 +109,7 @@ impl Degrees {
 ///
 /// The cluster's first group must have room for every stage; stages that share devices count once.
 pub fn fixed(request: &Request, degrees: &Degrees, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
-    fixed_of(request, &finely_layered(request), degrees, costs)
+    fixed_of(request, &finely_layered(request), degrees, MemoryPrice::None, costs)
 }
 
 /// The model of a request, cut at every useful place.
@@ -118,11 +118,12 @@ pub fn finely_layered(request: &Request) -> LayeredGraph {
     LayeredGraph::new(request.graph.clone(), starts, &request.stop_gradients, request.trains())
 }
 
-/// Like [`fixed`], for a model whose layers are known.
+/// Like [`fixed`], for a model whose layers are known, and with a price of memory.
 pub fn fixed_of(
     request: &Request,
     layered: &LayeredGraph,
     degrees: &Degrees,
+    memory: MemoryPrice,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
     let runs = degrees
@@ -131,7 +132,7 @@ pub fn fixed_of(
         .ok_or(PlanFailure::TooFewLayers { layers: layered.kinds.len() as u32, stages: degrees.stages })?;
     let alike = RecomputeFraction::uniform(degrees.recompute);
     let stages: Vec<_> = runs.into_iter().map(|layers| (layers, alike)).collect();
-    of_stages(request, layered, degrees, stages, costs)
+    of_stages(request, layered, degrees, stages, memory, costs)
 }
 
 /// Like [`fixed_of`], with the layers of each stage and the part of them that is recomputed.
@@ -140,6 +141,7 @@ pub(crate) fn of_stages(
     layered: &LayeredGraph,
     degrees: &Degrees,
     stages: Vec<(Range<usize>, RecomputeFraction)>,
+    memory: MemoryPrice,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
     let group = &request.cluster.groups[0];
@@ -172,11 +174,7 @@ pub(crate) fn of_stages(
         },
         variant: Variant {
             zero: degrees.zero,
-            // Software that has it splits tokens wherever it can. Here it is for what that saves.
-            memory: match degrees.sequence && request.target == Target::Altiplano {
-                true => MemoryPrice::Large,
-                false => MemoryPrice::None,
-            },
+            memory,
             num_microbatches: degrees.num_microbatches,
             execution: request.execution,
         },

@@ -6,6 +6,7 @@ use super::fixed_degrees::{Degrees, dealt, evenly, finely_layered, of_stages, re
 use crate::features::padding::{padded, with_padding};
 use crate::features::pins::{pin_positions, with_pins};
 use crate::features::target::one_group;
+use crate::intra_op::layer::MemoryPrice;
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::layers::cache::at_microbatches;
 use crate::layers::cluster_finely;
@@ -97,7 +98,7 @@ fn unpadded(request: &Request, stated: &Stated, costs: &dyn Costs) -> Result<Pla
     let layered = finely_layered(&request);
     let stages = stages(&layered, stated)?;
     let predicted = |degrees: &Degrees| {
-        let plan = of_stages(&request, &layered, degrees, stages.clone(), costs)?;
+        let plan = of_stages(&request, &layered, degrees, stages.clone(), MemoryPrice::None, costs)?;
         predict_with(plan, &layered, costs, request.cache.as_deref())
     };
     if let Some(experts) = stated.replicas_of_experts()

@@ -12,6 +12,7 @@ use crate::features::parallelism::expert_products;
 use crate::features::pins::pin_positions;
 use crate::features::stacks::{Stack, stack};
 use crate::features::target::{execution_at, one_group};
+use crate::intra_op::layer::MemoryPrice;
 use crate::layers::cache::at_microbatches;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::memory::copies_of_parameter;
@@ -101,6 +102,8 @@ impl ConfigurationCache {
 pub(super) struct Configurations<'a> {
     pub request: &'a Request,
     cache: Arc<ConfigurationCache>,
+    /// Tokens are split between products for the memory that it saves.
+    saves_memory: bool,
 }
 
 impl<'a> Configurations<'a> {
@@ -109,7 +112,11 @@ impl<'a> Configurations<'a> {
     }
 
     pub(super) fn among(request: &'a Request, cache: &Arc<ConfigurationCache>) -> Self {
-        Configurations { request, cache: cache.clone() }
+        Configurations { request, cache: cache.clone(), saves_memory: false }
+    }
+
+    fn memory(&self, degrees: &Degrees) -> MemoryPrice {
+        if self.saves_memory && degrees.sequence { MemoryPrice::Large } else { MemoryPrice::None }
     }
 
     /// The model at a number of microbatches, if the batch divides into them.
@@ -166,7 +173,7 @@ impl<'a> Configurations<'a> {
         let layered = cell.get().and_then(Option::as_ref).ok_or(PlanFailure::NoCombination)?;
         let execution = execution_at(self.request, degrees.zero);
         let request = Request { graph: layered.graph.clone(), execution, ..self.request.clone() };
-        then(fixed_of(&request, layered, degrees, costs)?, layered)
+        then(fixed_of(&request, layered, degrees, self.memory(degrees), costs)?, layered)
     }
 
     /// Layouts for the stages of a configuration, those with the least work of any device first.
@@ -417,7 +424,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
     let Some(mut at) = nearest.copied() else { return Vec::new() };
-    let configurations = Configurations::new(request);
+    let configurations = Configurations { saves_memory: true, ..Configurations::new(request) };
     let mut tried: Vec<Degrees> = Vec::new();
     let mut fitting = Vec::new();
     // By how much it exceeds memory, then by seconds.
