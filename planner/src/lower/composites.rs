@@ -32,7 +32,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// What a composite is priced as.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fusion {
-    /// Its ops, one by one. Published steps of given degrees agree better with the layouts that follow from these prices.
+    /// Its ops, one by one. Given degrees keep the layouts that follow from these prices, which were compared with published
+    /// steps.
     #[default]
     Ops,
     /// Its kernels, with those of fused attention that software has, if any.
