@@ -4,8 +4,8 @@
 //! their tables. Runs of equal layers are equal, so each product is computed once per sequence of layer kinds, not per
 //! pair of ends ([`Runs`]).
 
-use crate::intra_op::ilp::StageCost;
 use crate::intra_op::layer::Boundary;
+use crate::intra_op::stage_cost::StageCost;
 use rustc_hash::FxHashMap;
 use std::rc::Rc;
 

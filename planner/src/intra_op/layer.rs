@@ -6,8 +6,9 @@
 //! divided by the number of microbatches. The result is a table over boundary layouts, from which layers are
 //! joined.
 
-use super::ilp::{Ends, Ilp, Kept, Model, StageCost, Variable, state};
+use super::ilp::{Ends, Ilp, Kept, Model, Variable, state};
 use super::space::{Choice, LayoutId, Spaces};
+use super::stage_cost::StageCost;
 use altiplano_ir::cluster::Device;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::plan::Execution;

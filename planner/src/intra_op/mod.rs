@@ -10,3 +10,4 @@ pub mod layer;
 pub(crate) mod recompute_fraction;
 pub mod space;
 pub mod stage;
+pub(crate) mod stage_cost;

@@ -10,8 +10,9 @@
 //! needs it. If the backward pass reads it, it is held once for each microbatch in flight. This is an estimate:
 //! lowering decides the actual program, and [`crate::predict`] gives the final prediction.
 
-use super::ilp::{Ends, Ilp, Kept, Model, StageCost, User, Variable, state};
+use super::ilp::{Ends, Ilp, Kept, Model, User, Variable, state};
 use super::space::{Choice, LayoutId, Space, Spaces};
+use super::stage_cost::StageCost;
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::lower::CompositeCost;
 use crate::lower::repeat::Repeats;
