@@ -93,15 +93,20 @@ pub fn differentiate_for(
     Ok(reverse(forward, graph, &[(loss, one)], &varies, fused_loss))
 }
 
-/// Appends the backward pass of a part of a model: the cotangents of its leaves, for cotangents of its outputs. Those are
-/// leaves, the first nodes after the part. An output without float leaves has none.
-pub fn pull_back(part: &Graph, fused_loss: bool) -> Differentiated {
+/// For each value of a part of a model, true if it has a derivative with respect to a leaf that can matter.
+pub fn varying(part: &Graph) -> Vec<bool> {
     let irrelevant = irrelevant_maxima(part);
     let mut varies = vec![false; part.len()];
     for v in part.values() {
         let (node, stopped) = (part.node(v), irrelevant[v.index()] || !part.ty(v).dtype.is_float());
         varies[v.index()] = !stopped && (node.op.is_leaf() || node.operands.iter().any(|o| varies[o.index()]));
     }
+    varies
+}
+
+/// Appends the backward pass of a part of a model: the cotangents of its leaves, for cotangents of its outputs. Those are
+/// leaves, the first nodes after the part. Values that do not vary have none.
+pub fn pull_back(part: &Graph, varies: &[bool], fused_loss: bool) -> Differentiated {
     let mut graph = part.clone();
     let differentiated = part.outputs.iter().filter(|output| varies[output.index()]);
     let seed = |&output: &ValueId| {
@@ -109,7 +114,7 @@ pub fn pull_back(part: &Graph, fused_loss: bool) -> Differentiated {
         (output, leaf(&mut graph, format!("cotangent of {output}"), ty.with_dtype(ty.dtype.cotangent())))
     };
     let seeds: Vec<(ValueId, ValueId)> = differentiated.map(seed).collect();
-    reverse(part, graph, &seeds, &varies, fused_loss)
+    reverse(part, graph, &seeds, varies, fused_loss)
 }
 
 /// Appends the backward pass to `graph`, a copy of `forward` followed by the cotangents of its outputs. `seeds` are outputs

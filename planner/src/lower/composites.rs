@@ -14,10 +14,10 @@ use super::{Prices, is_kept};
 use altiplano_cost_models::kernels::kernels;
 use altiplano_cost_models::timeline::Price;
 use altiplano_cost_models::{CostModel, kernels::KernelKind};
-use altiplano_ir::autodiff::pull_back;
+use altiplano_ir::autodiff::{pull_back, varying};
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Binary, Input, Local, Op, Operator, Slice};
+use altiplano_ir::op::{Binary, Convert, Input, Local, Op, Operator, Slice};
 use altiplano_ir::optimizer::leaf;
 use altiplano_ir::plan::{AttentionKernels, Execution};
 use altiplano_ir::recompute::{Modules, Recompute};
@@ -208,13 +208,14 @@ impl<'a> Prices<'a> {
             (inside.kept_bytes, inside.growing_bytes, inside.growing_s) = (0.0, 0.0, 0.0);
         }
         let of_ops = self.price_ops(graph, recomputes);
-        // A runtime has kernels of its own, and its ops are measured one by one. On other devices, elementwise work at the
-        // ends of a composite may join the kernels of its neighbours. Then a kernel of its own is too much.
+        // A runtime has kernels of its own, and its ops are measured one by one. On other devices, the elementwise work of a
+        // composite may join the kernels of its neighbours. Then kernels of its own are too much.
+        let may_join = !graph.nodes.iter().any(|node| node.op.is_contraction());
         let [forward, backward] = match (self.cost.runtime(), self.fusion) {
             (Some(_), _) | (_, Fusion::Ops) => of_ops,
             (None, Fusion::Kernels(_)) => {
                 let of_kernels = self.price_kernels(graph, recomputes);
-                std::array::from_fn(|pass| match of_ops[pass].seconds < of_kernels[pass].seconds {
+                std::array::from_fn(|pass| match may_join && of_ops[pass].seconds < of_kernels[pass].seconds {
                     true => of_ops[pass],
                     false => of_kernels[pass],
                 })
@@ -284,22 +285,23 @@ impl<'a> Prices<'a> {
     /// The forward and the backward pass of a local graph as the sums of their kernels. Where devices see different parts
     /// of a mask, they are those of the slower of the first and the last device.
     fn price_kernels(&self, graph: &Graph, recomputes: bool) -> [Price; 2] {
-        let (first, differ) = cut_at_collectives(graph, End::First);
+        let (first, differ) = of_device(graph, End::First);
         let of_first = self.price_passes(&first, recomputes);
         if !differ {
             return of_first;
         }
-        let of_last = self.price_passes(&cut_at_collectives(graph, End::Last).0, recomputes);
+        let of_last = self.price_passes(&of_device(graph, End::Last).0, recomputes);
         std::array::from_fn(|pass| match of_first[pass].seconds < of_last[pass].seconds {
             true => of_last[pass],
             false => of_first[pass],
         })
     }
 
-    /// The forward and the backward pass of a part without communication.
-    fn price_passes(&self, part: &Graph, recomputes: bool) -> [Price; 2] {
-        let varies = part.depends_on(|v| part.node(v).op.is_leaf());
-        let computes = |v: ValueId| varies[v.index()] && !part.node(v).op.is_leaf();
+    /// The forward and the backward pass of one device's graph, without the time of its collectives.
+    fn price_passes(&self, graph: &Graph, recomputes: bool) -> [Price; 2] {
+        let part = &cut_at_collectives(graph);
+        let depends = part.depends_on(|v| part.node(v).op.is_leaf());
+        let computes = |v: ValueId| depends[v.index()] && !part.node(v).op.is_leaf();
         let layer_of: Vec<Option<u32>> = part.values().map(|v| computes(v).then_some(0)).collect();
         let repeats = Repeats {
             graph: part,
@@ -313,18 +315,21 @@ impl<'a> Prices<'a> {
         };
         let again = repeats.of(part.values().filter(|&v| computes(v)));
         let reads = |v: ValueId| part.node(v).op.is_leaf() || computes(v) && !again.contains(&v);
-        let Backward { graph: backward, read } = Backward::new(part, reads);
+        let Backward { graph: backward, read } = Backward::new(part, &varying_beyond(graph), reads);
         let kept = read.into_iter().chain(part.outputs.iter().copied()).filter(|&v| computes(v));
         let cotangents = backward.outputs.iter().copied();
-        [self.price_part(part, &kept.collect()), self.price_part(&backward, &cotangents.collect())]
+        // In the forward pass, what a collective sends is computed in a kernel before those that use what arrives.
+        [self.price_part(graph, &kept.collect()), self.price_part(&backward, &cotangents.collect())]
     }
 
-    /// The sum of the kernels of a graph that writes some of its values to memory.
+    /// The sum of the kernels of a graph that writes some of its values to memory, without its collectives.
     fn price_part(&self, graph: &Graph, written: &BTreeSet<ValueId>) -> Price {
         let mut sum = Price::default();
         for mut kernel in kernels(graph, written, self.fusion.attention().is_some()) {
-            if let KernelKind::Attention(attention) = &mut kernel.kind {
-                attention.software = self.fusion.attention().unwrap_or_default();
+            match &mut kernel.kind {
+                KernelKind::Collective => continue,
+                KernelKind::Attention(attention) => attention.software = self.fusion.attention().unwrap_or_default(),
+                _ => {}
             }
             let price = self.cost.kernel(&kernel);
             sum.seconds += price.seconds;
@@ -341,30 +346,57 @@ enum End {
     Last,
 }
 
-/// The graph with a leaf in place of each collective, and what it sends among the outputs. Values keep their numbers. A
-/// constant that devices split has the part of the device at this end. Returns true if the parts may differ.
-fn cut_at_collectives(graph: &Graph, end: End) -> (Graph, bool) {
-    let (mut part, mut differ) = (graph.clone(), false);
-    let varies = graph.depends_on(|v| graph.node(v).op.is_leaf());
-    for v in graph.values() {
+/// The graph of the device at this end: its part of each constant that devices split. Returns true if the parts may differ.
+fn of_device(graph: &Graph, end: End) -> (Graph, bool) {
+    let (mut own, mut differ) = (graph.clone(), false);
+    let depends = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    for v in graph.values().filter(|v| !depends[v.index()]) {
         let node = graph.node(v);
-        let Op::Collective(op) = &node.op else { continue };
-        if varies[v.index()] {
-            let received = Input { name: format!("received {v}"), ty: node.ty.clone() };
-            part.outputs.push(node.operands[0]);
-            part.nodes[v.index()] = Node { op: Op::Input(received), operands: Vec::new(), ..node.clone() };
-        } else if let Collective::LocalSlice { dim, .. } = op.collective {
-            let (dim, own) = (usize::from(dim), &node.ty.shape);
+        if let Op::Collective(op) = &node.op
+            && let Collective::LocalSlice { dim, .. } = op.collective
+        {
+            let (dim, shape) = (usize::from(dim), &node.ty.shape);
             differ |= !is_constant_along(graph, node.operands[0], dim);
-            let mut start = vec![0; own.len()];
+            let mut start = vec![0; shape.len()];
             if let End::Last = end {
-                start[dim] = graph.shape(node.operands[0])[dim] - own[dim];
+                start[dim] = graph.shape(node.operands[0])[dim] - shape[dim];
             }
-            let limit = start.iter().zip(own).map(|(start, size)| start + size).collect();
-            part.nodes[v.index()].op = Op::Slice(Slice { start, limit, stride: vec![1; own.len()] });
+            let limit = start.iter().zip(shape).map(|(start, size)| start + size).collect();
+            own.nodes[v.index()].op = Op::Slice(Slice { start, limit, stride: vec![1; shape.len()] });
         }
     }
-    (part, differ)
+    (own, differ)
+}
+
+/// The collectives of values that a device computes or receives.
+fn collectives(graph: &Graph) -> impl Iterator<Item = ValueId> + '_ {
+    let depends = graph.depends_on(|v| graph.node(v).op.is_leaf());
+    graph.values().filter(move |v| depends[v.index()] && matches!(graph.node(*v).op, Op::Collective(_)))
+}
+
+/// The graph with a leaf in place of each collective, and what it sends among the outputs. Values keep their numbers.
+fn cut_at_collectives(graph: &Graph) -> Graph {
+    let mut part = graph.clone();
+    for v in collectives(graph) {
+        let node = graph.node(v);
+        let received = Input { name: format!("received {v}"), ty: node.ty.clone() };
+        part.outputs.push(node.operands[0]);
+        part.nodes[v.index()] = Node { op: Op::Input(received), operands: Vec::new(), ..node.clone() };
+    }
+    part
+}
+
+/// For each value, true if it has a derivative that can matter. A maximum of all devices does not where one device's would
+/// not.
+fn varying_beyond(graph: &Graph) -> Vec<bool> {
+    let mut alone = graph.clone();
+    for v in collectives(graph) {
+        let node = graph.node(v);
+        if graph.ty(node.operands[0]) == &node.ty {
+            alone.nodes[v.index()].op = Op::Convert(Convert { dtype: node.ty.dtype });
+        }
+    }
+    varying(&alone)
 }
 
 /// True if the elements of a constant are known to be equal along a dimension.
@@ -393,8 +425,8 @@ struct Backward {
 
 impl Backward {
     /// `reads` is true for values of the part that are in memory. Others are computed again.
-    fn new(part: &Graph, reads: impl Fn(ValueId) -> bool) -> Backward {
-        let training = pull_back(part, true);
+    fn new(part: &Graph, varies: &[bool], reads: impl Fn(ValueId) -> bool) -> Backward {
+        let training = pull_back(part, varies, true);
         let (all, num_forward) = (&training.graph, training.num_forward);
         let in_memory = |v: ValueId| if v.index() < num_forward { reads(v) } else { all.node(v).op.is_leaf() };
         let wanted = part.values().filter(|&v| part.node(v).op.is_leaf());
@@ -540,7 +572,7 @@ mod tests {
                 out.data.iter().zip(&weights.data).map(|(x, w)| x * w).sum()
             };
             let at: Vec<Tensor> = leaves.iter().enumerate().map(|(i, &v)| tensor(i, part.ty(v))).collect();
-            let backward = Backward::new(&part, |v| part.node(v).op.is_leaf());
+            let backward = Backward::new(&part, &varying(&part), |v| part.node(v).op.is_leaf());
             let mut read =
                 backward.read.iter().map(|v| at[leaves.iter().position(|l| l == v).expect("a leaf")].clone());
             // The cotangent is the last leaf.

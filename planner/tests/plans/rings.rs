@@ -24,14 +24,14 @@ fn dot(g: &mut Graph, x: ValueId, w: ValueId) -> ValueId {
     g.emit(Op::DotGeneral(dot), &[x, w])
 }
 
-/// Layers of attention over 24 positions, and the value that each of them adds.
+/// Layers of attention over 24 positions, with the mixed values and the sum of each.
 fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64) -> (Graph, Vec<ValueId>) {
     let (batch, size) = (2, 3);
     let width = heads * size;
     let mut g = Graph::new("attention");
     let ty = TensorType::new(DType::F32, [batch, TOKENS, width]);
     let mut x = g.emit(Op::Input(Input { name: "x".into(), ty }), &[]);
-    let mut added = Vec::new();
+    let mut split = Vec::new();
     for i in 0..layers {
         let projected = |g: &mut Graph, name: &str, heads: u64| {
             let ty = TensorType::new(DType::F32, [width, heads * size]);
@@ -42,25 +42,26 @@ fn model(layers: usize, (heads, kv_heads): (u64, u64), causal: bool, blocks: u64
         let operands = [("q", heads), ("k", kv_heads), ("v", kv_heads)].map(|(n, h)| projected(&mut g, n, h));
         let attention = Function::Attention { scale: Real(0.5), causal, blocks };
         let mixed = g.emit(attention.into(), &operands);
-        let mixed = g.reshape(mixed, &[batch, TOKENS, width]);
+        let joined = g.reshape(mixed, &[batch, TOKENS, width]);
         let ty = TensorType::new(DType::F32, [width, width]);
         let w = g.emit(Op::Parameter(Parameter::new(format!("o{i}"), ty)), &[]);
-        let y = dot(&mut g, mixed, w);
+        let y = dot(&mut g, joined, w);
         x = g.add(x, y);
-        added.push(x);
+        split.extend([mixed, x]);
     }
     let square = g.mul(x, x);
     let loss = array::mean(&mut g, square, &[0, 1, 2], false).expect("a mean");
     g.outputs = vec![loss];
-    (find_batch(&g, &[Some(0)]).graph, added)
+    (find_batch(&g, &[Some(0)]).graph, split)
 }
 
 /// Pins a split of positions over `devices`, whatever the search would choose.
-fn split(graph: &Graph, added: &[ValueId], devices: u32) -> Request {
+fn split(graph: &Graph, values: &[ValueId], devices: u32) -> Request {
     let mut graph = graph.clone();
-    for &value in added {
+    for &value in values {
         let dim = |axes: &[&str]| PinnedDim { axes: axes.iter().map(ToString::to_string).collect(), open: false };
-        let dims = vec![dim(&[]), dim(&["all"]), dim(&[])];
+        let rank = graph.shape(value).len();
+        let dims = (0..rank).map(|d| if d == 1 { dim(&["all"]) } else { dim(&[]) }).collect();
         graph.pin(Pin { value, mesh: vec![("all".into(), u64::from(devices))], dims });
     }
     let cluster = preset(&format!("local:{devices}")).expect("a preset");
@@ -102,9 +103,9 @@ fn assert_keys_are_in_parts(plan: &Plan, kv_heads: u64) {
 #[test]
 fn devices_compute_what_one_computes() {
     for (devices, heads, causal) in [(2, (3, 1), true), (3, (2, 2), false), (4, (2, 1), true)] {
-        let (graph, added) = model(2, heads, causal, u64::from(devices));
+        let (graph, values) = model(2, heads, causal, u64::from(devices));
         for recompute in [Recompute::None, Recompute::Full] {
-            let mut request = split(&graph, &added, devices);
+            let mut request = split(&graph, &values, devices);
             request.recompute = Some(recompute);
             let plan = check(&request);
             let shifts = |phase| sent(&plan, phase).iter().filter(|s| s.0 == "shift").count();
@@ -119,8 +120,8 @@ fn devices_compute_what_one_computes() {
 /// With more blocks than devices, only blocks that change devices are sent.
 #[test]
 fn blocks_may_be_more_than_devices() {
-    let (graph, added) = model(1, (3, 1), true, 4);
-    let plan = check(&split(&graph, &added, 2));
+    let (graph, values) = model(1, (3, 1), true, 4);
+    let plan = check(&split(&graph, &values, 2));
     let shifts: Vec<_> = sent(&plan, Phase::Forward).into_iter().filter(|s| s.0 == "shift").collect();
     // In each of three rounds, one block of keys and of values moves to the other device.
     let block = 2 * TOKENS / 4 * 3;
@@ -131,7 +132,7 @@ fn blocks_may_be_more_than_devices() {
 /// A plan has the requested number of blocks, or there is a message.
 #[test]
 fn blocks_are_asked_for() {
-    let (graph, added) = model(1, (2, 2), false, 1);
+    let (graph, values) = model(1, (2, 2), false, 1);
     let blocks = |request: &Request| {
         let plan = plan(request, &Silent)?;
         let found = plan.graph.nodes.iter().find_map(|n| match &n.op {
@@ -143,7 +144,7 @@ fn blocks_are_asked_for() {
         });
         Ok::<_, PlanFailure>(found.expect("an attention"))
     };
-    let mut request = split(&graph, &added, 2);
+    let mut request = split(&graph, &values, 2);
     request.ring = Ring::Blocks(2);
     assert_eq!(blocks(&request).expect("a plan"), 2);
     request.ring = Ring::None;
@@ -153,7 +154,7 @@ fn blocks_are_asked_for() {
         assert!(matches!(blocks(&request), Err(PlanFailure::Option { option: "ring", .. })), "{refused}");
     }
     // The request that a plan answers is about the original model.
-    let (ringed, added) = model(1, (2, 2), false, 2);
-    let plan = plan(&split(&ringed, &added, 2), &Silent).expect("a plan");
+    let (ringed, values) = model(1, (2, 2), false, 2);
+    let plan = plan(&split(&ringed, &values, 2), &Silent).expect("a plan");
     assert_eq!(Request::of_plan(&plan).graph.nodes, graph.nodes);
 }

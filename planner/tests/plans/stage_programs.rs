@@ -147,7 +147,7 @@ proptest! {
     ) {
         let graph = random_graph(&steps);
         let mesh = Mesh::new(&[("data", 2), ("tensor", 2), ("context", 2)][..axes]);
-        let variant = Variant { zero, memory: MemoryPrice::Small, num_microbatches: 2, execution: Execution::default() };
+        let variant = Variant { zero, memory: MemoryPrice::None, num_microbatches: 2, execution: Execution::default() };
         with_program(&graph, &mesh, &demand(vec![zero]), |program, layered, spaces| {
             let optimizer = Optimizer::adamw();
             let model = layered.model(Some(&optimizer));
