@@ -69,6 +69,21 @@ impl Collective {
         }
     }
 
+    /// The same over other axes.
+    pub fn over(mut self, new: Vec<AxisId>) -> Collective {
+        match &mut self {
+            Collective::AllReduce { axes, .. }
+            | Collective::ReduceScatter { axes, .. }
+            | Collective::AllGather { axes, .. }
+            | Collective::AllToAll { axes, .. }
+            | Collective::LocalSlice { axes, .. }
+            | Collective::KeepFirst { axes, .. }
+            | Collective::Halo { axes, .. }
+            | Collective::Shift { axes, .. } => *axes = new,
+        }
+        self
+    }
+
     /// Returns true if devices send anything to each other.
     pub fn communicates(&self) -> bool {
         !matches!(self, Collective::LocalSlice { .. } | Collective::KeepFirst { .. })

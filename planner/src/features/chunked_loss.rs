@@ -3,7 +3,7 @@
 //! The logits of long samples with a large vocabulary may need more memory than all else. In chunks they never exist at
 //! once, at the price of one more product in the backward pass. The variant is searched if no plan fits and logits need
 //! a good part of a device's memory. It is also searched if the best plan recomputes or offloads although logits fill a
-//! good part of memory, or has several stages, which hold less each. The faster plan is kept.
+//! good part of memory, of which less is enough in a pipeline. The faster plan is kept.
 //!
 //! [`array::linear_label_losses`]: altiplano_ir::array::linear_label_losses
 
@@ -184,7 +184,7 @@ pub fn variant(request: &Request, plan: &Result<Plan, PlanFailure>) -> Option<Re
     }
     let heads = heads(&request.graph, &request.stop_gradients);
     let worth = match plan {
-        Ok(plan) if plan.stages.len() > 1 => filled(plan) >= WORTH_CHUNKS_OF_A_PIPELINE,
+        Ok(plan) if plan.stages.len() > 1 => pays_for_memory(plan) && filled(plan) >= WORTH_CHUNKS_OF_A_PIPELINE,
         Ok(plan) => pays_for_memory(plan) && filled(plan) >= WORTH_CHUNKS,
         Err(PlanFailure::Memory { .. }) => filled_by_sample(request, &heads) >= WORTH_CHUNKS,
         Err(_) => false,

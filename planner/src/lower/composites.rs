@@ -17,12 +17,13 @@ use altiplano_cost_models::{CostModel, kernels::KernelKind};
 use altiplano_ir::autodiff::{pull_back, varying};
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::mesh::AxisId;
-use altiplano_ir::op::{Binary, Convert, Input, Local, Op, Operator, Slice};
+use altiplano_ir::op::{Binary, Convert, Function, Input, Local, Op, Operator, Slice};
 use altiplano_ir::optimizer::leaf;
 use altiplano_ir::plan::{AttentionKernels, Execution};
 use altiplano_ir::recompute::{Modules, Recompute};
 use altiplano_ir::reshard::Collective;
 use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
+use altiplano_ir::sharding::Sharding;
 use altiplano_ir::softmax_max::irrelevant_maxima;
 use altiplano_ir::types::TensorType;
 use rustc_hash::FxHashMap;
@@ -82,20 +83,57 @@ impl KnownComposites {
     }
 }
 
-/// Known costs of one composite. If its parts send nothing, the key says which factors are split; otherwise, by which
-/// axes.
-#[derive(Debug, Default)]
-struct Splits {
-    silent: FxHashMap<Vec<bool>, Arc<Parts>>,
-    sending: FxHashMap<Vec<Vec<(AxisId, u64)>>, Arc<Parts>>,
-}
+/// Known costs of one composite by which factors are split, one for each way to send.
+type Splits = FxHashMap<Vec<bool>, Vec<Arc<Parts>>>;
 
-/// The parts of a composite: their cost without communication, and their collectives with the bytes of operand and
-/// result.
+/// The parts of a composite: their cost without communication, and their collectives. Meshes whose axes of the same
+/// factors have these sizes share it.
 #[derive(Debug)]
 struct Parts {
     alone: CompositeCost,
-    sent: Vec<(Collective, u64, u64)>,
+    sent: Vec<Sent>,
+    /// The factors over whose axes values are sent or sliced, with the sizes of the axes.
+    over: Vec<(usize, Vec<u64>)>,
+}
+
+/// A collective of a composite.
+#[derive(Debug)]
+struct Sent {
+    /// Its axes are positions among those of [`Parts::over`].
+    collective: Collective,
+    /// Local bytes of the operand and the result.
+    bytes: [u64; 2],
+    times: u64,
+}
+
+impl Parts {
+    /// The parts of `rounds` rounds from those of 2, 3 and 4. They are sums over rounds, and over pairs of rounds where each
+    /// adds to a value of all, such as a gradient. `operand_bytes` are those of the largest operand.
+    fn of_rounds(rounds: u64, operand_bytes: f64, [two, three, four]: [Parts; 3]) -> Parts {
+        let of = [&two, &three, &four].map(|parts| parts.alone);
+        let steps = (rounds - 2) as f64;
+        let at = |field: fn(&CompositeCost) -> f64| {
+            let [a, b, c] = [0, 1, 2].map(|i| field(&of[i]));
+            a + steps * (b - a) + steps * (steps - 1.0) / 2.0 * (c - 2.0 * b + a)
+        };
+        let alone = CompositeCost {
+            forward_s: at(|c| c.forward_s),
+            backward_s: at(|c| c.backward_s),
+            issue_s: at(|c| c.issue_s),
+            backward_issue_s: at(|c| c.backward_issue_s),
+            kept_bytes: at(|c| c.kept_bytes),
+            growing_s: at(|c| c.growing_s),
+            growing_bytes: at(|c| c.growing_bytes),
+            // A value of one round, or one of all.
+            largest_bytes: of[2].largest_bytes.max(operand_bytes),
+            largest_fused_bytes: of[2].largest_fused_bytes.max(operand_bytes),
+        };
+        let mut sent = two.sent;
+        for (sent, more) in sent.iter_mut().zip(&three.sent) {
+            sent.times += (rounds - 2) * (more.times - sent.times);
+        }
+        Parts { alone, sent, over: two.over }
+    }
 }
 
 impl<'a> Prices<'a> {
@@ -120,7 +158,7 @@ impl<'a> Prices<'a> {
             operands: leaves,
             operand_types: operands.iter().map(|&ty| ty.clone()).collect(),
             result_shape: shardings.result.local_shape(&self.mesh),
-            factor_axes: strategy.factor_axes(rule.factors.len()),
+            factor_axes: self.factor_axes(rule, strategy),
             fused_loss: true,
         });
         graph.outputs = vec![result];
@@ -137,40 +175,48 @@ impl<'a> Prices<'a> {
         shardings: &OpShardings,
     ) -> CompositeCost {
         let Some(CompositeCosts(composites)) = self.composites else {
-            return self.with_sent(&self.inside_of(op, operands, rule, strategy, shardings));
+            let parts = self.inside_of(op, operands, rule, strategy, shardings);
+            return self.with_sent(&parts, &self.factor_axes(rule, strategy));
         };
         let locals: Vec<TensorType> =
             operands.iter().zip(&shardings.operands).map(|(ty, s)| s.local_type(ty, &self.mesh)).collect();
-        let factor_axes = strategy.factor_axes(rule.factors.len());
-        let sized = |axes: &Vec<AxisId>| -> Vec<(AxisId, u64)> {
-            axes.iter().map(|&a| (a, self.mesh.size(a))).filter(|(_, size)| *size > 1).collect()
-        };
-        let axes: Vec<Vec<(AxisId, u64)>> = factor_axes.iter().map(sized).collect();
+        let axes = self.factor_axes(rule, strategy);
         let split: Vec<bool> = axes.iter().map(|axes| !axes.is_empty()).collect();
         let key = (format!("{op:?}"), locals);
-        let of_split = |known: &Splits| known.silent.get(&split).or_else(|| known.sending.get(&axes)).cloned();
+        let is_alike =
+            |parts: &&Arc<Parts>| parts.over.iter().all(|(factor, sizes)| self.sizes(&axes[*factor]) == *sizes);
+        let of_split = |known: &Splits| known.get(&split)?.iter().find(is_alike).cloned();
         let known = composites.lock().unwrap_or_else(PoisonError::into_inner).get(&key).and_then(of_split);
         if let Some(parts) = known {
-            return self.with_sent(&parts);
+            return self.with_sent(&parts, &axes);
         }
         let parts = Arc::new(self.inside_of(op, operands, rule, strategy, shardings));
-        let inside = self.with_sent(&parts);
+        let inside = self.with_sent(&parts, &axes);
         let mut composites = composites.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = composites.entry(key).or_default();
-        match parts.sent.is_empty() {
-            true => known.silent.insert(split, parts),
-            false => known.sending.insert(axes, parts),
-        };
+        composites.entry(key).or_default().entry(split).or_default().push(parts);
         inside
     }
 
-    /// Cost of a composite including its communication over the links of this mesh.
-    fn with_sent(&self, Parts { alone, sent }: &Parts) -> CompositeCost {
+    /// For each factor, the axes that split it into more than one part.
+    fn factor_axes(&self, rule: &ShardingRule, strategy: &Strategy) -> Vec<Vec<AxisId>> {
+        let mut axes = strategy.factor_axes(rule.factors.len());
+        axes.iter_mut().for_each(|axes| axes.retain(|&axis| self.mesh.size(axis) > 1));
+        axes
+    }
+
+    fn sizes(&self, axes: &[AxisId]) -> Vec<u64> {
+        axes.iter().map(|&axis| self.mesh.size(axis)).collect()
+    }
+
+    /// Cost of a composite including its communication over the links of this mesh, where `axes` split its factors.
+    fn with_sent(&self, Parts { alone, sent, over }: &Parts, axes: &[Vec<AxisId>]) -> CompositeCost {
+        let axes: Vec<AxisId> = over.iter().flat_map(|(factor, _)| axes[*factor].iter().copied()).collect();
         let mut inside = *alone;
         let mut shifts_s = 0.0;
-        for (collective, operand_bytes, result_bytes) in sent {
-            let seconds = self.waited_s(collective, *operand_bytes, *result_bytes);
-            let issue_s = if seconds > 0.0 { self.collective_issue_s } else { 0.0 };
+        for Sent { collective, bytes: [operand, result], times } in sent {
+            let here = collective.axes().iter().map(|axis| axes[usize::from(axis.0)]).collect();
+            let seconds = *times as f64 * self.waited_s(&collective.clone().over(here), *operand, *result);
+            let issue_s = if seconds > 0.0 { *times as f64 * self.collective_issue_s } else { 0.0 };
             inside.issue_s += issue_s;
             inside.backward_issue_s += issue_s;
             if matches!(collective, Collective::Shift { .. }) {
@@ -192,8 +238,38 @@ impl<'a> Prices<'a> {
         inside
     }
 
-    /// Costs of a composite's local graph.
+    /// Costs of a composite. Those of many equal rounds follow from those of few.
     fn inside_of(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Parts {
+        let of_rounds = |rounds: u64| {
+            let graph = in_rounds(op, operands, rounds)?;
+            let v = graph.outputs[0];
+            let fewer = graph.rule(v);
+            let alike = (&fewer.operands, &fewer.result) == (&rule.operands, &rule.result);
+            let shardings = || fewer.shardings(strategy, &self.mesh);
+            alike.then(|| self.priced(&graph.node(v).op, &graph.operand_types(v), &fewer, strategy, &shardings()))
+        };
+        match num_rounds(op) {
+            Some(rounds) if rounds > MANY_ROUNDS => match [2, 3, 4].map(of_rounds) {
+                [Some(two), Some(three), Some(four)] => {
+                    let local = |(ty, s): (&&TensorType, &Sharding)| s.local_type(ty, &self.mesh).bytes();
+                    let largest = operands.iter().zip(&shardings.operands).map(local).max().unwrap_or(0);
+                    Parts::of_rounds(rounds, largest as f64, [two, three, four])
+                }
+                _ => self.priced(op, operands, rule, strategy, shardings),
+            },
+            _ => self.priced(op, operands, rule, strategy, shardings),
+        }
+    }
+
+    /// Costs of a composite's local graph.
+    fn priced(
         &self,
         op: &Op,
         operands: &[&TensorType],
@@ -223,13 +299,32 @@ impl<'a> Prices<'a> {
         };
         (inside.forward_s, inside.issue_s) = (forward.seconds, forward.issue_s);
         (inside.backward_s, inside.backward_issue_s) = (backward.seconds, backward.issue_s);
-        let sent = graph.values().filter_map(|v| match &graph.node(v).op {
-            Op::Collective(c) if c.collective.communicates() => {
-                Some((c.collective.clone(), graph.ty(graph.node(v).operands[0]).bytes(), graph.ty(v).bytes()))
-            }
+        let axes = self.factor_axes(rule, strategy);
+        let collective = |v: ValueId| match &graph.node(v).op {
+            Op::Collective(op) => Some((v, &op.collective)),
             _ => None,
-        });
-        Parts { alone: inside, sent: sent.collect() }
+        };
+        let collectives = || graph.values().filter_map(collective);
+        let is_sent =
+            |factor: &usize| collectives().any(|(_, c)| c.axes().iter().any(|axis| axes[*factor].contains(axis)));
+        let over: Vec<usize> = (0..axes.len()).filter(is_sent).collect();
+        let numbered: Vec<AxisId> = over.iter().flat_map(|&factor| axes[factor].iter().copied()).collect();
+        let number =
+            |axis: &AxisId| AxisId(numbered.iter().position(|a| a == axis).expect("an axis of a factor") as u8);
+        let mut sent: Vec<Sent> = Vec::new();
+        for (v, c) in collectives().filter(|(_, c)| c.communicates()) {
+            let collective = c.clone().over(c.axes().iter().map(number).collect());
+            let bytes = [graph.node(v).operands[0], v].map(|v| graph.ty(v).bytes());
+            match sent.iter_mut().find(|s| s.collective == collective && s.bytes == bytes) {
+                Some(same) => same.times += 1,
+                None => sent.push(Sent { collective, bytes, times: 1 }),
+            }
+        }
+        Parts {
+            alone: inside,
+            sent,
+            over: over.into_iter().map(|factor| (factor, self.sizes(&axes[factor]))).collect(),
+        }
     }
 
     /// The bytes that a local graph keeps and needs, and the seconds of its products that are larger than their factors.
@@ -337,6 +432,35 @@ impl<'a> Prices<'a> {
         }
         sum
     }
+}
+
+/// More rounds of a composite are not priced one by one.
+const MANY_ROUNDS: u64 = 8;
+
+/// The number of equal rounds of a composite, one after the other.
+fn num_rounds(op: &Op) -> Option<u64> {
+    match op {
+        Op::Composite(op) => match op.function {
+            Function::LinearCrossEntropy { chunks, .. } => Some(chunks),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// A composite with fewer rounds of the same size, on leaves; `None` if it has no rounds.
+fn in_rounds(op: &Op, operands: &[&TensorType], rounds: u64) -> Option<Graph> {
+    let Op::Composite(op) = op else { return None };
+    let Function::LinearCrossEntropy { contract, chunks } = op.function else { return None };
+    let mut types: Vec<TensorType> = operands.iter().map(|&ty| ty.clone()).collect();
+    let last = types[2].shape.len().checked_sub(1)?;
+    for i in [0, 2] {
+        types[i].shape[last] = types[i].shape[last] / chunks * rounds;
+    }
+    let mut graph = Graph::new("rounds");
+    let leaves: Vec<ValueId> = types.into_iter().map(|ty| leaf(&mut graph, String::new(), ty)).collect();
+    graph.outputs = vec![graph.emit(Function::LinearCrossEntropy { contract, chunks: rounds }.into(), &leaves)];
+    Some(graph)
 }
 
 /// The first or the last device of those that split a constant.
@@ -538,6 +662,12 @@ mod tests {
 
     /// The price of a graph's last node where the two devices split the factor of `dim` of the first operand.
     fn price(graph: &Graph, dim: Option<usize>, fused_attention: bool) -> CompositeCost {
+        let rule = graph.rule(graph.outputs[0]);
+        let split = dim.map_or(AxisUse::Replicated, |d| AxisUse::Factor { factor: rule.operands[0][d][0], outer: 1 });
+        price_under(graph, split, fused_attention)
+    }
+
+    fn price_under(graph: &Graph, split: AxisUse, fused_attention: bool) -> CompositeCost {
         let cluster = preset("dgx-h100:1").expect("a known preset");
         let cost = Roofline::new(cluster.groups[0].device.clone());
         let execution = Execution { fused_attention, ..Execution::default() };
@@ -545,8 +675,7 @@ mod tests {
         let prices = Prices::new(&cost, &cluster.groups[0], (1, 2), &mesh).fused(Fusion::of(&execution));
         let v = graph.outputs[0];
         let rule = graph.rule(v);
-        let use_ = dim.map_or(AxisUse::Replicated, |d| AxisUse::Factor { factor: rule.operands[0][d][0], outer: 1 });
-        let strategy = Strategy(std::iter::once(use_).collect());
+        let strategy = Strategy(vec![split]);
         prices.inside(&graph.node(v).op, &graph.operand_types(v), &rule, &strategy, &rule.shardings(&strategy, &mesh))
     }
 
@@ -627,6 +756,89 @@ mod tests {
             for (half, whole) in [(split.forward_s, whole.forward_s), (split.backward_s, whole.backward_s)] {
                 assert!((0.45..0.55).contains(&(half / whole)), "dimension {dim}: {half} of {whole}");
             }
+        }
+    }
+
+    /// Devices that split the keys need the largest score of all before they can sum, and compute theirs twice.
+    #[test]
+    fn a_kernel_does_not_wait_for_what_it_sends() {
+        let shape: &[u64] = &[1, 32768, 3, 128];
+        let open = alone(attention(false), DType::F32, &[shape; 3]);
+        let rule = open.rule(open.outputs[0]);
+        let of_keys = price_under(&open, AxisUse::Factor { factor: rule.operands[1][1][0], outer: 1 }, true);
+        let of_queries = price(&open, Some(1), true);
+        let share = of_keys.forward_s / of_queries.forward_s;
+        assert!((1.5..2.1).contains(&share), "{of_keys:?} {of_queries:?}");
+    }
+
+    /// What one mesh has priced holds for others whose axes split and send alike, over their own links.
+    #[test]
+    fn known_costs_are_those_of_pricing_anew() {
+        let cluster = preset("dgx-h100:2").expect("a known preset");
+        let cost = Roofline::new(cluster.groups[0].device.clone());
+        let shape: &[u64] = &[8, 1024, 8, 64];
+        let functions: [(Function, Vec<&[u64]>); 3] = [
+            (attention(true), vec![shape; 3]),
+            (Function::RmsNorm { eps: Real(1e-6) }, vec![&[8, 1024, 512], &[512]]),
+            (Function::LogSoftmax { dim: 2 }, vec![&[8, 1024, 512]]),
+        ];
+        let known = CompositeCosts::default();
+        let mut sending = 0;
+        for (function, shapes) in functions {
+            let graph = alone(function, DType::BF16, &shapes);
+            let v = graph.outputs[0];
+            let (op, types, rule) = (&graph.node(v).op, graph.operand_types(v), graph.rule(v));
+            for sizes in [[2, 8], [8, 2], [4, 4], [1, 16], [2, 2]] {
+                let mesh = Mesh::new(&[("data", sizes[0]), ("tensor", sizes[1])]);
+                let on_mesh = || {
+                    let all = Prices::new(&cost, &cluster.groups[0], (2, mesh.num_devices() as u32 / 2), &mesh);
+                    all.fused(Fusion::Kernels(None))
+                };
+                let (prices, knowing) = (on_mesh(), on_mesh().knowing(&known));
+                for strategy in rule.strategies(&mesh, &[], false) {
+                    let shardings = rule.shardings(&strategy, &mesh);
+                    let anew = prices.inside(op, &types, &rule, &strategy, &shardings);
+                    let alone = prices.inside_of(op, &types, &rule, &strategy, &shardings).alone;
+                    sending += usize::from(anew.forward_s > alone.forward_s);
+                    assert_eq!(
+                        knowing.inside(op, &types, &rule, &strategy, &shardings),
+                        anew,
+                        "{op:?} {strategy:?} {sizes:?}"
+                    );
+                }
+            }
+        }
+        assert!(sending > 10, "{sending}");
+    }
+
+    #[test]
+    fn many_rounds_cost_about_what_pricing_all_of_them_gives() {
+        let cluster = preset("dgx-h100:1").expect("a known preset");
+        let cost = Roofline::new(cluster.groups[0].device.clone());
+        let mut graph = Graph::new("loss");
+        let types = [(DType::BF16, vec![4, 2048, 512]), (DType::BF16, vec![32000, 512]), (DType::I32, vec![4, 2048])];
+        let leaves: Vec<ValueId> =
+            types.into_iter().map(|(dtype, s)| leaf(&mut graph, String::new(), TensorType::new(dtype, s))).collect();
+        let v = graph.emit(Function::LinearCrossEntropy { contract: 1, chunks: 16 }.into(), &leaves);
+        let (op, types, rule) = (&graph.node(v).op, graph.operand_types(v), graph.rule(v));
+        let mesh = Mesh::new(&[("data", 2), ("tensor", 4)]);
+        let prices = Prices::new(&cost, &cluster.groups[0], (1, 8), &mesh).fused(Fusion::Kernels(None));
+        let strategies = rule.strategies(&mesh, &[], false);
+        assert!(strategies.len() > 8, "{strategies:?}");
+        for strategy in strategies {
+            let shardings = rule.shardings(&strategy, &mesh);
+            let short = prices.inside_of(op, &types, &rule, &strategy, &shardings);
+            let whole = prices.priced(op, &types, &rule, &strategy, &shardings);
+            let near = |a: f64, b: f64| (a - b).abs() <= 1e-3 * b;
+            let (a, b) = (short.alone, whole.alone);
+            assert!(near(a.forward_s, b.forward_s) && near(a.backward_s, b.backward_s), "{strategy:?} {a:?} {b:?}");
+            assert!(near(a.issue_s, b.issue_s) && near(a.backward_issue_s, b.backward_issue_s), "{a:?} {b:?}");
+            assert_eq!((a.largest_bytes, a.largest_fused_bytes), (b.largest_bytes, b.largest_fused_bytes));
+            assert_eq!((a.kept_bytes, a.growing_bytes), (b.kept_bytes, b.growing_bytes));
+            assert_eq!(short.over, whole.over);
+            let axes = prices.factor_axes(&rule, &strategy);
+            let [a, b] = [&short, &whole].map(|parts| prices.with_sent(parts, &axes));
+            assert!(near(a.forward_s, b.forward_s) && near(a.issue_s, b.issue_s), "{strategy:?} {short:?} {whole:?}");
         }
     }
 
