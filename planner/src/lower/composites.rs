@@ -3,11 +3,12 @@
 //! A composite is a subgraph with a name, such as attention, a norm or a loss. Under a strategy, each device runs a graph
 //! of its own, with collectives where factors are split that the composite combines. The seconds of that graph are those
 //! of the kernels that lowering and prediction would find in it, so that the search sees fused attention and fused
-//! elementwise work as the prediction does. Between two collectives, a device's work is a graph without communication:
-//! what arrives is a leaf, and what is sent a result.
+//! elementwise work as the prediction does. For the backward pass, the graph is cut at its collectives: what arrives is a
+//! leaf, and what is sent a result.
 //!
 //! Pricing differentiates and divides the graph, which is slow, and composites repeat. So prices are known by op, local
-//! types and split, for all meshes and numbers of microbatches of a search ([`KnownComposites`]).
+//! types and split, for all meshes and numbers of microbatches of a search ([`KnownComposites`]). Losses in many chunks
+//! are priced by two, three and four of them.
 
 use super::repeat::{self, Repeats};
 use super::{Prices, is_kept};
