@@ -792,7 +792,7 @@ mod tests {
             for sizes in [[2, 8], [8, 2], [4, 4], [1, 16], [2, 2]] {
                 let mesh = Mesh::new(&[("data", sizes[0]), ("tensor", sizes[1])]);
                 let on_mesh = || {
-                    let all = Prices::new(&cost, &cluster.groups[0], (2, mesh.num_devices() as u32 / 2), &mesh);
+                    let all = Prices::new(&cost, &cluster.groups[0], (2, mesh.num_devices() / 2), &mesh);
                     all.fused(Fusion::Kernels(None))
                 };
                 let (prices, knowing) = (on_mesh(), on_mesh().knowing(&known));
