@@ -69,9 +69,8 @@ impl Collective {
         }
     }
 
-    /// The same over other axes.
-    pub fn over(mut self, new: Vec<AxisId>) -> Collective {
-        match &mut self {
+    pub fn axes_mut(&mut self) -> &mut Vec<AxisId> {
+        match self {
             Collective::AllReduce { axes, .. }
             | Collective::ReduceScatter { axes, .. }
             | Collective::AllGather { axes, .. }
@@ -79,9 +78,15 @@ impl Collective {
             | Collective::LocalSlice { axes, .. }
             | Collective::KeepFirst { axes, .. }
             | Collective::Halo { axes, .. }
-            | Collective::Shift { axes, .. } => *axes = new,
+            | Collective::Shift { axes, .. } => axes,
         }
-        self
+    }
+
+    /// The same collective with each axis replaced.
+    pub fn renamed(&self, by: impl Fn(AxisId) -> AxisId) -> Collective {
+        let mut renamed = self.clone();
+        renamed.axes_mut().iter_mut().for_each(|axis| *axis = by(*axis));
+        renamed
     }
 
     /// Returns true if devices send anything to each other.

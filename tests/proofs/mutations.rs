@@ -3,7 +3,7 @@
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::{run_mesh, shard};
 use altiplano_ir::literal::Literal;
-use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Binary, Compare, Direction, Op, Reducer, Slice};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Call, Program, Programs};
 use altiplano_ir::reshard::Collective;
@@ -162,7 +162,7 @@ fn others(of: &Collective, mesh: &Mesh) -> Vec<(&'static str, Collective)> {
     let n = mesh.product(of.axes());
     for axis in mesh.axis_ids().filter(|&a| !of.axes().contains(&a) && mesh.size(a) == n) {
         let mut other = of.clone();
-        *axes_of(&mut other) = vec![axis];
+        *other.axes_mut() = vec![axis];
         others.push(("a collective over the wrong axis", other));
     }
     match of.clone() {
@@ -189,19 +189,6 @@ fn others(of: &Collective, mesh: &Mesh) -> Vec<(&'static str, Collective)> {
         _ => {}
     }
     others
-}
-
-fn axes_of(of: &mut Collective) -> &mut Vec<AxisId> {
-    match of {
-        Collective::AllReduce { axes, .. }
-        | Collective::ReduceScatter { axes, .. }
-        | Collective::AllGather { axes, .. }
-        | Collective::AllToAll { axes, .. }
-        | Collective::LocalSlice { axes, .. }
-        | Collective::KeepFirst { axes, .. }
-        | Collective::Halo { axes, .. }
-        | Collective::Shift { axes, .. } => axes,
-    }
 }
 
 /// Uses `by` wherever `value` was used.

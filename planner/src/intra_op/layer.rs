@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::rc::Rc;
 
-/// What memory is worth in the choice of layouts.
+/// The price of memory in the choice of layouts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryPrice {
     /// Nothing: the fastest layouts, as software has them whose degrees are given.

@@ -1,4 +1,4 @@
-//! What a choice of layouts costs: seconds of each stream of a device, and bytes.
+//! Costs of a choice of layouts: seconds of each stream of a device, and bytes.
 
 use super::recompute_fraction::RecomputeFraction;
 use serde::{Deserialize, Serialize};

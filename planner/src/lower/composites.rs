@@ -31,7 +31,7 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What a composite is priced as.
+/// The units in which a composite is priced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fusion {
     /// Its ops, one by one. Given degrees keep the layouts that follow from these prices, which were compared with published
@@ -109,8 +109,9 @@ struct Sent {
 
 impl Parts {
     /// The parts of `rounds` rounds from those of 2, 3 and 4. They are sums over rounds, and over pairs of rounds where each
-    /// adds to a value of all, such as a gradient. `operand_bytes` are those of the largest operand.
-    fn of_rounds(rounds: u64, operand_bytes: f64, [two, three, four]: [Parts; 3]) -> Parts {
+    /// adds to a value of all, such as a gradient. `operand_bytes` are those of the largest operand. `None` if the size of
+    /// what is sent depends on the number of rounds.
+    fn of_rounds(rounds: u64, operand_bytes: f64, [two, three, four]: [Parts; 3]) -> Option<Parts> {
         let of = [&two, &three, &four].map(|parts| parts.alone);
         let steps = (rounds - 2) as f64;
         let at = |field: fn(&CompositeCost) -> f64| {
@@ -129,11 +130,17 @@ impl Parts {
             largest_bytes: of[2].largest_bytes.max(operand_bytes),
             largest_fused_bytes: of[2].largest_fused_bytes.max(operand_bytes),
         };
-        let mut sent = two.sent;
-        for (sent, more) in sent.iter_mut().zip(&three.sent) {
-            sent.times += (rounds - 2) * (more.times - sent.times);
+        if two.sent.len() != three.sent.len() {
+            return None;
         }
-        Parts { alone, sent, over: two.over }
+        let mut sent = two.sent;
+        for (sent, more) in sent.iter_mut().zip(three.sent) {
+            if (&sent.collective, sent.bytes) != (&more.collective, more.bytes) {
+                return None;
+            }
+            sent.times += (rounds - 2) * more.times.checked_sub(sent.times)?;
+        }
+        Some(Parts { alone, sent, over: two.over })
     }
 }
 
@@ -151,7 +158,7 @@ impl<'a> Prices<'a> {
         let leaves: Vec<ValueId> = operands
             .iter()
             .zip(&shardings.operands)
-            .map(|(ty, s)| altiplano_ir::optimizer::leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
+            .map(|(ty, s)| leaf(&mut graph, String::new(), s.local_type(ty, &self.mesh)))
             .collect();
         let result = op.local(&mut Local {
             graph: &mut graph,
@@ -215,8 +222,8 @@ impl<'a> Prices<'a> {
         let mut inside = *alone;
         let mut shifts_s = 0.0;
         for Sent { collective, bytes: [operand, result], times } in sent {
-            let here = collective.axes().iter().map(|axis| axes[usize::from(axis.0)]).collect();
-            let seconds = *times as f64 * self.waited_s(&collective.clone().over(here), *operand, *result);
+            let here = collective.renamed(|axis| axes[usize::from(axis.0)]);
+            let seconds = *times as f64 * self.waited_s(&here, *operand, *result);
             let issue_s = if seconds > 0.0 { *times as f64 * self.collective_issue_s } else { 0.0 };
             inside.issue_s += issue_s;
             inside.backward_issue_s += issue_s;
@@ -248,7 +255,21 @@ impl<'a> Prices<'a> {
         strategy: &Strategy,
         shardings: &OpShardings,
     ) -> Parts {
-        let of_rounds = |rounds: u64| {
+        self.of_few_rounds(op, operands, rule, strategy, shardings)
+            .unwrap_or_else(|| self.priced(op, operands, rule, strategy, shardings))
+    }
+
+    /// Costs of a composite of many rounds; `None` if it has few, or if fewer rounds are split or send otherwise.
+    fn of_few_rounds(
+        &self,
+        op: &Op,
+        operands: &[&TensorType],
+        rule: &ShardingRule,
+        strategy: &Strategy,
+        shardings: &OpShardings,
+    ) -> Option<Parts> {
+        let rounds = num_rounds(op).filter(|&rounds| rounds > MANY_ROUNDS)?;
+        let few = |rounds: u64| {
             let graph = in_rounds(op, operands, rounds)?;
             let v = graph.outputs[0];
             let fewer = graph.rule(v);
@@ -256,17 +277,9 @@ impl<'a> Prices<'a> {
             let shardings = || fewer.shardings(strategy, &self.mesh);
             alike.then(|| self.priced(&graph.node(v).op, &graph.operand_types(v), &fewer, strategy, &shardings()))
         };
-        match num_rounds(op) {
-            Some(rounds) if rounds > MANY_ROUNDS => match [2, 3, 4].map(of_rounds) {
-                [Some(two), Some(three), Some(four)] => {
-                    let local = |(ty, s): (&&TensorType, &Sharding)| s.local_type(ty, &self.mesh).bytes();
-                    let largest = operands.iter().zip(&shardings.operands).map(local).max().unwrap_or(0);
-                    Parts::of_rounds(rounds, largest as f64, [two, three, four])
-                }
-                _ => self.priced(op, operands, rule, strategy, shardings),
-            },
-            _ => self.priced(op, operands, rule, strategy, shardings),
-        }
+        let local = |(ty, s): (&&TensorType, &Sharding)| s.local_type(ty, &self.mesh).bytes();
+        let largest = operands.iter().zip(&shardings.operands).map(local).max().unwrap_or(0);
+        Parts::of_rounds(rounds, largest as f64, [few(2)?, few(3)?, few(4)?])
     }
 
     /// Costs of a composite's local graph.
@@ -311,10 +324,10 @@ impl<'a> Prices<'a> {
         let over: Vec<usize> = (0..axes.len()).filter(is_sent).collect();
         let numbered: Vec<AxisId> = over.iter().flat_map(|&factor| axes[factor].iter().copied()).collect();
         let number =
-            |axis: &AxisId| AxisId(numbered.iter().position(|a| a == axis).expect("an axis of a factor") as u8);
+            |axis: AxisId| AxisId(numbered.iter().position(|&a| a == axis).expect("an axis of a factor") as u8);
         let mut sent: Vec<Sent> = Vec::new();
         for (v, c) in collectives().filter(|(_, c)| c.communicates()) {
-            let collective = c.clone().over(c.axes().iter().map(number).collect());
+            let collective = c.renamed(number);
             let bytes = [graph.node(v).operands[0], v].map(|v| graph.ty(v).bytes());
             match sent.iter_mut().find(|s| s.collective == collective && s.bytes == bytes) {
                 Some(same) => same.times += 1,
@@ -661,6 +674,12 @@ mod tests {
         Function::Attention { scale: Real(0.5), causal, blocks: 1 }
     }
 
+    /// Attention of 4,096 positions, causal or open.
+    fn attending(causal: bool) -> Graph {
+        let shape: &[u64] = &[8, 4096, 16, 128];
+        alone(attention(causal), DType::BF16, &[shape; 3])
+    }
+
     /// The price of a graph's last node where the two devices split the factor of `dim` of the first operand.
     fn price(graph: &Graph, dim: Option<usize>, fused_attention: bool) -> CompositeCost {
         let rule = graph.rule(graph.outputs[0]);
@@ -726,12 +745,10 @@ mod tests {
     /// Scores of 4,096 x 4,096 never leave the chip, and half of them are hidden by a causal mask.
     #[test]
     fn fused_attention_costs_what_its_kernel_does() {
-        let shape: &[u64] = &[8, 4096, 16, 128];
-        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
-        let [fused, apart] = [true, false].map(|fused| price(&causal, None, fused));
+        let [fused, apart] = [true, false].map(|fused| price(&attending(true), None, fused));
         assert!(5.0 * fused.forward_s < apart.forward_s, "{fused:?} {apart:?}");
         assert!(3.0 * fused.backward_s < apart.backward_s, "{fused:?} {apart:?}");
-        let open = price(&alone(attention(false), DType::BF16, &[shape; 3]), None, true);
+        let open = price(&attending(false), None, true);
         let shares = [fused.forward_s / open.forward_s, fused.backward_s / open.backward_s];
         assert!(shares.iter().all(|share| (0.4..0.7).contains(share)), "{shares:?}");
     }
@@ -739,9 +756,7 @@ mod tests {
     /// The last device sees three quarters of the scores, and the others wait for it.
     #[test]
     fn devices_that_split_queries_take_as_long_as_the_last() {
-        let shape: &[u64] = &[8, 4096, 16, 128];
-        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
-        let (whole, split) = (price(&causal, None, true), price(&causal, Some(1), true));
+        let (whole, split) = (price(&attending(true), None, true), price(&attending(true), Some(1), true));
         let shares = [split.forward_s / whole.forward_s, split.backward_s / whole.backward_s];
         assert!(shares.iter().all(|share| (0.65..0.85).contains(share)), "{shares:?}");
     }
@@ -749,11 +764,9 @@ mod tests {
     /// The mask does not change along the batch, so that each device has half of the work that the mask leaves.
     #[test]
     fn devices_that_split_the_batch_share_what_a_mask_leaves() {
-        let shape: &[u64] = &[8, 4096, 16, 128];
-        let causal = alone(attention(true), DType::BF16, &[shape; 3]);
-        let whole = price(&causal, None, true);
+        let whole = price(&attending(true), None, true);
         for dim in [0, 2] {
-            let split = price(&causal, Some(dim), true);
+            let split = price(&attending(true), Some(dim), true);
             for (half, whole) in [(split.forward_s, whole.forward_s), (split.backward_s, whole.backward_s)] {
                 assert!((0.45..0.55).contains(&(half / whole)), "dimension {dim}: {half} of {whole}");
             }
@@ -772,7 +785,7 @@ mod tests {
         assert!((1.5..2.1).contains(&share), "{of_keys:?} {of_queries:?}");
     }
 
-    /// What one mesh has priced holds for others whose axes split and send alike, over their own links.
+    /// Prices of one mesh hold for others whose axes split and send alike, over their own links.
     #[test]
     fn known_costs_are_those_of_pricing_anew() {
         let cluster = preset("dgx-h100:2").expect("a known preset");
@@ -813,7 +826,7 @@ mod tests {
     }
 
     #[test]
-    fn many_rounds_cost_about_what_pricing_all_of_them_gives() {
+    fn many_rounds_cost_what_pricing_all_of_them_gives() {
         let cluster = preset("dgx-h100:1").expect("a known preset");
         let cost = Roofline::new(cluster.groups[0].device.clone());
         let mut graph = Graph::new("loss");
@@ -828,7 +841,7 @@ mod tests {
         assert!(strategies.len() > 8, "{strategies:?}");
         for strategy in strategies {
             let shardings = rule.shardings(&strategy, &mesh);
-            let short = prices.inside_of(op, &types, &rule, &strategy, &shardings);
+            let short = prices.of_few_rounds(op, &types, &rule, &strategy, &shardings).expect("equal rounds");
             let whole = prices.priced(op, &types, &rule, &strategy, &shardings);
             let near = |a: f64, b: f64| (a - b).abs() <= 1e-3 * b;
             let (a, b) = (short.alone, whole.alone);

@@ -101,7 +101,7 @@ fn within_memory(
         let (fit, too_large): (Vec<Plan>, Vec<Plan>) = plans.into_iter().partition(fits);
         fit.iter().for_each(|plan| cx.progress.best(plan.predicted.step_time_s, plan.predicted.lower_bound_s));
         fitting.extend(fit.into_iter().filter(|plan| !fitting.contains(plan)).collect::<Vec<_>>());
-        // Of plans that exceed memory, those that are no faster than one that fits are left alone.
+        // A plan that exceeds memory is left alone if it is no faster than one that fits.
         let best_s = fitting.iter().map(|plan| plan.predicted.step_time_s).fold(f64::INFINITY, f64::min);
         let promising = too_large.iter().filter(|plan| plan.predicted.step_time_s < best_s);
         let tightened: Vec<bool> = promising.map(|plan| tighten(cx, plan, &mut limits)).collect();

@@ -87,7 +87,7 @@ fn enough_random_programs_are_small_enough_to_try_all_choices() {
     assert!(brute_force(&state_layer(&model, 0..end, &mut spaces, variant).problem).is_some());
 }
 
-/// What a layer hands on is kept, so that the backward pass needs nothing that leads only there.
+/// The value that a layer hands on is kept, so that the backward pass needs nothing that leads only there.
 #[test]
 fn full_recomputation_repeats_no_product_that_only_leaves_its_layer() {
     let graph = simplify(&find_batch(&transformer(3), &[Some(0), Some(0)]).graph);
