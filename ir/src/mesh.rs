@@ -14,6 +14,9 @@ pub struct Axis {
     pub size: u32,
 }
 
+/// The name of an axis of context parallelism, which splits the positions of samples.
+pub const CONTEXT_AXIS: &str = "context";
+
 /// A logical array of devices with named axes, major axis first: `mesh<data=4, tensor=8>`.
 ///
 /// The device at coordinates `(c0, c1, ..)` is the one at that row-major position of the submesh. So neighbours along

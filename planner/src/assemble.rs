@@ -14,7 +14,7 @@ use crate::timings::{Phase, timed};
 use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::loss_scale::LossScale;
-use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::mesh::{AxisId, CONTEXT_AXIS, Mesh};
 use altiplano_ir::op::{Op, Reducer};
 use altiplano_ir::plan::{
     FORMAT, Offload, Placement, Plan, Predicted, Schedule, Stage, StagePredicted, Storage, VERSION, ValueSharding,
@@ -318,7 +318,7 @@ pub fn with_shardings(layered: &LayeredGraph, spaces: &mut Spaces<'_>, stage: St
 }
 
 /// Names the axes of a mesh after their use: `data` if most matmul work on an axis splits the batch, otherwise
-/// `tensor`.
+/// `tensor`. An axis of context parallelism keeps its name, since tensor-parallel devices may split positions too.
 fn named(graph: &Graph, strategies: &[(ValueId, Choice)], mesh: &Mesh) -> Mesh {
     let mut batch_flop = vec![0.0; mesh.axes.len()];
     let mut model_flop = vec![0.0; mesh.axes.len()];
@@ -338,7 +338,11 @@ fn named(graph: &Graph, strategies: &[(ValueId, Choice)], mesh: &Mesh) -> Mesh {
     order.sort_by_key(does_nothing);
     for a in order {
         let is_data = if does_nothing(&a) { !used.contains("data") } else { batch_flop[a] >= model_flop[a] };
-        let base = if is_data { "data" } else { "tensor" };
+        let base = match mesh.axes[a].name.as_str() {
+            CONTEXT_AXIS => CONTEXT_AXIS,
+            _ if is_data => "data",
+            _ => "tensor",
+        };
         let free =
             std::iter::once(base.to_string()).chain((2..).map(|i| format!("{base}{i}"))).find(|n| !used.contains(n));
         let name = free.unwrap_or_default();

@@ -46,7 +46,18 @@ struct Resolved {
 
 /// Solves every stage of a predicted plan again. Returns the plan itself or a better one, with [`Stage::solved`] filled
 /// in.
-pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) -> Result<Plan, PlanFailure> {
+pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, plan: Plan) -> Result<Plan, PlanFailure> {
+    let all: Vec<usize> = (0..plan.stages.len()).collect();
+    refine_stages(cx, layered, plan, &all)
+}
+
+/// Like [`refine`], for some of the stages.
+pub fn refine_stages(
+    cx: &SearchContext<'_>,
+    layered: &LayeredGraph,
+    mut plan: Plan,
+    stages: &[usize],
+) -> Result<Plan, PlanFailure> {
     let SearchContext { request, space, costs, .. } = *cx;
     if !fits(&plan) {
         return Ok(plan);
@@ -61,9 +72,9 @@ pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) ->
     let mut shares = vec![1.0; plan.stages.len()];
     let mut first = true;
     for _ in 0..TRIES {
-        let solved: Vec<Option<Resolved>> = (0..plan.stages.len())
-            .into_par_iter()
-            .map(|i| {
+        let solved: Vec<(usize, Option<Resolved>)> = stages
+            .par_iter()
+            .map(|&i| {
                 let limit_bytes = device(&plan.stages[i]) * shares[i];
                 let key = || {
                     let searched = (limit_bytes, i, space.degrees.dp, space.degrees.tp, space.degrees.zero);
@@ -71,21 +82,21 @@ pub fn refine(cx: &SearchContext<'_>, layered: &LayeredGraph, mut plan: Plan) ->
                     Digest::new("stage").shown((cache::of_plan(&plan, costs)?, peak_bytes, searched)).key()
                 };
                 let find = || timed(Phase::Refinement, || solve_stage(cx, layered, &plan, &readers, i, limit_bytes));
-                cache::remembered(request.cache.as_deref(), key, find)
+                (i, cache::remembered(request.cache.as_deref(), key, find))
             })
             .collect();
         if std::mem::take(&mut first) {
-            for (stage, solved) in plan.stages.iter_mut().zip(&solved) {
-                stage.solved = solved.as_ref().and_then(|s| s.before);
+            for (i, solved) in &solved {
+                plan.stages[*i].solved = solved.as_ref().and_then(|s| s.before);
             }
         }
-        if !solved.iter().flatten().any(|s| s.changed) {
+        if !solved.iter().filter_map(|(_, solved)| solved.as_ref()).any(|s| s.changed) {
             break;
         }
         let mut other = plan.clone();
-        for (stage, solved) in other.stages.iter_mut().zip(solved) {
+        for (i, solved) in solved {
             if let Some(Resolved { stage: new, solved, changed: true, .. }) = solved {
-                *stage = Stage { solved: Some(solved), ..new };
+                other.stages[i] = Stage { solved: Some(solved), ..new };
             }
         }
         let other = predict_with(other, layered, costs, request.cache.as_deref())?;

@@ -4,9 +4,10 @@ use super::Configuration;
 use super::StackProblem;
 use crate::report::words::level_of_most;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::mesh::CONTEXT_AXIS;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::features::parallelism::parallelism;
+use altiplano_planner::features::parallelism::{parallelism, splits_positions_between_products};
 use altiplano_planner::search::stated::blocks_of;
 use std::collections::BTreeMap;
 
@@ -46,7 +47,7 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
         pairs_passes: Some(plan.execution.pairs_passes),
         overlaps_tensor_parallel: Some(plan.execution.overlaps_tensor_parallel),
         sends_tokens_once: Some(plan.cluster.groups.iter().any(|group| group.dispatch.is_some())),
-        sequence_parallel: Some(tp > 1 && splits_positions(plan)),
+        sequence_parallel: Some(tp > 1 && splits_positions_between_products(&plan.graph, &plan.stages)),
         layout: Some(layers_by_stage(plan)),
         ..Configuration::default()
     };
@@ -101,7 +102,7 @@ fn degrees(plan: &Plan) -> Result<[u32; 5], StackProblem> {
         return Err(unsayable(uneven, "--target megatron"));
     }
     // Positions that are split by no axis of their own are so by tensor-parallel devices.
-    let has_context = plan.stages[most].mesh.axes.iter().any(|axis| axis.name == "context");
+    let has_context = plan.stages[most].mesh.axes.iter().any(|axis| axis.name == CONTEXT_AXIS);
     // Devices that repeat work share their samples, as tensor-parallel ones do.
     let tensor = found.tensor.saturating_mul(found.repeated);
     let [of_tensor, context] = match has_context {
@@ -133,32 +134,6 @@ fn precision(plan: &Plan) -> Option<DType> {
         *types.entry(graph.ty(v).dtype).or_default() += graph.ty(v).bytes();
     }
     types.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
-}
-
-/// True if tensor-parallel devices split the positions of most values between products.
-fn splits_positions(plan: &Plan) -> bool {
-    let [mut split, mut whole] = [0_u64; 2];
-    for stage in &plan.stages {
-        let tensor = stage.mesh.axes.len().saturating_sub(1);
-        let name = stage.mesh.axes[tensor].name.as_str();
-        for (v, sharding) in &stage.shardings {
-            let node = plan.graph.node(*v);
-            // Norms, residuals and the like: values of samples, positions and features.
-            if node.ty.rank() != 3 || !node.ty.dtype.is_float() || node.op.is_contraction() {
-                continue;
-            }
-            let dim =
-                |d: usize| sharding.sharding.split('{').nth(d + 1).and_then(|dim| dim.split('}').next()).unwrap_or("");
-            let (positions, features) = (dim(1), dim(2));
-            // Inside a block, features are split either way.
-            if features.contains(name) {
-                continue;
-            }
-            let of = if positions.contains(name) { &mut split } else { &mut whole };
-            *of += node.ty.bytes();
-        }
-    }
-    split > whole
 }
 
 /// The name up to the first number, and that number: `model.layers.` and 3 of `model.layers.3.mlp.weight`.

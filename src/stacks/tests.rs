@@ -768,6 +768,29 @@ fn passes_side_by_side_are_said_and_predicted() {
     assert!(compared.iter().filter_map(|n| n.plan.as_ref().ok()).all(|plan| plan.execution.pairs_passes));
 }
 
+/// Devices that split positions have an axis of their own, also where tensor-parallel devices split positions as well.
+#[test]
+fn context_parallelism_is_written_as_planned() {
+    for (cp, tp) in [(2, 1), (2, 2), (4, 2)] {
+        let mut request = base("long");
+        (request.baselines, request.target) = (false, Target::Megatron);
+        (request.degrees.cp, request.degrees.tp, request.degrees.pp) = (Some(cp), Some(tp), Some(1));
+        let plan = plan(&request, &Silent).expect("a plan");
+        let written = export(&plan, &megatron::MEGATRON).expect("a configuration");
+        for words in [format!("--context-parallel-size {cp}"), format!("--tensor-model-parallel-size {tp}")] {
+            assert!(written.text.contains(&words), "{words}: {}", written.text);
+        }
+        let [planned, as_written] = [plan.predicted.step_time_s, written.prediction.step_s()];
+        assert!((as_written / planned - 1.0).abs() < 1e-6, "cp {cp}, tp {tp}: {as_written} in place of {planned}");
+        // Its neighbours have layouts that such software runs, but for a head this small, which need not be split.
+        for neighbour in neighbours(&plan, 0).expect("neighbours") {
+            let Ok(plan) = neighbour.plan else { continue };
+            let degrees = parallelism(&plan)[0];
+            assert!(degrees.agreement > 0.99, "{}: {degrees:?}", neighbour.change);
+        }
+    }
+}
+
 /// Devices that split features exchange activations beside products, where software can do that: inside a node.
 #[test]
 fn transfers_beside_products_are_planned_and_said() {

@@ -351,9 +351,14 @@ fn defaults(c: &mut Configuration) {
     let shards = c.shard != Some(1) || c.cp() > 1;
     c.zero = match (shards, c.zero) {
         (false, _) => Some(0),
-        (true, None) => Some(if c.pp() > 1 { 2 } else { 3 }),
+        (true, None) => Some(usual_level(c)),
         (true, zero) => zero,
     };
+}
+
+/// The level of sharded storage unless told otherwise.
+fn usual_level(c: &Configuration) -> u8 {
+    if c.pp() > 1 { 2 } else { 3 }
 }
 
 fn round(c: &mut Configuration) {
@@ -373,6 +378,10 @@ fn round(c: &mut Configuration) {
     }
     if c.zero == Some(0) {
         (c.replicate, c.shard) = (c.shard.map(|shard| shard * c.replicate.unwrap_or(1)), Some(1));
+        // Devices that split positions always shard among themselves.
+        if c.cp() > 1 {
+            c.zero = Some(usual_level(c));
+        }
     }
     c.overlap = None;
     c.clip_norm = c.clip_norm.or(Some(1.0));

@@ -1,17 +1,17 @@
 //! The neighbours of a plan: one of its stages has a layer more or less, another mesh, or another level of
-//! recomputation. The changed stage is solved as in the search, and the whole is predicted like any plan.
+//! recomputation. A stage with other layers or another mesh is solved as in the search. The whole is predicted like any plan.
 
 use crate::assemble::{Parts, assemble};
+use crate::features::parallelism::uniform_roles;
 use crate::features::target;
 use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
 use crate::intra_op::layer::{MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
-use crate::intra_op::space::AxisRoles;
 use crate::layers::cache::LayeredAtBatch;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::predict_with;
-use crate::refine::refine;
+use crate::refine::refine_stages;
 use crate::request::{PlanFailure, Request, Silent};
 use crate::search::choice::{fits, peak_bytes};
 use crate::search::context::SearchContext;
@@ -43,6 +43,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
     let costs = Rooflines::of(&plan.cluster);
     let at_batch = LayeredAtBatch::new(request);
     let cx = SearchContext { request, space: &space, costs: &costs, layered: &at_batch, progress: &Silent };
+    let is_swept = plan.stages.iter().any(|stage| uniform_roles(plan, stage).is_some());
     let as_is: Vec<ChosenStage> = plan.stages.iter().map(|stage| chosen(plan, stage)).collect();
     let predict = |stages: &[ChosenStage], memory: MemoryPrice| {
         let mut stages = stages.to_vec();
@@ -59,20 +60,31 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
         new.order.clone_from(&plan.order);
         new.execution.pairs_passes = plan.execution.pairs_passes;
         new.execution.overlaps_tensor_parallel = plan.execution.overlaps_tensor_parallel;
-        // A stage that does not change keeps its shardings.
-        for ((new, old), (a, b)) in new.stages.iter_mut().zip(&plan.stages).zip(stages.iter().zip(&as_is)) {
-            let same = (&a.layers, &a.config.mesh, a.config.fraction) == (&b.layers, &b.config.mesh, b.config.fraction);
-            new.offload = old.offload;
-            if same {
-                *new = Stage { devices: new.devices.clone(), ..old.clone() };
+        // A stage with the same layers and mesh keeps its shardings.
+        let mut changed = Vec::new();
+        for (i, (new, old)) in new.stages.iter_mut().zip(&plan.stages).enumerate() {
+            let ([a, b], devices) = ([&stages[i], &as_is[i]], std::mem::take(&mut new.devices));
+            let same_recompute = a.config.fraction == b.config.fraction;
+            let same_place = (&a.layers, &a.config.mesh) == (&b.layers, &b.config.mesh);
+            let recompute = if same_recompute { old.recompute.clone() } else { new.recompute.clone() };
+            match same_place {
+                true => *new = Stage { devices, recompute, ..old.clone() },
+                false => (new.devices, new.offload) = (devices, old.offload),
+            }
+            if !(same_place && same_recompute) {
+                changed.push(i);
             }
         }
         new.padding.clone_from(&plan.padding);
         let new = predict_with(new, &layered, &costs, None)?;
-        if fits(&new) { refine(&cx, &layered, new) } else { Ok(new) }
+        // Sweeps leave the layers of their plans as they are solved.
+        if is_swept { Ok(new) } else { refine_stages(&cx, &layered, new, &changed) }
     };
     // Lean layouts are tried if the others do not fit, as in the search.
     let neighbour = |(change, stages): (String, Vec<ChosenStage>)| {
+        if is_swept {
+            return Neighbour { change, plan: predict(&stages, MemoryPrice::None) };
+        }
         let first = predict(&stages, MemoryPrice::Small);
         let plan = match &first {
             Ok(plan) if fits(plan) => first,
@@ -101,7 +113,7 @@ fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
         block: Block { group: stage.group as usize, shape },
         config: StageConfig {
             mesh: stage.mesh.clone(),
-            roles: AxisRoles::default(),
+            roles: uniform_roles(plan, stage).unwrap_or_default(),
             variant,
             fraction: RecomputeFraction::of(&stage.recompute, stage.layers.len()),
         },

@@ -6,11 +6,12 @@
 //! things in different ops. It counts as what it does in most of the work, and the answer includes that share of the
 //! work. An axis that splits the positions of attention counts as context parallelism, since no other degree does that.
 
-use crate::intra_op::space::{batch_factors, expert_dims, input_dims};
+use crate::features::stacks::stack;
+use crate::intra_op::space::{AxisRoles, batch_factors, expert_dims, input_dims};
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::mesh::AxisId;
+use altiplano_ir::mesh::{AxisId, CONTEXT_AXIS};
 use altiplano_ir::op::Op;
-use altiplano_ir::plan::{Plan, Stage};
+use altiplano_ir::plan::{Plan, Stage, ValueSharding};
 use altiplano_ir::rule::{AxisUse, ShardingRule};
 use std::collections::BTreeMap;
 
@@ -115,6 +116,60 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
         } *= size;
     }
     found
+}
+
+/// The roles that the axes of a plan's stage play, as a sweep over degrees assigns them to its plans: replicas first, then
+/// context parallelism, and tensor parallelism last. `None` if the plan comes from a search that leaves axes free.
+pub(crate) fn uniform_roles(plan: &Plan, stage: &Stage) -> Option<AxisRoles> {
+    let axes = stage.mesh.axes.len() as u8;
+    let context = stage.mesh.find(CONTEXT_AXIS);
+    if !stack(plan.target).uniform && context.is_none() && axes <= 2 || axes < 2 {
+        return None;
+    }
+    let tensor = AxisId(axes - 1);
+    let data_axes = context.map_or(tensor.0, |axis| axis.0);
+    let (graph, last) = (&plan.graph, data_axes.checked_sub(1)?);
+    let dims = Dims::of(graph);
+    let splits_experts = |(&v, sharding): (&ValueId, &ValueSharding)| match sharding.strategy.0.get(usize::from(last)) {
+        Some(AxisUse::Factor { factor, .. }) if graph.node(v).op.is_contraction() => {
+            kinds_of(graph, v, &dims)[usize::from(*factor)] == Kind::Expert
+        }
+        _ => false,
+    };
+    Some(AxisRoles {
+        data_axes,
+        experts: stage.shardings.iter().any(splits_experts).then_some(AxisId(last)),
+        model_axis: context.is_none().then_some(tensor),
+        context_axis: context,
+        group_axes: u8::from(groups(stage) > 1),
+        features_axis: (stage.mesh.size(tensor) > 1).then_some(tensor),
+        tokens_between: splits_positions_between_products(graph, std::slice::from_ref(stage)),
+    })
+}
+
+/// Returns true if tensor-parallel devices, the last mesh axis, split the positions of most values between products:
+/// sequence parallelism.
+pub fn splits_positions_between_products(graph: &Graph, stages: &[Stage]) -> bool {
+    let [mut split, mut whole] = [0u64; 2];
+    for stage in stages {
+        let Some(tensor) = stage.mesh.axis_ids().last() else { continue };
+        for (&v, sharding) in &stage.shardings {
+            let node = graph.node(v);
+            // Norms, residuals and the like: values of samples, positions and features.
+            if node.ty.rank() != 3 || !node.ty.dtype.is_float() || node.op.is_contraction() {
+                continue;
+            }
+            let layout = graph.rule(v).shardings(&sharding.strategy, &stage.mesh).result;
+            let [_, positions, features] = &layout.dims[..] else { continue };
+            // Inside a block, features are split either way.
+            if features.axes().any(|axis| axis == tensor) {
+                continue;
+            }
+            let of = if positions.axes().any(|axis| axis == tensor) { &mut split } else { &mut whole };
+            *of += node.ty.bytes();
+        }
+    }
+    split > whole
 }
 
 /// Groups of replicas that each hold all that the replicas of a group share: outer axes of replicas that split no stored

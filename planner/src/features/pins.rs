@@ -11,6 +11,7 @@ use crate::layers::cluster_finely;
 use crate::layers::graph::LayeredGraph;
 use crate::request::{BatchSizes, GivenDegrees, PlanFailure, Progress, Request};
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
+use altiplano_ir::mesh::CONTEXT_AXIS;
 use altiplano_ir::op::{Function, Op};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -48,7 +49,7 @@ pub fn with_pins(request: &Request) -> Result<Cow<'_, Request>, PlanFailure> {
             _ => false,
         };
         let all: Vec<ValueId> = graph.values().filter(attention).collect();
-        all.into_iter().for_each(|v| pin(&mut graph, v, POSITIONS, "context", parts));
+        all.into_iter().for_each(|v| pin(&mut graph, v, POSITIONS, CONTEXT_AXIS, parts));
     }
     Ok(Cow::Owned(Request { graph: graph.into(), ..request.clone() }))
 }
@@ -67,7 +68,7 @@ fn pin(graph: &mut Graph, value: ValueId, dim: usize, axis: &str, parts: u32) {
     graph.pin(Pin { value, mesh, dims });
 }
 
-/// Splits the token dimension of values that pass between layers over `parts` devices of an axis `context`.
+/// Splits the token dimension of values that pass between layers over `parts` devices of an axis of their own.
 pub fn pin_positions(graph: &mut Graph, parts: u32) {
     if parts <= 1 {
         return;
@@ -80,10 +81,10 @@ pub fn pin_positions(graph: &mut Graph, parts: u32) {
             continue;
         }
         let dims = (0..node.ty.rank()).map(|d| PinnedDim {
-            axes: if d == POSITIONS { vec!["context".to_string()] } else { Vec::new() },
+            axes: if d == POSITIONS { vec![CONTEXT_AXIS.to_string()] } else { Vec::new() },
             open: node.batch_dims >> d & 1 == 1 || d == POSITIONS,
         });
-        let (mesh, dims) = (vec![("context".to_string(), u64::from(parts))], dims.collect());
+        let (mesh, dims) = (vec![(CONTEXT_AXIS.to_string(), u64::from(parts))], dims.collect());
         graph.pin(Pin { value, mesh, dims });
     }
 }

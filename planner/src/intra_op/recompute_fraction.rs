@@ -29,6 +29,7 @@ impl RecomputeFraction {
         let full = (0..layers).filter(|&i| recomputation.of(i) == Recompute::Full).count();
         let others = (0..layers).map(|i| recomputation.of(i)).filter(|&level| level != Recompute::Full).max();
         match others {
+            Some(others) if full == 0 => RecomputeFraction::uniform(others),
             Some(others) => RecomputeFraction { full: (full as u32, layers.max(1) as u32), others },
             None => RecomputeFraction::uniform(recomputation.most()),
         }

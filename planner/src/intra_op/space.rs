@@ -31,6 +31,8 @@ pub struct AxisRoles {
     pub experts: Option<AxisId>,
     /// This axis splits no factors of the batch.
     pub model_axis: Option<AxisId>,
+    /// This axis splits no features: only samples, their positions, and what counts experts (context parallelism).
+    pub context_axis: Option<AxisId>,
     /// State is not distributed over so many first axes: each of these groups of replicas holds all of it (hybrid
     /// sharding).
     pub group_axes: u8,
@@ -89,9 +91,9 @@ struct SpaceKey {
     kind: u32,
     /// See [`factor_blocks`].
     blocks: Vec<Vec<u64>>,
-    /// For each operand and the result, bit masks of the dimensions that scale with the batch and of those that count
-    /// experts.
-    dims: Vec<(u32, u32)>,
+    /// For each operand and the result, bit masks of the dimensions that scale with the batch, of those that come from the
+    /// model's inputs, and of those that count experts.
+    dims: Vec<[u32; 3]>,
 }
 
 /// An interned layout.
@@ -238,7 +240,9 @@ impl<'a> Spaces<'a> {
         blocks: Vec<Vec<u64>>,
     ) -> Rc<Space> {
         let values = graph.node(v).operands.iter().chain([&v]);
-        let dims = values.map(|&o| (graph.node(o).batch_dims, self.dims_of_experts(graph, o))).collect();
+        let mut dims_of =
+            |o: ValueId| [graph.node(o).batch_dims, self.dims_of_inputs(graph, o), self.dims_of_experts(graph, o)];
+        let dims = values.map(|&o| dims_of(o)).collect();
         let key = SpaceKey { kind, blocks, dims };
         if let Some(space) = self.spaces.get(&key) {
             return space.clone();
@@ -252,13 +256,11 @@ impl<'a> Spaces<'a> {
         let mesh = self.mesh();
         let node = graph.node(v);
         let is_batch = batch_factors(graph, v, rule);
-        let of_inputs = match self.roles.tokens_between && !node.op.is_contraction() {
-            true => vec![false; rule.factors.len()],
-            false => self.input_factors(graph, v, rule),
-        };
-        let of_experts = self.expert_factors(graph, v, rule);
+        let of_inputs = self.factors_among(graph, v, rule, Spaces::dims_of_inputs);
+        let of_experts = self.factors_among(graph, v, rule, Spaces::dims_of_experts);
+        let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between || node.op.is_contraction());
         let mut strategies = rule.strategies(mesh, outers, false);
-        strategies.retain(|s| self.allowed_by_roles(s, &is_batch, &of_inputs, &of_experts));
+        strategies.retain(|s| self.allowed_by_roles(s, whole, &is_batch, &of_inputs, &of_experts));
         // Contractions use every axis where possible, since an idle axis multiplies their work. An axis for
         // features only may have nothing to split, for example with an odd vocabulary size.
         if node.op.is_contraction() {
@@ -307,28 +309,20 @@ impl<'a> Spaces<'a> {
         Choice { strategy, operands, cotangents, result, resting, forward_s, issue_s, inside }
     }
 
-    /// Marks the factors of a node that come from the model's inputs; all false if no axis is for features
-    /// only.
-    fn input_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
-        let mut found = vec![false; rule.factors.len()];
-        if self.roles.features_axis.is_none() {
-            return found;
+    /// A bit mask of the dimensions of a value that come from the model's inputs; 0 if no role asks.
+    fn dims_of_inputs(&mut self, graph: &Graph, v: ValueId) -> u32 {
+        if self.roles.features_axis.is_none() && self.roles.context_axis.is_none() {
+            return 0;
         }
         if self.input_dims.len() != graph.len() {
             self.input_dims = input_dims(graph);
         }
-        let tensors = graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
-        for (&value, dims) in tensors {
-            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| self.input_dims[value.index()] >> d & 1 == 1) {
-                factors.iter().for_each(|&f| found[f as usize] = true);
-            }
-        }
-        found
+        self.input_dims[v.index()]
     }
 
-    /// A bit mask of the dimensions of a value that count experts; 0 if experts are not on the data axis.
+    /// A bit mask of the dimensions of a value that count experts; 0 if no role asks.
     pub fn dims_of_experts(&mut self, graph: &Graph, v: ValueId) -> u32 {
-        if self.roles.experts.is_none() {
+        if self.roles.experts.is_none() && self.roles.context_axis.is_none() {
             return 0;
         }
         if self.expert_dims.len() != graph.len() {
@@ -337,21 +331,29 @@ impl<'a> Spaces<'a> {
         self.expert_dims[v.index()]
     }
 
-    /// Marks the factors of a node that count experts; all false if experts are not on the data axis.
-    fn expert_factors(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool> {
+    /// Marks the factors of a node that some of the given dimensions of its operands or result have.
+    fn factors_among(
+        &mut self,
+        graph: &Graph,
+        v: ValueId,
+        rule: &ShardingRule,
+        dims_of: impl Fn(&mut Self, &Graph, ValueId) -> u32,
+    ) -> Vec<bool> {
         let mut found = vec![false; rule.factors.len()];
         for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
-            let experts = self.dims_of_experts(graph, value);
-            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| experts >> d & 1 == 1) {
+            let among = dims_of(self, graph, value);
+            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| among >> d & 1 == 1) {
                 factors.iter().for_each(|&f| found[f as usize] = true);
             }
         }
         found
     }
 
+    /// `whole`: the axis that splits neither samples nor positions in this op.
     fn allowed_by_roles(
         &self,
         strategy: &Strategy,
+        whole: Option<AxisId>,
         is_batch: &[bool],
         of_inputs: &[bool],
         of_experts: &[bool],
@@ -360,8 +362,10 @@ impl<'a> Spaces<'a> {
             AxisUse::Factor { factor, .. } => {
                 let factor = usize::from(*factor);
                 let experts = of_experts[factor] && self.roles.may_split_experts(axis);
+                let features = !is_batch[factor] && !of_inputs[factor] && !of_experts[factor];
                 self.roles.may_split(axis, is_batch[factor], experts)
-                    && !(of_inputs[factor] && self.roles.features_axis == Some(axis))
+                    && !(of_inputs[factor] && whole == Some(axis))
+                    && !(features && self.roles.context_axis == Some(axis))
             }
             _ => true,
         })
@@ -397,13 +401,17 @@ impl<'a> Spaces<'a> {
         let mut rule = ShardingRule::default();
         rule.result = ty.shape.iter().map(|&d| vec![rule.factor(d, FactorKind::Parallel)]).collect();
         let mut strategies = rule.strategies(mesh, outers, false);
-        // Axes of replicas split parameters only as storage, except dimensions that count experts.
-        let data_axes = usize::from(self.roles.data_axes);
+        // Axes of replicas and of context parallelism split parameters only as storage, except dimensions that count
+        // experts.
+        let AxisRoles { data_axes, context_axis, .. } = self.roles;
+        let stores = |axis: AxisId| axis.0 < data_axes || context_axis == Some(axis);
         strategies.retain(|s| {
-            s.0.iter().zip((0..).map(AxisId)).take(data_axes).all(|(use_, axis)| match *use_ {
+            s.0.iter().zip((0..).map(AxisId)).filter(|(_, axis)| stores(*axis)).all(|(use_, axis)| match *use_ {
                 AxisUse::Replicated => true,
                 // Factors are in the order of the dimensions.
-                AxisUse::Factor { factor, .. } => experts >> factor & 1 == 1 && self.roles.may_split_experts(axis),
+                AxisUse::Factor { factor, .. } => {
+                    experts >> factor & 1 == 1 && (axis.0 >= data_axes || self.roles.may_split_experts(axis))
+                }
                 AxisUse::Partial { .. } => false,
             })
         });

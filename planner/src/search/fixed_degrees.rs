@@ -16,7 +16,7 @@ use crate::search::layout::Layout;
 use altiplano_cost_models::Costs;
 use altiplano_cost_models::pipeline::Order;
 use altiplano_ir::cluster::Cluster;
-use altiplano_ir::mesh::{AxisId, Mesh};
+use altiplano_ir::mesh::{AxisId, CONTEXT_AXIS, Mesh};
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::Recompute;
 use std::ops::Range;
@@ -154,7 +154,7 @@ pub(crate) fn of_stages(
     let data_axes = of_data.len() as u8;
     let mut axes: Vec<(&str, u32)> = DATA_AXES.into_iter().zip(of_data).collect();
     if degrees.cp > 1 {
-        axes.push(("context", degrees.cp));
+        axes.push((CONTEXT_AXIS, degrees.cp));
     }
     axes.push(("tensor", degrees.tp));
     let shape = match devices <= group.devices_per_node {
@@ -168,6 +168,7 @@ pub(crate) fn of_stages(
             data_axes,
             experts: (degrees.experts > 1).then_some(AxisId(data_axes - 1)),
             model_axis: (degrees.cp <= 1).then_some(AxisId(data_axes)),
+            context_axis: (degrees.cp > 1).then_some(AxisId(data_axes)),
             group_axes: u8::from(degrees.groups > 1),
             features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
             tokens_between: degrees.sequence,
