@@ -1,7 +1,14 @@
 //! Plans for other software: what each target runs, what it refuses, and stages of unequal length.
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
+use altiplano::planner::Silent;
+use altiplano::planner::search::fixed_degrees::Degrees;
+use altiplano::planner::search::sweep::{Space, Swept, sweep};
+use altiplano::{ImportOptions, load_cluster, load_model, request};
+use altiplano_cost_models::Rooflines;
+use altiplano_ir::plan::Target;
 use serde_json::Value;
+use std::path::Path;
 
 fn planned(arguments: &[&str]) -> Value {
     serde_json::from_str(&succeeds(&[&["plan"], arguments, &["--json"]].concat())).expect("JSON")
@@ -66,7 +73,7 @@ fn what_a_target_runs_is_planned() {
         ("megatron", "dgx-a100:1", &["--tp", "8", "--pp", "1", "--zero", "1", "--recompute", "full"]),
         ("megatron", "dgx-a100:1", &["--tp", "4", "--pp", "2", "--zero", "1", "--recompute", "none"]),
         ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "1", "--zero", "3"]),
-        ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "2", "--cp", "2", "--zero", "1"]),
+        ("megatron", "dgx-a100:1", &["--tp", "1", "--pp", "2", "--cp", "4", "--zero", "1"]),
         // Beyond a node only if asked for.
         ("megatron", "dgx-a100:2", &["--tp", "16"]),
         ("torchtitan", "dgx-a100:1", &["--tp", "2", "--pp", "2", "--zero", "3"]),
@@ -88,6 +95,9 @@ fn what_a_target_runs_is_planned() {
         if let Some(tp) = given("--tp") {
             assert_eq!(size("tensor"), Some(tp), "{target} {options:?}");
         }
+        if let Some(cp) = given("--cp") {
+            assert_eq!(size("context"), Some(cp), "{target} {options:?}");
+        }
         if let Some(pp) = given("--pp") {
             let lanes = stages(&plan).len() as u64 / plan["virtual_stages"].as_u64().unwrap_or(1);
             assert_eq!(lanes, pp, "{target} {options:?}");
@@ -99,6 +109,42 @@ fn what_a_target_runs_is_planned() {
             let level = if shards { level } else { 0 };
             assert!(stages(&plan).iter().all(|s| s["zero"].as_u64() == Some(level)), "{target} {options:?}");
         }
+    }
+}
+
+/// A sweep leaves out levels of recomputation above the first that fits, and finds what a sweep over all finds.
+#[test]
+fn configurations_that_are_left_out_of_a_sweep_are_no_faster() {
+    let model = load_model(Path::new(DEMO), &ImportOptions::default()).expect("a model");
+    let mut request = request(&model, load_cluster("dgx-a100:1").expect("a cluster"));
+    (request.target, request.batch.global) = (Target::Megatron, Some(64));
+    let costs = Rooflines::of(&request.cluster);
+    let space = Space { micro_batches: vec![1, 2, 4], ..Space::default() };
+    // What plans do not use of a device's memory.
+    let whole = request.cluster.groups[0].device.memory_bytes;
+    let reserved = whole - request.cluster.usable_bytes(&request.cluster.groups[0]);
+    let with = |for_bytes: bool, usable_bytes: u64| {
+        let mut request = request.clone();
+        request.cluster.groups[0].device.memory_bytes = reserved + usable_bytes;
+        sweep(&request, &Space { for_bytes, ..space.clone() }, &costs, &Silent).expect("plans that fit")
+    };
+    let most = with(true, whole).iter().flat_map(|s| s.plan.predicted.peak_bytes.clone()).max().expect("bytes");
+    for bytes in [whole, most * 2 / 3, most / 3] {
+        let (all, few) = (with(true, bytes), with(false, bytes));
+        assert!(few.len() < all.len(), "{} of {} at {bytes}", few.len(), all.len());
+        assert_eq!(few[0].plan.predicted.step_time_s, all[0].plan.predicted.step_time_s, "at {bytes}");
+        let mut repeat_more = 0;
+        for left_out in all.iter().filter(|s| few.iter().all(|f| f.degrees != s.degrees)) {
+            let keeps_more = |s: &&Swept| {
+                let level = s.degrees.recompute;
+                level < left_out.degrees.recompute && Degrees { recompute: level, ..left_out.degrees } == s.degrees
+            };
+            let Some(other) = few.iter().find(keeps_more) else { continue };
+            repeat_more += 1;
+            let [faster, slower] = [other, left_out].map(|s| s.plan.predicted.step_time_s);
+            assert!(faster <= slower, "{faster} {slower}: {:?}", left_out.degrees);
+        }
+        assert!(repeat_more > 0, "at {bytes}");
     }
 }
 

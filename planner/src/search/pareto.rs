@@ -12,7 +12,7 @@ use super::space::SearchSpace;
 use super::sweep::is_uniform;
 use super::{needs_expert_mesh, uniform, with_options};
 use crate::features::{pins, target};
-use crate::inter_op::search::search;
+use crate::inter_op::search::{PipelineCandidate, search};
 use crate::inter_op::variants;
 use crate::layers::cache::LayeredAtBatch;
 use crate::layers::graph::LayeredGraph;
@@ -71,7 +71,7 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             Err(_) => continue,
         };
         let quietly = Muted(progress);
-        let alike = || Ok(uniform::all(part, costs, &quietly)?.into_iter().map(point).collect());
+        let alike = || Ok(uniform::all(part, true, costs, &quietly)?.into_iter().map(point).collect());
         let cx = SearchContext { request: part, space: &space, costs, layered: &layered, progress: &quietly };
         let found = match is_uniform(part) {
             true => alike(),
@@ -130,19 +130,34 @@ fn points(cx: &SearchContext<'_>) -> Result<Vec<Point>, PlanFailure> {
         let space = SearchSpace { lean, ..cx.space.clone() };
         let cx = &cx.within(&space);
         let searched = search(cx);
-        let within: Vec<Result<Vec<Plan>, PlanFailure>> = SHARES
+        let within: Vec<Result<Vec<PipelineCandidate<'_>>, PlanFailure>> = SHARES
             .par_iter()
             .map(|share| {
                 let limit: Vec<u64> = space.memory_bytes.iter().map(|&bytes| (bytes as f64 * share) as u64).collect();
                 let limits: BTreeMap<u32, Vec<u64>> =
                     searched.candidates.iter().map(|c| (c.num_microbatches, limit.clone())).collect();
                 let ranked = variants::asked_for(cx, &searched, &limits)?;
-                ranked.iter().take(MOST_OF_A_SHARE).map(|candidate| predict_candidate(cx, candidate)).collect()
+                let others = variants::others(cx, &searched, &ranked, &limits).into_iter().take(MOST_OF_A_SHARE);
+                Ok(ranked.iter().take(MOST_OF_A_SHARE).cloned().chain(others).collect())
             })
             .collect();
+        // Plans that need little memory are among the best within several shares.
+        let mut distinct: Vec<PipelineCandidate<'_>> = Vec::new();
         for result in within {
             match result {
-                Ok(plans) => found.extend(plans.into_iter().filter(fits)),
+                Ok(candidates) => candidates.into_iter().for_each(|new| {
+                    if !distinct.iter().any(|known| known.is(&new)) {
+                        distinct.push(new);
+                    }
+                }),
+                Err(error) => failure = Some(error),
+            }
+        }
+        let predicted: Vec<Result<Plan, PlanFailure>> =
+            distinct.par_iter().map(|candidate| predict_candidate(cx, candidate)).collect();
+        for result in predicted {
+            match result {
+                Ok(plan) => found.extend(Some(plan).filter(fits)),
                 Err(error) => failure = Some(error),
             }
         }
@@ -168,7 +183,7 @@ fn points(cx: &SearchContext<'_>) -> Result<Vec<Point>, PlanFailure> {
     Ok(kept.into_par_iter().map(refined).collect())
 }
 
-/// Plans that are predicted for each share of memory.
+/// Plain pipelines that are predicted for each share of memory, and pipelines whose order of calls has no formula.
 const MOST_OF_A_SHARE: usize = 3;
 
 fn point(plan: Plan) -> Point {

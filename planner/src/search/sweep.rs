@@ -26,6 +26,7 @@ use altiplano_ir::op::gcd;
 use altiplano_ir::plan::{Placement, Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -41,6 +42,8 @@ pub struct Space {
     pub virtual_stages: Vec<u32>,
     /// If layers dealt out evenly just do not fit, or are too few, other layouts of them are tried.
     pub uneven: bool,
+    /// Bytes count as well as seconds: configurations that can only be leaner, and no faster, are predicted as well.
+    pub for_bytes: bool,
 }
 
 impl Default for Space {
@@ -51,6 +54,7 @@ impl Default for Space {
             zero: vec![0, 1],
             virtual_stages: vec![1, 2],
             uneven: false,
+            for_bytes: false,
         }
     }
 }
@@ -215,26 +219,35 @@ pub fn sweep(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
+    sweep_of(&Configurations::new(request), space, costs, progress)
+}
+
+/// Like [`sweep`], with what other configurations of the request share.
+pub(super) fn sweep_of(
+    configurations: &Configurations<'_>,
+    space: &Space,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Vec<Swept>, PlanFailure> {
     // By stages, replicas and experts: if the leanest does not fit, no other is tried.
     let mut alike: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
-    for degrees in configurations(request, space) {
+    for degrees in all_configurations(configurations.request, space) {
         let lanes = degrees.stages / degrees.virtual_stages;
         alike.entry([degrees.dp, degrees.tp, lanes, degrees.experts]).or_default().push(degrees);
     }
     let (done, total) = (AtomicUsize::new(0), alike.len());
-    let configurations = Configurations::new(request);
     let leanest = alike.into_par_iter().map(|([dp, tp, pp, _], mut list)| {
         let i = done.fetch_add(1, Ordering::Relaxed);
         progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
         list.sort_by_key(|d| {
-            let lean = (std::cmp::Reverse(d.recompute), std::cmp::Reverse(d.zero), u32::MAX - d.num_microbatches);
+            let lean = (Reverse(d.recompute), Reverse(d.zero), Reverse(d.num_microbatches));
             (d.virtual_stages, lean)
         });
-        Alike::with_leanest(&configurations, space, list, costs)
+        Alike::with_leanest(configurations, space, list, costs)
     });
     let leanest: Vec<Alike> = leanest.collect();
     let bound = Bound::of(leanest.iter().flat_map(|alike| &alike.fitting).map(|swept| &swept.plan));
-    let with_others = |alike: Alike| alike.with_others(&configurations, &bound, costs, progress);
+    let with_others = |alike: Alike| alike.with_others(configurations, space.for_bytes, &bound, costs, progress);
     let tried: Vec<Alike> = leanest.into_par_iter().map(with_others).collect();
     let (found, least): (Vec<Vec<Swept>>, Vec<Option<Plan>>) =
         tried.into_iter().map(|alike| (alike.fitting, alike.least)).unzip();
@@ -284,31 +297,48 @@ impl Alike {
     }
 
     /// Predicts the others, but for those that are too slow by a bound. In a row that differs in the microbatch only,
-    /// larger ones need no less memory than one that does not fit.
+    /// larger ones need no less memory than one that does not fit. A level of recomputation repeats all that the levels
+    /// below it do, so that none above the first that fits is faster. With the leanest storage and one stage a device,
+    /// microbatches of all sizes tell whether the others are worth predicting.
     fn with_others(
         mut self,
         configurations: &Configurations<'_>,
+        for_bytes: bool,
         bound: &Bound,
         costs: &dyn Costs,
         progress: &dyn Progress,
     ) -> Alike {
         let row = |d: &Degrees| (d.virtual_stages, d.recompute, d.zero);
-        let mut too_large = None;
-        for degrees in std::mem::take(&mut self.list) {
-            if progress.stopped() {
+        let but_for_level = |d: &Degrees| (d.virtual_stages, d.zero, d.num_microbatches);
+        let mut list = std::mem::take(&mut self.list);
+        list.sort_by_key(|d| (d.virtual_stages, Reverse(d.zero), Reverse(d.num_microbatches), d.recompute));
+        let storage = |d: &Degrees| (d.virtual_stages, d.zero);
+        let first = list.first().map(storage);
+        let (mut too_large, mut fits) = (Vec::new(), None);
+        for degrees in list {
+            let left_behind = !for_bytes && Some(storage(&degrees)) != first && self.best_s() > bound.most_s;
+            if progress.stopped() || left_behind {
                 break;
             }
             // A single microbatch needs no sum of gradients.
-            let is_too_large = too_large == Some(row(&degrees)) && degrees.num_microbatches > 1;
-            if is_too_large || bound.excludes(configurations.request.schedule, &degrees) {
+            let is_too_large = too_large.contains(&row(&degrees)) && degrees.num_microbatches > 1;
+            let is_slower = !for_bytes && fits == Some(but_for_level(&degrees));
+            if is_too_large || is_slower || bound.excludes(configurations.request.schedule, &degrees) {
                 continue;
             }
             let Ok(plan) = configurations.configured(&degrees, costs) else { continue };
-            if !self.fits(Swept { degrees, plan }) {
-                too_large = Some(row(&degrees));
+            if self.fits(Swept { degrees, plan }) {
+                fits = Some(but_for_level(&degrees));
+            } else {
+                too_large.push(row(&degrees));
             }
         }
         self
+    }
+
+    /// Seconds of the fastest configuration that fits; infinite without one.
+    fn best_s(&self) -> f64 {
+        self.fitting.iter().map(|swept| swept.plan.predicted.step_time_s).fold(f64::INFINITY, f64::min)
     }
 
     /// Takes a prediction. Returns true if it fits.
@@ -375,7 +405,7 @@ fn other_layout(
     if even.is_some_and(|even| fits(&even.plan) || far(even)) {
         return None;
     }
-    let layouts = if degrees.stages > 1 && degrees.cp == 1 { configurations.layouts(degrees) } else { Vec::new() };
+    let layouts = if degrees.stages > 1 { configurations.layouts(degrees) } else { Vec::new() };
     let layouts = layouts.into_iter().filter(|&layout| layout != Layout::Even).take(OTHER_LAYOUTS);
     let layouts = layouts.map(|layout| Degrees { layout, ..*degrees });
     let sequence = (degrees.tp > 1 && stack(configurations.request.target).sequence)
@@ -403,7 +433,7 @@ const LAYOUTS_IN_A_V: usize = 2;
 /// difference of two configurations. Uniform configurations are quick to predict.
 pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn Progress) -> Vec<Plan> {
     let most = MOST_TRIED.min(NODES_TRIED / request.graph.len().max(1));
-    let all = configurations(request, &Space { virtual_stages: vec![1, 2, 4], ..Space::default() });
+    let all = all_configurations(request, &Space { virtual_stages: vec![1, 2, 4], ..Space::default() });
     if most < FEWEST_TRIED || all.is_empty() || request.cluster.groups.len() > 1 {
         return Vec::new();
     }
@@ -426,7 +456,7 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let Some(mut at) = nearest.copied() else { return Vec::new() };
     let configurations = Configurations { saves_memory: true, ..Configurations::new(request) };
     let mut tried: Vec<Degrees> = Vec::new();
-    let mut fitting = Vec::new();
+    let (mut fitting, busy_s) = (Vec::new(), start.predicted.lower_bound_s);
     // By how much it exceeds memory, then by seconds.
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
@@ -442,7 +472,21 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         next.retain(|d| !tried.contains(d));
         next.truncate(most.saturating_sub(tried.len()));
         tried.extend(&next);
-        let predicted = next.par_iter().map(|d| configurations.configured(d, costs).ok().map(|plan| (*d, plan)));
+        // Beside a configuration that fits, those that do not are no better, and neither is more recomputation.
+        let fits_here = best.0 <= 1.0;
+        if fits_here {
+            let bound = Bound { most_s: best.1, busy_s };
+            let repeats_more =
+                |d: &Degrees| d.recompute > at.recompute && Degrees { recompute: at.recompute, ..*d } == at;
+            next.retain(|d| !repeats_more(d) && !bound.excludes(request.schedule, d));
+        }
+        let predicted = next.par_iter().map(|d| {
+            let plan = match fits_here {
+                true => configurations.configured_unless_too_large(d, costs).ok().flatten(),
+                false => configurations.configured(d, costs).ok(),
+            };
+            plan.map(|plan| (*d, plan))
+        });
         let predicted: Vec<(Degrees, Plan)> = predicted.collect::<Vec<_>>().into_iter().flatten().collect();
         let mut better = false;
         for (degrees, plan) in predicted {
@@ -576,7 +620,7 @@ fn neighbours(at: &Degrees, all: &[Degrees]) -> Vec<Degrees> {
 }
 
 /// All configurations that use every device, with layers dealt out evenly.
-pub(super) fn configurations(request: &Request, space: &Space) -> Vec<Degrees> {
+pub(super) fn all_configurations(request: &Request, space: &Space) -> Vec<Degrees> {
     let grid = Grid { request, space, stack: stack(request.target), cp: request.degrees.cp.unwrap_or(1).max(1) };
     let mut all = Vec::new();
     for (dp, tp, stages) in grid.shapes() {

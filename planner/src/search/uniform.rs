@@ -6,7 +6,7 @@
 use super::choice::fits;
 use super::fixed_degrees::Degrees;
 use super::layout::Layout;
-use super::sweep::{Configurations, Space, Swept, configurations, sweep};
+use super::sweep::{Configurations, Space, Swept, all_configurations, sweep_of};
 use crate::explain::alternatives;
 use crate::features::overlaps;
 use crate::features::stacks::stack;
@@ -30,16 +30,21 @@ const FEWEST_CLIMBED: usize = 12;
 
 /// The best configuration that the target runs, with the next ones as alternatives.
 pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
-    let mut plans = overlaps::best_with_overlaps(all(request, costs, progress)?, costs)?;
+    let mut plans = overlaps::best_with_overlaps(all(request, false, costs, progress)?, costs)?;
     let mut best = plans.remove(0);
     best.alternatives = alternatives::alternatives(&best, plans);
     Ok(best)
 }
 
-/// The configurations that the target runs and that fit, fastest first; at least one.
-pub(super) fn all(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Vec<Plan>, PlanFailure> {
+/// The configurations that the target runs and that fit, fastest first; at least one. `for_bytes`: see [`Space`].
+pub(super) fn all(
+    request: &Request,
+    for_bytes: bool,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<Vec<Plan>, PlanFailure> {
     let stack = stack(request.target);
-    let mut space = Space { zero: stack.zero.to_vec(), ..Space::default() };
+    let mut space = Space { zero: stack.zero.to_vec(), for_bytes, ..Space::default() };
     if request.target == Target::Altiplano {
         space.zero.retain(|&level| level != 2);
     }
@@ -47,9 +52,10 @@ pub(super) fn all(request: &Request, costs: &dyn Costs, progress: &dyn Progress)
         space.virtual_stages = vec![1];
     }
     space.uneven = stack.uneven;
-    let mut found = sweep(request, &space, costs, progress)?;
+    let known = Configurations::new(request);
+    let mut found = sweep_of(&known, &space, costs, progress)?;
     if stack.uniform {
-        found.extend(with_layouts(request, &space, &found, costs, progress));
+        found.extend(with_layouts(&known, &space, &found, costs, progress));
         found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
     }
     Ok(found.into_iter().map(|swept| swept.plan).collect())
@@ -99,12 +105,13 @@ fn shape(degrees: &Degrees) -> [u32; 4] {
 
 /// Climbs from the best configuration of each promising pipeline. `swept` is sorted by time.
 fn with_layouts(
-    request: &Request,
+    known: &Configurations<'_>,
     space: &Space,
     swept: &[Swept],
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Vec<Swept> {
+    let request = known.request;
     let most_s = swept.first().map_or(0.0, |best| FAR_BEHIND * best.plan.predicted.step_time_s);
     let mut starts: Vec<&Swept> = Vec::new();
     let varies =
@@ -115,9 +122,8 @@ fn with_layouts(
         }
     }
     let shared = if stack(request.target).virtual_stages { (1..=MOST_SHARED).collect() } else { vec![1] };
-    let all = configurations(request, &Space { virtual_stages: shared, ..space.clone() });
-    let known = Configurations::new(request);
-    let climbed = starts.par_iter().map(|start| climb(&known, &all, space, start, costs, progress));
+    let all = all_configurations(request, &Space { virtual_stages: shared, ..space.clone() });
+    let climbed = starts.par_iter().map(|start| climb(known, &all, space, start, costs, progress));
     climbed.collect::<Vec<_>>().into_iter().flatten().collect()
 }
 
@@ -170,14 +176,12 @@ fn is_swept(request: &Request, degrees: &Degrees, space: &Space) -> bool {
 }
 
 /// Configurations of the same shape that differ in one thing: in the layout of layers, in sequence parallelism, in the
-/// next larger or smaller number of stages that share devices or of microbatches, in storage, its groups or in
-/// recomputation.
+/// next larger or smaller number of stages that share devices or of microbatches, in storage, in its groups, or in
+/// recomputation. This one fits, so that repeating more is not worth trying.
 fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<Degrees> {
     let stack = stack(known.request.target);
-    // A stage of nothing but the head would split it over the devices of context parallelism.
-    let uneven = stack.uneven && at.cp == 1;
     let layouts = |degrees: Degrees| {
-        let ranked = if uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
+        let ranked = if stack.uneven { known.layouts(&degrees) } else { vec![Layout::Even] };
         let ranked = ranked.into_iter().take(LAYOUTS);
         ranked.map(move |layout| Degrees { layout, sequence: at.sequence, groups: at.groups, ..degrees })
     };
@@ -198,13 +202,15 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
     // Sequence parallelism keeps less, so that less has to be recomputed.
     if at.tp > 1 && stack.sequence {
         let levels = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches, d.zero) == (shared, count, zero));
+        let levels = levels.filter(|d| at.sequence || d.recompute <= recompute);
         found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, groups: at.groups, ..*d }));
     }
     let counts =
         next(|d| d.num_microbatches, &|d| (d.virtual_stages, d.zero, d.recompute) == (shared, zero, recompute));
     found.extend(counts.iter().map(same));
     let options = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches) == (shared, count));
-    found.extend(options.filter(|d| d.zero == zero || d.recompute == recompute).map(same));
+    let no_leaner = |d: &&Degrees| d.zero == zero && d.recompute <= recompute || d.recompute == recompute;
+    found.extend(options.filter(no_leaner).map(same));
     if stack.groups && zero > 0 && known.request.degrees.groups.is_none() {
         let groups = if at.groups > 1 { 1 } else { at.groups_of_nodes(&known.request.cluster) };
         found.push(Degrees { groups, ..*at });
