@@ -68,11 +68,12 @@ fn products_in_8_bits_are_faster_where_devices_have_them() {
 
 #[test]
 fn what_a_target_runs_is_planned() {
-    let table: [(&str, &str, &[&str]); 10] = [
+    let table: [(&str, &str, &[&str]); 11] = [
         // One replica stores all itself at any level.
         ("megatron", "dgx-a100:1", &["--tp", "8", "--pp", "1", "--zero", "1", "--recompute", "full"]),
         ("megatron", "dgx-a100:1", &["--tp", "4", "--pp", "2", "--zero", "1", "--recompute", "none"]),
         ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "1", "--zero", "3"]),
+        ("megatron", "dgx-a100:1", &["--tp", "2", "--pp", "2", "--cp", "2", "--zero", "1"]),
         ("megatron", "dgx-a100:1", &["--tp", "1", "--pp", "2", "--cp", "4", "--zero", "1"]),
         // Beyond a node only if asked for.
         ("megatron", "dgx-a100:2", &["--tp", "16"]),
@@ -120,7 +121,7 @@ fn configurations_that_are_left_out_of_a_sweep_are_no_faster() {
     (request.target, request.batch.global) = (Target::Megatron, Some(64));
     let costs = Rooflines::of(&request.cluster);
     let space = Space { micro_batches: vec![1, 2, 4], ..Space::default() };
-    // What plans do not use of a device's memory.
+    // The part of a device's memory that no tensor may use.
     let whole = request.cluster.groups[0].device.memory_bytes;
     let reserved = whole - request.cluster.usable_bytes(&request.cluster.groups[0]);
     let with = |for_bytes: bool, usable_bytes: u64| {

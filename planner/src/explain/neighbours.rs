@@ -8,6 +8,7 @@ use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, SubmeshShape};
 use crate::intra_op::layer::{MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
+use crate::intra_op::space::AxisRoles;
 use crate::layers::cache::LayeredAtBatch;
 use crate::layers::graph::LayeredGraph;
 use crate::predict::predict_with;
@@ -43,8 +44,11 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
     let costs = Rooflines::of(&plan.cluster);
     let at_batch = LayeredAtBatch::new(request);
     let cx = SearchContext { request, space: &space, costs: &costs, layered: &at_batch, progress: &Silent };
-    let is_swept = plan.stages.iter().any(|stage| uniform_roles(plan, stage).is_some());
-    let as_is: Vec<ChosenStage> = plan.stages.iter().map(|stage| chosen(plan, stage)).collect();
+    let roles = uniform_roles(plan);
+    let is_swept = roles.is_some();
+    let roles = roles.unwrap_or_else(|| vec![AxisRoles::default(); plan.stages.len()]);
+    let as_is: Vec<ChosenStage> =
+        plan.stages.iter().zip(roles).map(|(stage, roles)| chosen(plan, stage, roles)).collect();
     let predict = |stages: &[ChosenStage], memory: MemoryPrice| {
         let mut stages = stages.to_vec();
         stages.iter_mut().for_each(|s| s.config.variant.memory = memory);
@@ -100,7 +104,7 @@ pub fn neighbours(plan: &Plan, stage: usize) -> Result<Vec<Neighbour>, PlanFailu
 }
 
 /// A stage in the search's terms.
-fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
+fn chosen(plan: &Plan, stage: &Stage, roles: AxisRoles) -> ChosenStage {
     let shape = SubmeshShape { nodes: stage.submesh.0, devices: stage.submesh.1 };
     let variant = Variant {
         zero: stage.zero,
@@ -113,7 +117,7 @@ fn chosen(plan: &Plan, stage: &Stage) -> ChosenStage {
         block: Block { group: stage.group as usize, shape },
         config: StageConfig {
             mesh: stage.mesh.clone(),
-            roles: uniform_roles(plan, stage).unwrap_or_default(),
+            roles,
             variant,
             fraction: RecomputeFraction::of(&stage.recompute, stage.layers.len()),
         },

@@ -118,27 +118,33 @@ fn of_stage(graph: &Graph, stage: &Stage, kinds: &BTreeMap<ValueId, Vec<Kind>>) 
     found
 }
 
-/// The roles that the axes of a plan's stage play, as a sweep over degrees assigns them to its plans: replicas first, then
-/// context parallelism, and tensor parallelism last. `None` if the plan comes from a search that leaves axes free.
-pub(crate) fn uniform_roles(plan: &Plan, stage: &Stage) -> Option<AxisRoles> {
-    let axes = stage.mesh.axes.len() as u8;
-    let context = stage.mesh.find(CONTEXT_AXIS);
-    if !stack(plan.target).uniform && context.is_none() && axes <= 2 || axes < 2 {
+/// The roles of the axes of each stage, as a sweep over degrees assigns them to its plans: replicas first, then context
+/// parallelism, and tensor parallelism last. `None` if the plan comes from a search that leaves axes free.
+pub(crate) fn uniform_roles(plan: &Plan) -> Option<Vec<AxisRoles>> {
+    let has_roles = |stage: &Stage| stage.mesh.axes.len() > 2 || stage.mesh.find(CONTEXT_AXIS).is_some();
+    if !stack(plan.target).uniform && !plan.stages.iter().any(has_roles) {
         return None;
     }
-    let tensor = AxisId(axes - 1);
-    let data_axes = context.map_or(tensor.0, |axis| axis.0);
-    let (graph, last) = (&plan.graph, data_axes.checked_sub(1)?);
-    let dims = Dims::of(graph);
-    let splits_experts = |(&v, sharding): (&ValueId, &ValueSharding)| match sharding.strategy.0.get(usize::from(last)) {
+    let dims = Dims::of(&plan.graph);
+    plan.stages.iter().map(|stage| roles_of_stage(&plan.graph, stage, &dims)).collect()
+}
+
+/// `None` if the stage has no axis of replicas before that of tensor parallelism.
+fn roles_of_stage(graph: &Graph, stage: &Stage, dims: &Dims) -> Option<AxisRoles> {
+    let tensor = stage.mesh.axis_ids().last()?;
+    let context = stage.mesh.find(CONTEXT_AXIS);
+    let data_axes = context.unwrap_or(tensor).0;
+    let last = AxisId(data_axes.checked_sub(1)?);
+    let splits_experts = |(&v, sharding): (&ValueId, &ValueSharding)| match sharding.strategy.0.get(usize::from(last.0))
+    {
         Some(AxisUse::Factor { factor, .. }) if graph.node(v).op.is_contraction() => {
-            kinds_of(graph, v, &dims)[usize::from(*factor)] == Kind::Expert
+            kinds_of(graph, v, dims)[usize::from(*factor)] == Kind::Expert
         }
         _ => false,
     };
     Some(AxisRoles {
         data_axes,
-        experts: stage.shardings.iter().any(splits_experts).then_some(AxisId(last)),
+        experts: stage.shardings.iter().any(splits_experts).then_some(last),
         model_axis: context.is_none().then_some(tensor),
         context_axis: context,
         group_axes: u8::from(groups(stage) > 1),
