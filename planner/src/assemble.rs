@@ -1,7 +1,7 @@
 //! Writes the search's choice out as a plan: strategies and storage of every stage.
 
 use crate::inter_op::compose::Chain;
-use crate::inter_op::search::ChosenStage;
+use crate::inter_op::search::{ChosenStage, StageConfig};
 use crate::inter_op::submesh::{Block, place_blocks};
 use crate::inter_op::tables::{Known, layer_table};
 use crate::intra_op::ilp::Kept;
@@ -124,21 +124,10 @@ fn stage(
 ) -> Option<Stage> {
     let config = &chosen.config;
     let Block { group, shape } = chosen.block;
-    let submesh = (shape.nodes, shape.devices);
-    let cost = costs.of_group(group as u32);
-    let fusion = match config.variant.memory {
-        MemoryPrice::None => Fusion::Ops,
-        _ => Fusion::of(&request.execution),
-    };
-    let composites = request.composites.of(cost, fusion);
-    let prices =
-        Prices::new(cost, &request.cluster.groups[group], submesh, &config.mesh).fused(fusion).knowing(&composites);
-    let mut spaces = Spaces::new(&prices, config.roles);
-    let shardings = composed(request, layered, &mut spaces, chosen)?;
     let stage = Stage {
         layers: chosen.layers.start as u32..chosen.layers.end as u32,
         group: group as u32,
-        submesh,
+        submesh: (shape.nodes, shape.devices),
         devices,
         mesh: config.mesh.clone(),
         recompute: config.fraction.levels(chosen.layers.len()),
@@ -150,7 +139,31 @@ fn stage(
         solved: None,
         predicted: StagePredicted::default(),
     };
-    Some(with_shardings(layered, &mut spaces, stage, shardings))
+    let fusion = match config.variant.memory {
+        MemoryPrice::None => Fusion::Ops,
+        _ => Fusion::of(&request.execution),
+    };
+    in_spaces(request, costs, config, chosen.block, fusion, |spaces| {
+        let shardings = composed(request, layered, spaces, chosen)?;
+        Some(with_shardings(layered, spaces, stage, shardings))
+    })
+}
+
+/// Passes on the strategies of a configuration's mesh, at the prices by which a stage's layouts are chosen.
+pub(crate) fn in_spaces<T>(
+    request: &Request,
+    costs: &dyn Costs,
+    config: &StageConfig,
+    block: Block,
+    fusion: Fusion,
+    then: impl FnOnce(&mut Spaces<'_>) -> T,
+) -> T {
+    let Block { group, shape } = block;
+    let cost = costs.of_group(group as u32);
+    let composites = request.composites.of(cost, fusion);
+    let prices = Prices::new(cost, &request.cluster.groups[group], (shape.nodes, shape.devices), &config.mesh);
+    let prices = prices.fused(fusion).knowing(&composites);
+    then(&mut Spaces::new(&prices, config.roles))
 }
 
 /// Copies `stage`, which was made of `other`, if both run the same layers in the same config.

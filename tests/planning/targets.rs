@@ -3,10 +3,13 @@
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::planner::Silent;
 use altiplano::planner::search::fixed_degrees::Degrees;
-use altiplano::planner::search::sweep::{Space, Swept, sweep};
+use altiplano::planner::search::layout::Layout;
+use altiplano::planner::search::sweep::{Space, Swept, configured, sweep};
 use altiplano::{ImportOptions, load_cluster, load_model, request};
 use altiplano_cost_models::Rooflines;
+use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::Target;
+use altiplano_ir::recompute::Recompute;
 use serde_json::Value;
 use std::path::Path;
 
@@ -146,6 +149,76 @@ fn configurations_that_are_left_out_of_a_sweep_are_no_faster() {
             assert!(faster <= slower, "{faster} {slower}: {:?}", left_out.degrees);
         }
         assert!(repeat_more > 0, "at {bytes}");
+    }
+}
+
+/// No configuration of a grid that fits is faster than what a sweep finds, which predicts few of them.
+#[test]
+fn sweeps_find_the_best_of_all_configurations() {
+    let scratch = Scratch::new();
+    let dense = r#"{"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 1024}"#;
+    let experts = r#"{"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 4096, "max_position_embeddings": 1024}"#;
+    let import = || ImportOptions { precision: Some(DType::BF16), ..ImportOptions::default() };
+    let of_config = || ImportOptions { sequence: Some(1024), ..import() };
+    let models = [
+        (DEMO.to_string(), ImportOptions::default()),
+        (scratch.file("dense.json", dense), of_config()),
+        (scratch.file("experts.json", experts), of_config()),
+    ];
+    let space = Space { micro_batches: vec![1, 2, 4], ..Space::default() };
+    for ((file, import), cluster) in models.iter().zip(["dgx-a100:1", "dgx-h100:1", "dgx-a100:1"]) {
+        let model = load_model(Path::new(file), import).expect("a model");
+        let mut request = request(&model, load_cluster(cluster).expect("a cluster"));
+        (request.target, request.batch.global) = (Target::Megatron, Some(64));
+        let costs = Rooflines::of(&request.cluster);
+        let mut all: Vec<(u64, f64)> = Vec::new();
+        for (tp, pp) in
+            [1, 2, 4, 8].into_iter().flat_map(|tp| [1, 2, 4].map(|pp| (tp, pp))).filter(|(tp, pp)| tp * pp <= 8)
+        {
+            let dp = 8 / tp / pp;
+            for (micro, virtual_stages) in [1, 2, 4].into_iter().flat_map(|micro| [(micro, 1), (micro, 2)]) {
+                if virtual_stages > 1 && pp == 1 {
+                    continue;
+                }
+                for (zero, recompute) in [0, 1].into_iter().flat_map(|zero| Recompute::ALL.map(|level| (zero, level))) {
+                    let degrees = Degrees {
+                        dp,
+                        tp,
+                        cp: 1,
+                        stages: pp * virtual_stages,
+                        virtual_stages,
+                        num_microbatches: 64 / dp / micro,
+                        zero: if dp == 1 { 0 } else { zero },
+                        recompute,
+                        layout: Layout::Even,
+                        experts: 1,
+                        groups: 1,
+                        sequence: false,
+                    };
+                    let Ok(plan) = configured(&request, &degrees, &costs) else { continue };
+                    let bytes = plan.predicted.peak_bytes.iter().copied().max().expect("bytes");
+                    all.push((bytes, plan.predicted.step_time_s));
+                }
+            }
+        }
+        let device = request.cluster.groups[0].device.memory_bytes;
+        let reserved = device - request.cluster.usable_bytes(&request.cluster.groups[0]);
+        let most = all.iter().map(|(bytes, _)| *bytes).max().expect("plans");
+        assert!(all.len() > 100, "{file}: {}", all.len());
+        for usable in [most, most / 2, most / 4] {
+            request.cluster.groups[0].device.memory_bytes = reserved + usable;
+            let fitting = all.iter().filter(|(bytes, _)| *bytes <= usable).map(|(_, step_s)| *step_s);
+            let best_s = fitting.fold(f64::INFINITY, f64::min);
+            let Ok(swept) = sweep(&request, &space, &costs, &Silent) else {
+                assert_eq!(best_s, f64::INFINITY, "{file} at {usable}");
+                continue;
+            };
+            let found_s = swept[0].plan.predicted.step_time_s;
+            assert!(found_s <= best_s, "{file} at {usable}: {found_s} s, {best_s} s of all {}", all.len());
+            assert!(swept.len() < all.len() / 2, "{file} at {usable}: {} of {}", swept.len(), all.len());
+        }
     }
 }
 

@@ -21,8 +21,7 @@ pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indi
     let plain = |graph: &mut Graph| graph.emit(Op::Gather(gather.clone()), &[table, indices]);
     let types = [graph.ty(table), graph.ty(indices)];
     let Ok(taken) = gather.infer(&types) else { return plain(graph) };
-    let single = matches!(gather.dims.start_index_map[..], [d] if gather.dims.slice_sizes[d] == 1);
-    if !single || taken.elements().saturating_mul(FEW) > types[0].elements() {
+    if !takes_few(gather, types[0], &taken) {
         return plain(graph);
     }
     // Walk from the table back to its source. Each step is an op, with all its operands except the one on the path.
@@ -65,6 +64,25 @@ pub(super) fn looked_up(graph: &mut Graph, gather: &Gather, table: ValueId, indi
             graph.select(inside, value, zero)
         }
     }
+}
+
+/// True if a lookup of elements of type `taken` moves behind elementwise ops that compute its table.
+pub fn takes_few(gather: &Gather, table: &TensorType, taken: &TensorType) -> bool {
+    let single = matches!(gather.dims.start_index_map[..], [d] if gather.dims.slice_sizes[d] == 1);
+    single && taken.elements().saturating_mul(FEW) <= table.elements()
+}
+
+/// True if an operand of an elementwise op may be constant along the dimension that a lookup of the result indexes.
+pub fn may_be_row(graph: &Graph, v: ValueId) -> bool {
+    matches!(graph.node(v).op, Op::Constant(_) | Op::BroadcastInDim(_))
+}
+
+/// True if no lookup moves behind the op that makes `v`.
+pub fn lookups_stop_at(graph: &Graph, v: ValueId) -> bool {
+    let node = graph.node(v);
+    let mut varied: Vec<ValueId> = node.operands.iter().copied().filter(|&o| !may_be_row(graph, o)).collect();
+    varied.dedup();
+    !node.op.is_elementwise() || varied.len() > 1
 }
 
 /// An operand that is constant along the indexed dimension, so that its value for the taken elements is known.

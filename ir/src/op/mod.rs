@@ -47,6 +47,7 @@ pub use elementwise::{Binary, Compare, Convert, Direction, Select, Unary};
 pub use gather::{Gather, GatherDims, OutOfBounds, ScatterAdd};
 pub use grouped::{GroupedDot, GroupedOuter};
 pub use leaf::{Input, Iota, Parameter};
+pub use lookup::{lookups_stop_at, may_be_row, takes_few};
 pub use microbatches::Microbatches;
 pub use pad::Pad;
 pub use reduce::{Reduce, Reducer};

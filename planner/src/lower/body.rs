@@ -6,11 +6,11 @@
 
 use super::StageContext;
 use altiplano_ir::graph::{Graph, Node, ValueId};
-use altiplano_ir::op::{Local, Microbatches, Op, Operator};
+use altiplano_ir::op::{Local, Microbatches, Op, Operator, lookups_stop_at, may_be_row, takes_few};
 use altiplano_ir::program::BufferId;
 use altiplano_ir::rule::{OpShardings, ShardingRule, Strategy};
 use altiplano_ir::sharding::Sharding;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 
 /// A local graph under construction.
@@ -83,6 +83,38 @@ impl<'a> BodyBuilder<'a> {
             && self.defined[start.defined..end.defined]
                 .iter()
                 .all(|(value, at)| names.values.contains_key(value) && is_renamed(&self.have[value][*at as usize].1))
+    }
+
+    /// Returns true if the lookups of a part would be the same under other names. They move behind elementwise ops that
+    /// compute their table, wherever these were lowered.
+    pub fn looks_up_alike(&self, part: &Range<Point>, names: &Renaming<'_>) -> bool {
+        let (graph, start) = (&self.graph, part.start.nodes);
+        let table = |node: &Node| match &node.op {
+            Op::Gather(op) if takes_few(op, graph.ty(node.operands[0]), &node.ty) => Some(node.operands[0]),
+            _ => None,
+        };
+        let mut met: Vec<ValueId> = graph.nodes[start..part.end.nodes].iter().filter_map(table).collect();
+        let is_same = |(&a, &b): (&ValueId, &ValueId)| {
+            !(may_be_row(graph, a) || may_be_row(graph, b)) || graph.node(a).op == graph.node(b).op
+        };
+        if !met.is_empty() && !names.locals.iter().all(is_same) {
+            return false;
+        }
+        let stops = |v: ValueId| {
+            names.locals.get(&v).is_some_and(|&other| [v, other].iter().all(|&v| lookups_stop_at(graph, v)))
+        };
+        let mut seen: FxHashSet<ValueId> = met.iter().copied().collect();
+        while let Some(v) = met.pop() {
+            let node = graph.node(v);
+            if v.index() < start {
+                if !stops(v) {
+                    return false;
+                }
+            } else if node.op.is_elementwise() {
+                met.extend(node.operands.iter().filter(|o| seen.insert(**o)));
+            }
+        }
+        true
     }
 
     /// Appends a closed part again under other names. Returns the local value that a local value of the part becomes.

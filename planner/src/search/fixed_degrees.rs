@@ -22,7 +22,7 @@ use altiplano_ir::recompute::Recompute;
 use std::ops::Range;
 
 /// The degrees of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Degrees {
     pub dp: u32,
     pub tp: u32,
@@ -105,6 +105,55 @@ impl Degrees {
     }
 }
 
+/// The devices and the configuration that all stages have.
+pub(super) struct Uniform {
+    pub block: Block,
+    pub config: StageConfig,
+}
+
+impl Uniform {
+    pub fn of(request: &Request, degrees: &Degrees, memory: MemoryPrice) -> Result<Uniform, PlanFailure> {
+        let group = &request.cluster.groups[0];
+        let devices = degrees.dp * degrees.tp * degrees.cp;
+        // Stages on several nodes use all devices of each.
+        if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
+            return Err(PlanFailure::NoCombination);
+        }
+        let of_data = degrees.data_axes().ok_or(PlanFailure::NoCombination)?;
+        let data_axes = of_data.len() as u8;
+        let mut axes: Vec<(&str, u32)> = DATA_AXES.into_iter().zip(of_data).collect();
+        if degrees.cp > 1 {
+            axes.push((CONTEXT_AXIS, degrees.cp));
+        }
+        axes.push(("tensor", degrees.tp));
+        let shape = match devices <= group.devices_per_node {
+            true => SubmeshShape { nodes: 1, devices },
+            false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
+        };
+        let block = Block { group: 0, shape };
+        let config = StageConfig {
+            mesh: Mesh::new(&axes),
+            roles: AxisRoles {
+                data_axes,
+                experts: (degrees.experts > 1).then_some(AxisId(data_axes - 1)),
+                model_axis: (degrees.cp <= 1).then_some(AxisId(data_axes)),
+                context_axis: (degrees.cp > 1).then_some(AxisId(data_axes)),
+                group_axes: u8::from(degrees.groups > 1),
+                features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
+                tokens_between: degrees.sequence,
+            },
+            variant: Variant {
+                zero: degrees.zero,
+                memory,
+                num_microbatches: degrees.num_microbatches,
+                execution: request.execution,
+            },
+            fraction: RecomputeFraction::uniform(degrees.recompute),
+        };
+        Ok(Uniform { block, config })
+    }
+}
+
 /// Assembles the plan with these degrees, without predictions. `request.graph` is at the size of one microbatch.
 ///
 /// The cluster's first group must have room for every stage; stages that share devices count once.
@@ -144,43 +193,8 @@ pub(crate) fn of_stages(
     memory: MemoryPrice,
     costs: &dyn Costs,
 ) -> Result<Plan, PlanFailure> {
-    let group = &request.cluster.groups[0];
-    let devices = degrees.dp * degrees.tp * degrees.cp;
-    // Stages on several nodes use all devices of each.
-    if devices > group.devices_per_node && devices % group.devices_per_node != 0 {
-        return Err(PlanFailure::NoCombination);
-    }
-    let of_data = degrees.data_axes().ok_or(PlanFailure::NoCombination)?;
-    let data_axes = of_data.len() as u8;
-    let mut axes: Vec<(&str, u32)> = DATA_AXES.into_iter().zip(of_data).collect();
-    if degrees.cp > 1 {
-        axes.push((CONTEXT_AXIS, degrees.cp));
-    }
-    axes.push(("tensor", degrees.tp));
-    let shape = match devices <= group.devices_per_node {
-        true => SubmeshShape { nodes: 1, devices },
-        false => SubmeshShape { nodes: devices / group.devices_per_node, devices: group.devices_per_node },
-    };
-    let block = Block { group: 0, shape };
-    let config = |fraction| StageConfig {
-        mesh: Mesh::new(&axes),
-        roles: AxisRoles {
-            data_axes,
-            experts: (degrees.experts > 1).then_some(AxisId(data_axes - 1)),
-            model_axis: (degrees.cp <= 1).then_some(AxisId(data_axes)),
-            context_axis: (degrees.cp > 1).then_some(AxisId(data_axes)),
-            group_axes: u8::from(degrees.groups > 1),
-            features_axis: (degrees.tp > 1).then_some(AxisId(axes.len() as u8 - 1)),
-            tokens_between: degrees.sequence,
-        },
-        variant: Variant {
-            zero: degrees.zero,
-            memory,
-            num_microbatches: degrees.num_microbatches,
-            execution: request.execution,
-        },
-        fraction,
-    };
+    let Uniform { block, config } = Uniform::of(request, degrees, memory)?;
+    let config = |fraction| StageConfig { fraction, ..config.clone() };
     let chosen = |(layers, fraction)| ChosenStage { layers, block, config: config(fraction) };
     let stages: Vec<ChosenStage> = stages.into_iter().map(chosen).collect();
     let schedule = request.schedule.unwrap_or(Schedule::OneFOneB);

@@ -7,7 +7,7 @@ use altiplano_ir::plan::Placement;
 use std::ops::Range;
 
 /// A rule that deals layers out to stages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Layout {
     /// Equally many to each; the first stages get one more if the number is uneven.
     #[default]

@@ -8,6 +8,8 @@ pub(crate) mod baselines;
 pub(crate) mod choice;
 pub(crate) mod closest;
 pub mod context;
+mod estimate;
+mod expectations;
 pub(crate) mod fitting;
 pub mod fixed_degrees;
 pub mod judge;

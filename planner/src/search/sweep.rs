@@ -6,6 +6,8 @@
 //! software can do, and a bound that a wider search must not be slower than.
 
 use super::choice::{fits, peak_bytes};
+use super::estimate::{Estimate, estimates};
+use super::expectations::Expectations;
 use super::layout::Layout;
 use crate::explain::alternatives;
 use crate::features::parallelism::expert_products;
@@ -28,7 +30,6 @@ use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The degrees that a sweep covers.
@@ -180,6 +181,16 @@ impl<'a> Configurations<'a> {
         then(fixed_of(&request, layered, degrees, self.memory(degrees), costs)?, layered)
     }
 
+    /// Estimates configurations that differ in recomputation and in the layers of their stages only.
+    pub fn estimates(&self, alike: &[Degrees], costs: &dyn Costs) -> Vec<Option<Estimate>> {
+        let Some(first) = alike.first() else { return Vec::new() };
+        let cell = self.at(first.num_microbatches);
+        let Some(layered) = cell.get().and_then(Option::as_ref) else { return vec![None; alike.len()] };
+        let execution = execution_at(self.request, first.zero);
+        let request = Request { graph: layered.graph.clone(), execution, ..self.request.clone() };
+        estimates(&request, layered, alike, self.memory(first), costs)
+    }
+
     /// Layouts for the stages of a configuration, those with the least work of any device first.
     pub fn layouts(&self, degrees: &Degrees) -> Vec<Layout> {
         let cell = self.at(degrees.num_microbatches);
@@ -229,192 +240,60 @@ pub(super) fn sweep_of(
     costs: &dyn Costs,
     progress: &dyn Progress,
 ) -> Result<Vec<Swept>, PlanFailure> {
-    // By stages, replicas and experts: if the leanest does not fit, no other is tried.
-    let mut alike: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
-    for degrees in all_configurations(configurations.request, space) {
-        let lanes = degrees.stages / degrees.virtual_stages;
-        alike.entry([degrees.dp, degrees.tp, lanes, degrees.experts]).or_default().push(degrees);
+    let all = all_configurations(configurations.request, space);
+    let mut expectations = Expectations::new(configurations, space.for_bytes, costs);
+    let mut found = expectations.explore(&all, progress);
+    let mut shapes: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
+    all.into_iter().for_each(|degrees| shapes.entry(shape(&degrees)).or_default().push(degrees));
+    let lean = |d: &Degrees| (d.virtual_stages, Reverse(d.recompute), Reverse(d.zero), Reverse(d.num_microbatches));
+    let leanest: Vec<Degrees> = shapes.into_values().filter_map(|list| list.into_iter().min_by_key(lean)).collect();
+    if space.uneven {
+        let fits = |degrees: &&Degrees| found.iter().any(|swept: &Swept| shape(&swept.degrees) == shape(degrees));
+        let others = leanest.iter().filter(|degrees| !fits(degrees));
+        let others: Vec<Degrees> = others.flat_map(|degrees| other_layouts(configurations, degrees)).collect();
+        found.extend(expectations.explore(&others, progress));
     }
-    let (done, total) = (AtomicUsize::new(0), alike.len());
-    let leanest = alike.into_par_iter().map(|([dp, tp, pp, _], mut list)| {
-        let i = done.fetch_add(1, Ordering::Relaxed);
-        progress.step(&format!("dp{dp} tp{tp} pp{pp}"), i, total);
-        list.sort_by_key(|d| {
-            let lean = (Reverse(d.recompute), Reverse(d.zero), Reverse(d.num_microbatches));
-            (d.virtual_stages, lean)
-        });
-        Alike::with_leanest(configurations, space, list, costs)
-    });
-    let leanest: Vec<Alike> = leanest.collect();
-    let bound = Bound::of(leanest.iter().flat_map(|alike| &alike.fitting).map(|swept| &swept.plan));
-    let with_others = |alike: Alike| alike.with_others(configurations, space.for_bytes, &bound, costs, progress);
-    let tried: Vec<Alike> = leanest.into_par_iter().map(with_others).collect();
-    let (found, least): (Vec<Vec<Swept>>, Vec<Option<Plan>>) =
-        tried.into_iter().map(|alike| (alike.fitting, alike.least)).unzip();
-    let mut found: Vec<Swept> = found.into_iter().flatten().collect();
+    if found.is_empty() {
+        found = closest(configurations, &leanest, costs)?;
+    }
     found.sort_by(|a, b| a.plan.predicted.step_time_s.total_cmp(&b.plan.predicted.step_time_s));
+    Ok(found)
+}
+
+/// The leanest configurations, predicted. Returns those that fit, against expectations.
+fn closest(
+    configurations: &Configurations<'_>,
+    leanest: &[Degrees],
+    costs: &dyn Costs,
+) -> Result<Vec<Swept>, PlanFailure> {
+    let predicted = leanest.par_iter().map(|degrees| {
+        let plan = configurations.configured(degrees, costs).ok()?;
+        Some(Swept { degrees: *degrees, plan })
+    });
+    let predicted = predicted.collect::<Vec<_>>().into_iter().flatten();
+    let (found, too_large): (Vec<Swept>, Vec<Swept>) = predicted.partition(|swept| fits(&swept.plan));
     if !found.is_empty() {
         return Ok(found);
     }
-    let least = least.into_iter().flatten().min_by_key(peak_bytes);
+    let least = too_large.into_iter().map(|swept| swept.plan).min_by_key(peak_bytes);
     Err(least.map_or(PlanFailure::NoCombination, |plan| {
-        let detail = format!("{}, the leanest of {total} combinations of dp, tp and pp", alternatives::shape(&plan));
+        let shape = alternatives::shape(&plan);
+        let detail = format!("{shape}, the leanest of {} combinations of dp, tp and pp", leanest.len());
         PlanFailure::of_closest(plan, detail)
     }))
 }
 
-/// Configurations of the same replicas, tensor-parallel devices and lanes, and their predictions so far.
-struct Alike {
-    /// Those that are left to predict.
-    list: Vec<Degrees>,
-    fitting: Vec<Swept>,
-    /// The one that does not fit and needs least memory.
-    least: Option<Plan>,
-}
-
-impl Alike {
-    /// Predicts the first of `list`, which is sorted from the leanest. If it does not fit, none is left.
-    fn with_leanest(
-        configurations: &Configurations<'_>,
-        space: &Space,
-        list: Vec<Degrees>,
-        costs: &dyn Costs,
-    ) -> Alike {
-        let mut alike = Alike { list, fitting: Vec::new(), least: None };
-        if alike.list.is_empty() {
-            return alike;
-        }
-        let degrees = alike.list.remove(0);
-        let tried = configurations.configured(&degrees, costs).map(|plan| Swept { degrees, plan });
-        let other = || other_layout(configurations, &degrees, tried.as_ref().ok(), costs);
-        let other = space.uneven.then(other).flatten();
-        if let Some(swept) = other.or(tried.ok())
-            && !alike.fits(swept)
-        {
-            alike.list.clear();
-        }
-        alike
-    }
-
-    /// Predicts the others, but for those that are too slow by a bound. In a row that differs in the microbatch only,
-    /// larger ones need no less memory than one that does not fit. A level of recomputation repeats all that the levels
-    /// below it do, so that none above the first that fits is faster. With the leanest storage and one stage a device,
-    /// microbatches of all sizes tell whether the others are worth predicting.
-    fn with_others(
-        mut self,
-        configurations: &Configurations<'_>,
-        for_bytes: bool,
-        bound: &Bound,
-        costs: &dyn Costs,
-        progress: &dyn Progress,
-    ) -> Alike {
-        let row = |d: &Degrees| (d.virtual_stages, d.recompute, d.zero);
-        let but_for_level = |d: &Degrees| (d.virtual_stages, d.zero, d.num_microbatches);
-        let mut list = std::mem::take(&mut self.list);
-        list.sort_by_key(|d| (d.virtual_stages, Reverse(d.zero), Reverse(d.num_microbatches), d.recompute));
-        let storage = |d: &Degrees| (d.virtual_stages, d.zero);
-        let first = list.first().map(storage);
-        let (mut too_large, mut fits) = (Vec::new(), None);
-        for degrees in list {
-            let left_behind = !for_bytes && Some(storage(&degrees)) != first && self.best_s() > bound.most_s;
-            if progress.stopped() || left_behind {
-                break;
-            }
-            // A single microbatch needs no sum of gradients.
-            let is_too_large = too_large.contains(&row(&degrees)) && degrees.num_microbatches > 1;
-            let is_slower = !for_bytes && fits == Some(but_for_level(&degrees));
-            if is_too_large || is_slower || bound.excludes(configurations.request.schedule, &degrees) {
-                continue;
-            }
-            let Ok(plan) = configurations.configured(&degrees, costs) else { continue };
-            if self.fits(Swept { degrees, plan }) {
-                fits = Some(but_for_level(&degrees));
-            } else {
-                too_large.push(row(&degrees));
-            }
-        }
-        self
-    }
-
-    /// Seconds of the fastest configuration that fits; infinite without one.
-    fn best_s(&self) -> f64 {
-        self.fitting.iter().map(|swept| swept.plan.predicted.step_time_s).fold(f64::INFINITY, f64::min)
-    }
-
-    /// Takes a prediction. Returns true if it fits.
-    fn fits(&mut self, swept: Swept) -> bool {
-        if fits(&swept.plan) {
-            self.fitting.push(swept);
-            return true;
-        }
-        if self.least.as_ref().is_none_or(|least| peak_bytes(&swept.plan) < peak_bytes(least)) {
-            self.least = Some(swept.plan);
-        }
-        false
-    }
-}
-
-/// A configuration that must be slower than a known one by this factor is not predicted.
-const TOO_SLOW: f64 = 1.6;
-
-/// The seconds that a step may take to be of interest, and that all devices take if none of them waits.
-struct Bound {
-    most_s: f64,
-    busy_s: f64,
-}
-
-impl Bound {
-    fn of<'a>(known: impl Iterator<Item = &'a Plan>) -> Bound {
-        let none = Bound { most_s: f64::INFINITY, busy_s: f64::INFINITY };
-        known.fold(none, |bound, plan| Bound {
-            most_s: bound.most_s.min(TOO_SLOW * plan.predicted.step_time_s),
-            busy_s: bound.busy_s.min(plan.predicted.lower_bound_s),
-        })
-    }
-
-    /// True if filling and draining a pipeline alone makes a configuration too slow.
-    fn excludes(&self, schedule: Option<Schedule>, degrees: &Degrees) -> bool {
-        let lanes = degrees.stages / degrees.virtual_stages.max(1);
-        let turns = f64::from(degrees.num_microbatches) * f64::from(degrees.virtual_stages.max(1));
-        // Gradients of weights, a third of the work, fill the pipeline under zb-h1. Under zb-v and dualpipe-v, little else waits.
-        let part = match schedule {
-            Some(Schedule::ZbH1) => 1.0 / 3.0,
-            Some(Schedule::ZbV | Schedule::DualPipeV) => 0.0,
-            _ => 1.0,
-        };
-        let waits = part * f64::from(lanes.saturating_sub(1)) / turns.max(1.0);
-        self.busy_s * (1.0 + waits) > self.most_s
-    }
-}
-
-/// Largest share of a device's memory that evenly dealt layers need for other layouts to be tried.
-const NEARLY_FITS: f64 = 1.25;
 /// Layouts that are tried in place of an even one.
 const OTHER_LAYOUTS: usize = 3;
 
-/// The same configuration with another layout of its layers or with sequence parallelism, if evenly dealt layers are too
-/// few or just do not fit.
-fn other_layout(
-    configurations: &Configurations<'_>,
-    degrees: &Degrees,
-    even: Option<&Swept>,
-    costs: &dyn Costs,
-) -> Option<Swept> {
-    let share = |s: &Stage, plan: &Plan| s.predicted.peak_bytes as f64 / plan.usable_bytes(s).max(1) as f64;
-    let far = |swept: &Swept| swept.plan.stages.iter().any(|s| share(s, &swept.plan) > NEARLY_FITS);
-    if even.is_some_and(|even| fits(&even.plan) || far(even)) {
-        return None;
-    }
+/// The same configuration with other layouts of its layers and with sequence parallelism, for layers that do not fit, or
+/// are too few, when dealt out evenly.
+fn other_layouts(configurations: &Configurations<'_>, degrees: &Degrees) -> Vec<Degrees> {
     let layouts = if degrees.stages > 1 { configurations.layouts(degrees) } else { Vec::new() };
     let layouts = layouts.into_iter().filter(|&layout| layout != Layout::Even).take(OTHER_LAYOUTS);
-    let layouts = layouts.map(|layout| Degrees { layout, ..*degrees });
     let sequence = (degrees.tp > 1 && stack(configurations.request.target).sequence)
         .then_some(Degrees { sequence: true, ..*degrees });
-    let others = layouts
-        .chain(sequence)
-        .filter_map(|degrees| Some(Swept { degrees, plan: configurations.configured(&degrees, costs).ok()? }));
-    let best = others.min_by_key(|swept| peak_bytes(&swept.plan))?;
-    (even.is_none() || fits(&best.plan)).then_some(best)
+    layouts.map(|layout| Degrees { layout, ..*degrees }).chain(sequence).collect()
 }
 
 /// Most configurations that [`climb`] predicts.
@@ -456,7 +335,8 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
     let Some(mut at) = nearest.copied() else { return Vec::new() };
     let configurations = Configurations { saves_memory: true, ..Configurations::new(request) };
     let mut tried: Vec<Degrees> = Vec::new();
-    let (mut fitting, busy_s) = (Vec::new(), start.predicted.lower_bound_s);
+    let mut expectations = Expectations::new(&configurations, false, costs);
+    let mut fitting = Vec::new();
     // By how much it exceeds memory, then by seconds.
     let mut best = (f64::INFINITY, f64::INFINITY);
     loop {
@@ -472,24 +352,14 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         next.retain(|d| !tried.contains(d));
         next.truncate(most.saturating_sub(tried.len()));
         tried.extend(&next);
-        // Beside a configuration that fits, those that do not are no better, and neither is more recomputation.
-        let fits_here = best.0 <= 1.0;
-        if fits_here {
-            let bound = Bound { most_s: best.1, busy_s };
-            let repeats_more =
-                |d: &Degrees| d.recompute > at.recompute && Degrees { recompute: at.recompute, ..*d } == at;
-            next.retain(|d| !repeats_more(d) && !bound.excludes(request.schedule, d));
+        // Beside a configuration that fits, those that do not are no better.
+        expectations.estimate(&next);
+        if best.0 <= 1.0 {
+            next.retain(|d| expectations.is_near(d, best.1));
         }
-        let predicted = next.par_iter().map(|d| {
-            let plan = match fits_here {
-                true => configurations.configured_unless_too_large(d, costs).ok().flatten(),
-                false => configurations.configured(d, costs).ok(),
-            };
-            plan.map(|plan| (*d, plan))
-        });
-        let predicted: Vec<(Degrees, Plan)> = predicted.collect::<Vec<_>>().into_iter().flatten().collect();
+        let predicted = expectations.predict(&next);
         let mut better = false;
-        for (degrees, plan) in predicted {
+        for Swept { degrees, plan } in predicted {
             let over = |s: &Stage| s.predicted.peak_bytes as f64 / plan.usable_bytes(s) as f64;
             let over = plan.stages.iter().map(over).fold(1.0, f64::max);
             let here = (over, plan.predicted.step_time_s);
@@ -553,8 +423,13 @@ fn may_fit(request: &Request, degrees: &Degrees) -> bool {
     bytes / devices.max(1) <= request.cluster.usable_bytes(&request.cluster.groups[0])
 }
 
+/// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
+pub(super) fn shape(degrees: &Degrees) -> [u32; 4] {
+    [degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts]
+}
+
 /// Number of things in which two configurations differ, where a factor of two counts as one.
-fn distance(a: &Degrees, b: &Degrees) -> f64 {
+pub(super) fn distance(a: &Degrees, b: &Degrees) -> f64 {
     let lanes = |d: &Degrees| d.stages / d.virtual_stages.max(1);
     let factor = |a: u32, b: u32| (f64::from(a.max(1)) / f64::from(b.max(1))).log2().abs();
     let differs = |differs: bool| f64::from(u8::from(differs));
@@ -564,6 +439,9 @@ fn distance(a: &Degrees, b: &Degrees) -> f64 {
         + differs(a.virtual_stages != b.virtual_stages)
         + differs(a.zero != b.zero)
         + differs(a.recompute != b.recompute)
+        + differs(a.layout != b.layout)
+        + differs(a.sequence != b.sequence)
+        + differs(a.groups != b.groups)
 }
 
 /// Configurations that differ from one in one thing: the next larger or smaller number of tensor-parallel devices, of
@@ -774,41 +652,4 @@ fn with_experts(request: &Request, all: &mut Vec<Degrees>) {
         added.extend(choices.map(|experts| Degrees { experts, ..*degrees }));
     }
     all.extend(added);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pipelines_that_mostly_wait_are_too_slow() {
-        let bound = Bound { most_s: 16.0, busy_s: 4.0 };
-        let degrees = |lanes: u32, virtual_stages, num_microbatches| Degrees {
-            dp: 1,
-            tp: 1,
-            cp: 1,
-            stages: lanes * virtual_stages,
-            virtual_stages,
-            num_microbatches,
-            zero: 0,
-            recompute: Recompute::None,
-            layout: Layout::Even,
-            experts: 1,
-            groups: 1,
-            sequence: false,
-        };
-        // A step takes four seconds, and as many more as the 31 other lanes wait.
-        for (degrees, schedule, excluded) in [
-            (degrees(32, 1, 32), None, false),
-            (degrees(32, 1, 8), None, true),
-            (degrees(32, 2, 8), None, false),
-            (degrees(32, 1, 8), Some(Schedule::ZbH1), false),
-            (degrees(32, 1, 2), Some(Schedule::ZbH1), true),
-            (degrees(1, 1, 1), None, false),
-        ] {
-            assert_eq!(bound.excludes(schedule, &degrees), excluded, "{degrees:?}");
-        }
-        let unknown = Bound::of(std::iter::empty());
-        assert!(!unknown.excludes(None, &degrees(32, 1, 1)));
-    }
 }

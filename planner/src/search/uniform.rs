@@ -4,9 +4,10 @@
 //! are dealt out, how many stages share devices, sequence parallelism, and the rest with them.
 
 use super::choice::fits;
+use super::expectations::Expectations;
 use super::fixed_degrees::Degrees;
 use super::layout::Layout;
-use super::sweep::{Configurations, Space, Swept, all_configurations, sweep_of};
+use super::sweep::{Configurations, Space, Swept, all_configurations, shape, sweep_of};
 use crate::explain::alternatives;
 use crate::features::overlaps;
 use crate::features::stacks::stack;
@@ -98,11 +99,6 @@ fn degrees_of(plan: &Plan) -> Option<Degrees> {
     })
 }
 
-/// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
-fn shape(degrees: &Degrees) -> [u32; 4] {
-    [degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts]
-}
-
 /// Climbs from the best configuration of each promising pipeline. `swept` is sorted by time.
 fn with_layouts(
     known: &Configurations<'_>,
@@ -142,19 +138,19 @@ fn climb(
     let (mut at, mut best_s) = (start.degrees, start.plan.predicted.step_time_s);
     let mut tried = vec![at];
     let mut fitting: Vec<Swept> = Vec::new();
+    let mut expectations = Expectations::new(known, false, costs);
+    expectations.estimate(&[at]);
+    expectations.know(&at, &start.plan);
     loop {
         let mut next = around(known, &alike, &at);
         next.retain(|degrees| !tried.contains(degrees) && !is_swept(known.request, degrees, swept_space));
+        tried.extend(&next);
+        expectations.estimate(&next);
+        next.retain(|degrees| expectations.is_near(degrees, best_s));
         next.truncate(left);
         left -= next.len();
-        tried.extend(&next);
-        let predicted = next.par_iter().map(|degrees| {
-            let plan = known.configured(degrees, costs).ok().filter(fits)?;
-            Some(Swept { degrees: *degrees, plan })
-        });
-        let predicted: Vec<Swept> = predicted.collect::<Vec<_>>().into_iter().flatten().collect();
         let mut better = false;
-        for swept in predicted {
+        for swept in expectations.predict(&next).into_iter().filter(|swept| fits(&swept.plan)) {
             let step_s = swept.plan.predicted.step_time_s;
             if step_s < best_s {
                 (at, best_s, better) = (swept.degrees, step_s, true);

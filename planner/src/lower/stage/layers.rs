@@ -114,8 +114,7 @@ fn forward_pairs(cx: &StageContext<'_>, first: &[ValueId], second: &[ValueId]) -
 /// Pairs two nodes that run the same op, with their operands.
 fn same_nodes(cx: &StageContext<'_>, pairs: &mut Pairs, v: ValueId, w: ValueId) -> Option<()> {
     let (p, q) = (cx.training.graph.node(v), cx.training.graph.node(w));
-    // The lowering of a lookup depends on how its table was made.
-    if cx.alike.kind(v) != cx.alike.kind(w) || matches!(p.op, Op::Gather(_)) || cx.is_constant(v) != cx.is_constant(w) {
+    if cx.alike.kind(v) != cx.alike.kind(w) || cx.is_constant(v) != cx.is_constant(w) {
         return None;
     }
     for (&o, &r) in p.operands.iter().zip(&q.operands) {
@@ -224,7 +223,10 @@ impl<'a> StageLowering<'a> {
         let new = (self.buffers.len() as u32..).map(BufferId);
         names.buffers.extend(saved.iter().map(|(_, _, buffer)| *buffer).zip(new));
         let writes = sums.writes[writes.clone()].to_vec();
-        if !b.is_closed(part, &names) || !writes.iter().all(|(buffer, _)| names.buffers.contains_key(buffer)) {
+        if !b.is_closed(part, &names)
+            || !b.looks_up_alike(part, &names)
+            || !writes.iter().all(|(buffer, _)| names.buffers.contains_key(buffer))
+        {
             return false;
         }
         for (v, sharding, _) in saved {
