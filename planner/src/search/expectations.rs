@@ -3,7 +3,7 @@
 //! A configuration is expected to take its estimate, times the ratio of prediction and estimate of the most similar one
 //! that has been predicted. One that surely does not fit, or that is sure to be slower than another, is left out.
 
-use super::choice::fits;
+use super::choice::{fits, peak_bytes};
 use super::estimate::Estimate;
 use super::fixed_degrees::Degrees;
 use super::sweep::{Configurations, Swept, distance, shape};
@@ -18,8 +18,15 @@ use std::collections::BTreeMap;
 /// by a similar configuration are within a tenth of predictions for 98 of 100 configurations of dense models.
 const MARGIN: f64 = 1.2;
 
-/// The same for a climb, which compares configurations that differ in one thing.
+/// The same as long as predictions are cheap. Expectations are worst for small models, whose kernels mostly wait.
+const WIDE_MARGIN: f64 = 1.6;
+/// Total graph nodes of all configurations that are predicted within the wide margin.
+const CHEAP_NODES: usize = 40_000;
+/// The margin of a climb, which compares configurations that differ in one thing.
 const NEAR: f64 = 1.1;
+
+/// A configuration that exceeds a device's memory by this factor does so for more than its temporaries.
+const TOO_LARGE: f64 = 1.05;
 
 /// Estimates of configurations, and the predictions of some.
 pub(super) struct Expectations<'a> {
@@ -39,6 +46,8 @@ struct Predicted {
     estimate: Option<Estimate>,
     step_s: f64,
     fits: bool,
+    /// It exceeds the memory of a device by so much that temporaries do not explain it.
+    is_too_large: bool,
 }
 
 impl<'a> Expectations<'a> {
@@ -87,7 +96,8 @@ impl<'a> Expectations<'a> {
     pub fn know(&mut self, degrees: &Degrees, plan: &Plan) {
         let estimate = self.estimates.get(degrees).copied().flatten();
         let (step_s, fits) = (plan.predicted.step_time_s, fits(plan));
-        self.predicted.push(Predicted { degrees: *degrees, estimate, step_s, fits });
+        let is_too_large = !fits && peak_bytes(plan) as f64 > TOO_LARGE * self.usable_bytes as f64;
+        self.predicted.push(Predicted { degrees: *degrees, estimate, step_s, fits, is_too_large });
     }
 
     /// The seconds of a step that an estimated configuration is expected to take; `None` if it cannot be, has been
@@ -127,7 +137,9 @@ impl<'a> Expectations<'a> {
         let fastest = |all: &mut dyn Iterator<Item = f64>| all.reduce(f64::min);
         let known = fastest(&mut self.predicted.iter().filter(|known| known.fits).map(|known| known.step_s));
         let within_s = known.or_else(|| fastest(&mut best.values().map(|of_shape| of_shape.0)));
-        let most_s = within_s.filter(|_| !self.for_bytes).map_or(f64::INFINITY, |within_s| MARGIN * within_s);
+        let is_cheap = self.predicted.len() * self.configurations.request.graph.len() < CHEAP_NODES;
+        let margin = if is_cheap { WIDE_MARGIN } else { MARGIN };
+        let most_s = within_s.filter(|_| !self.for_bytes).map_or(f64::INFINITY, |within_s| margin * within_s);
         best.into_values().filter(|of_shape| of_shape.0 <= most_s).map(|of_shape| of_shape.1).collect()
     }
 
@@ -154,8 +166,8 @@ impl Predicted {
     }
 
     /// True if a configuration is this one, or is no better. A level of recomputation repeats all that the levels below
-    /// it do, so that none above one that fits is faster. Beside a configuration that does not fit, one with as much of
-    /// everything does not either.
+    /// it do, so that none above one that fits is faster. Beside a configuration that is too large, one with as much of
+    /// everything is too.
     fn excludes(&self, degrees: &Degrees, estimate: &Estimate, for_bytes: bool) -> bool {
         let known = &self.degrees;
         if *known == *degrees {
@@ -168,7 +180,10 @@ impl Predicted {
         let Degrees { recompute, zero, num_microbatches, .. } = *degrees;
         let as_much = recompute <= known.recompute && zero <= known.zero && num_microbatches <= known.num_microbatches;
         let holds_less = self.estimate.is_some_and(|known| estimate.held_bytes < known.held_bytes);
-        as_much && !holds_less && Degrees { recompute, zero, num_microbatches, ..*known } == *degrees
+        self.is_too_large
+            && as_much
+            && !holds_less
+            && Degrees { recompute, zero, num_microbatches, ..*known } == *degrees
     }
 }
 
@@ -195,7 +210,8 @@ mod tests {
             sequence: false,
         };
         let estimate = |held_bytes| Estimate { step_s: 1.0, held_bytes };
-        let known = |fits| Predicted { degrees: at, estimate: Some(estimate(100)), step_s: 1.0, fits };
+        let known =
+            |fits| Predicted { degrees: at, estimate: Some(estimate(100)), step_s: 1.0, fits, is_too_large: !fits };
         let repeats_more = Degrees { recompute: Recompute::Full, ..at };
         let repeats_less = Degrees { recompute: Recompute::None, ..at };
         let shards_less = Degrees { zero: 0, ..at };
@@ -218,5 +234,7 @@ mod tests {
         // Bytes speak for recomputation, and an estimate for a configuration that has as much of everything.
         assert!(!known(true).excludes(&repeats_more, &estimate(80), true));
         assert!(!known(false).excludes(&shards_less, &estimate(80), false));
+        let almost_fits = Predicted { is_too_large: false, ..known(false) };
+        assert!(!almost_fits.excludes(&shards_less, &estimate(120), false));
     }
 }

@@ -24,12 +24,12 @@ use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::gcd;
+use altiplano_ir::op::{Op, gcd};
 use altiplano_ir::plan::{Placement, Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The degrees that a sweep covers.
@@ -50,7 +50,7 @@ pub struct Space {
 impl Default for Space {
     fn default() -> Self {
         Space {
-            micro_batches: vec![1, 2, 3, 4, 6, 8, 12, 16],
+            micro_batches: vec![1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64],
             recompute: Recompute::ALL.to_vec(),
             zero: vec![0, 1],
             virtual_stages: vec![1, 2],
@@ -242,7 +242,9 @@ pub(super) fn sweep_of(
 ) -> Result<Vec<Swept>, PlanFailure> {
     let all = all_configurations(configurations.request, space);
     let mut expectations = Expectations::new(configurations, space.for_bytes, costs);
-    let mut found = expectations.explore(&all, progress);
+    let lasting = Lasting::of(configurations.request);
+    let open: Vec<Degrees> = all.iter().filter(|degrees| lasting.may_fit(degrees)).copied().collect();
+    let mut found = expectations.explore(&open, progress);
     let mut shapes: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
     all.into_iter().for_each(|degrees| shapes.entry(shape(&degrees)).or_default().push(degrees));
     let lean = |d: &Degrees| (d.virtual_stages, Reverse(d.recompute), Reverse(d.zero), Reverse(d.num_microbatches));
@@ -250,6 +252,7 @@ pub(super) fn sweep_of(
     if space.uneven {
         let fits = |degrees: &&Degrees| found.iter().any(|swept: &Swept| shape(&swept.degrees) == shape(degrees));
         let others = leanest.iter().filter(|degrees| !fits(degrees));
+        let others = others.filter(|degrees| lasting.may_fit(degrees));
         let others: Vec<Degrees> = others.flat_map(|degrees| other_layouts(configurations, degrees)).collect();
         found.extend(expectations.explore(&others, progress));
     }
@@ -330,7 +333,8 @@ pub fn climb(request: &Request, start: &Plan, costs: &dyn Costs, progress: &dyn 
         groups: 1,
         sequence: false,
     };
-    let all: Vec<Degrees> = all.into_iter().filter(|d| may_fit(request, d)).collect();
+    let lasting = Lasting::of(request);
+    let all: Vec<Degrees> = all.into_iter().filter(|degrees| lasting.may_fit(degrees)).collect();
     let nearest = all.iter().min_by(|a, b| distance(a, &of_start).total_cmp(&distance(b, &of_start)));
     let Some(mut at) = nearest.copied() else { return Vec::new() };
     let configurations = Configurations { saves_memory: true, ..Configurations::new(request) };
@@ -404,23 +408,56 @@ fn in_a_v(configurations: &Configurations<'_>, degrees: &Degrees, costs: &dyn Co
     predicted.collect::<Vec<_>>().into_iter().flatten().collect()
 }
 
-/// Returns true if the parameters of a configuration, with gradients and optimizer state, may fit on its devices.
-fn may_fit(request: &Request, degrees: &Degrees) -> bool {
-    let Degrees { dp, tp, stages, virtual_stages, zero, .. } = *degrees;
-    let held = |(p, _): (ValueId, &str)| {
-        let ty = request.graph.ty(p);
-        let bytes = copies_of_parameter(ty.dtype, request.cluster.groups[0].device.kind) * ty.bytes();
-        if request.graph.is_frozen(p) {
-            return bytes;
+/// Bytes of weights, gradients and optimizer state in one replica of a model.
+#[derive(Default)]
+struct Lasting {
+    /// Those of experts, which replicas may divide.
+    experts: [u64; 3],
+    others: [u64; 3],
+    usable_bytes: u64,
+}
+
+impl Lasting {
+    fn of(request: &Request) -> Lasting {
+        let Request { graph, cluster, training, .. } = request;
+        let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
+        let weights = |v: ValueId| graph.node(v).operands.iter().copied().filter(|o| !depends[o.index()]);
+        let mut sources: Vec<ValueId> = expert_products(graph).into_iter().flat_map(|(v, _)| weights(v)).collect();
+        let mut of_experts = BTreeSet::new();
+        while let Some(v) = sources.pop() {
+            if of_experts.insert(v) {
+                sources.extend(&graph.node(v).operands);
+            }
         }
-        let state = ty.elements() * request.training.optimizer.state_bytes_per_element(ty.dtype);
-        let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
-        let state = if zero > 0 { state / u64::from(dp.max(1)) } else { state };
-        bytes + request.execution.accumulator(ty).bytes() + state
-    };
-    let bytes: u64 = request.graph.parameters().map(held).sum();
-    let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
-    bytes / devices.max(1) <= request.cluster.usable_bytes(&request.cluster.groups[0])
+        let group = &cluster.groups[0];
+        let mut lasting = Lasting { usable_bytes: cluster.usable_bytes(group), ..Lasting::default() };
+        for (p, _) in graph.parameters() {
+            let ty = graph.ty(p);
+            let weights = copies_of_parameter(ty.dtype, group.device.kind) * ty.bytes();
+            let state = ty.elements() * training.optimizer.state_bytes_per_element(ty.dtype);
+            let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
+            let gradients = request.execution.accumulator(ty).bytes();
+            let is_trained = request.trains() && graph.is_trained(p);
+            let bytes = if is_trained { [weights, gradients, state] } else { [weights, 0, 0] };
+            let sum = if of_experts.contains(&p) { &mut lasting.experts } else { &mut lasting.others };
+            sum.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+        }
+        lasting
+    }
+
+    /// Returns false if weights, gradients and state exceed the memory of devices, however evenly they are divided.
+    fn may_fit(&self, degrees: &Degrees) -> bool {
+        let Degrees { dp, tp, cp, stages, virtual_stages, num_microbatches, zero, experts, groups, .. } = *degrees;
+        let replicas = u64::from(dp * cp / groups.max(1)).max(1);
+        let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
+        let held = |bytes: [u64; 3], divided: u32| {
+            let share = |level: u8| if zero >= level { replicas } else { u64::from(divided.max(1)) };
+            // A single microbatch needs no sum of gradients.
+            let gradients = if num_microbatches > 1 { bytes[1] / share(2) } else { 0 };
+            bytes[0] / share(3) + gradients + bytes[2] / share(1)
+        };
+        (held(self.others, 1) + held(self.experts, experts)) / devices.max(1) <= self.usable_bytes
+    }
 }
 
 /// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
@@ -633,16 +670,11 @@ fn with_experts(request: &Request, all: &mut Vec<Degrees>) {
     let products = expert_products(&request.graph);
     let counts = products.iter().map(|&(v, dim)| request.graph.shape(v)[dim]);
     let Some(count) = counts.reduce(gcd) else { return };
-    let each = u64::from(request.cluster.groups[0].devices_per_node);
     let over = |d: &Degrees| match request.degrees.ep {
         Some(ep) => d.replicas_of_experts(ep),
         None if stack.uniform && stack.experts => {
-            // All replicas that can share, or those of a node.
-            let most = gcd(d.dp.into(), count);
-            let on_node = gcd(most, (each / u64::from(d.tp).max(1)).max(1));
-            let mut choices = vec![most as u32, on_node as u32];
-            choices.dedup();
-            choices
+            let most = gcd(d.dp.into(), count) as u32;
+            (2..=most).filter(|experts| most.is_multiple_of(*experts)).collect()
         }
         None => Vec::new(),
     };
