@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
 /// Configurations that are expected to be slower than the best by more than this factor are not predicted. Expectations
-/// by a similar configuration are within a tenth of predictions for 98 of 100 configurations of dense models.
+/// by a similar configuration are within a tenth of predictions for 96 of 100 configurations of dense models.
 const MARGIN: f64 = 1.2;
 
 /// The same as long as predictions are cheap. Expectations are worst for small models, whose kernels mostly wait.
@@ -33,7 +33,7 @@ pub(super) struct Expectations<'a> {
     configurations: &'a Configurations<'a>,
     costs: &'a dyn Costs,
     usable_bytes: u64,
-    /// Bytes count as well as seconds: whatever may fit is predicted.
+    /// Bytes count as well as seconds: whatever may be faster or leaner than all that is known is predicted.
     for_bytes: bool,
     estimates: FxHashMap<Degrees, Option<Estimate>>,
     predicted: Vec<Predicted>,
@@ -45,6 +45,7 @@ struct Predicted {
     degrees: Degrees,
     estimate: Option<Estimate>,
     step_s: f64,
+    peak_bytes: u64,
     fits: bool,
     /// It exceeds the memory of a device by so much that temporaries do not explain it.
     is_too_large: bool,
@@ -96,8 +97,9 @@ impl<'a> Expectations<'a> {
     pub fn know(&mut self, degrees: &Degrees, plan: &Plan) {
         let estimate = self.estimates.get(degrees).copied().flatten();
         let (step_s, fits) = (plan.predicted.step_time_s, fits(plan));
-        let is_too_large = !fits && peak_bytes(plan) as f64 > TOO_LARGE * self.usable_bytes as f64;
-        self.predicted.push(Predicted { degrees: *degrees, estimate, step_s, fits, is_too_large });
+        let peak_bytes = peak_bytes(plan);
+        let is_too_large = !fits && peak_bytes as f64 > TOO_LARGE * self.usable_bytes as f64;
+        self.predicted.push(Predicted { degrees: *degrees, estimate, step_s, peak_bytes, fits, is_too_large });
     }
 
     /// The seconds of a step that an estimated configuration is expected to take; `None` if it cannot be, has been
@@ -126,20 +128,27 @@ impl<'a> Expectations<'a> {
 
     /// Of the configurations that are worth predicting, the one of each shape that is expected to be the fastest.
     fn promising(&self, open: &[Degrees]) -> Vec<Degrees> {
+        let is_cheap = self.predicted.len() * self.configurations.request.graph.len() < CHEAP_NODES;
+        let margin = if is_cheap { WIDE_MARGIN } else { MARGIN };
+        let fitting: Vec<&Predicted> = self.predicted.iter().filter(|known| known.fits).collect();
+        let is_leaner = |known: &Predicted, degrees: &Degrees| {
+            let estimate = self.estimates.get(degrees).copied().flatten();
+            estimate.is_none_or(|estimate| known.peak_bytes <= estimate.held_bytes)
+        };
         let mut best: BTreeMap<[u32; 4], (f64, Degrees)> = BTreeMap::new();
         for degrees in open {
             let Some(expected_s) = self.expected_s(degrees) else { continue };
+            let mut faster = fitting.iter().filter(|known| margin * known.step_s < expected_s);
+            if faster.any(|known| !self.for_bytes || is_leaner(known, degrees)) {
+                continue;
+            }
             let of_shape = best.entry(shape(degrees)).or_insert((expected_s, *degrees));
             if expected_s < of_shape.0 {
                 *of_shape = (expected_s, *degrees);
             }
         }
-        let fastest = |all: &mut dyn Iterator<Item = f64>| all.reduce(f64::min);
-        let known = fastest(&mut self.predicted.iter().filter(|known| known.fits).map(|known| known.step_s));
-        let within_s = known.or_else(|| fastest(&mut best.values().map(|of_shape| of_shape.0)));
-        let is_cheap = self.predicted.len() * self.configurations.request.graph.len() < CHEAP_NODES;
-        let margin = if is_cheap { WIDE_MARGIN } else { MARGIN };
-        let most_s = within_s.filter(|_| !self.for_bytes).map_or(f64::INFINITY, |within_s| margin * within_s);
+        let least_s = best.values().map(|of_shape| of_shape.0).fold(f64::INFINITY, f64::min);
+        let most_s = if fitting.is_empty() && !self.for_bytes { margin * least_s } else { f64::INFINITY };
         best.into_values().filter(|of_shape| of_shape.0 <= most_s).map(|of_shape| of_shape.1).collect()
     }
 
@@ -210,8 +219,14 @@ mod tests {
             sequence: false,
         };
         let estimate = |held_bytes| Estimate { step_s: 1.0, held_bytes };
-        let known =
-            |fits| Predicted { degrees: at, estimate: Some(estimate(100)), step_s: 1.0, fits, is_too_large: !fits };
+        let known = |fits| Predicted {
+            degrees: at,
+            estimate: Some(estimate(100)),
+            step_s: 1.0,
+            peak_bytes: 110,
+            fits,
+            is_too_large: !fits,
+        };
         let repeats_more = Degrees { recompute: Recompute::Full, ..at };
         let repeats_less = Degrees { recompute: Recompute::None, ..at };
         let shards_less = Degrees { zero: 0, ..at };
