@@ -245,6 +245,8 @@ fn a_pipeline_in_a_v_is_said_by_the_stack_that_runs_it() {
     let mut request = base("llama");
     (request.baselines, request.target) = (false, Target::Torchtitan);
     (request.schedule, request.degrees.pp, request.degrees.tp) = (Some(Schedule::ZbV), Some(2), Some(2));
+    // Megatron-LM interleaves no fewer microbatches than lanes.
+    request.batch.num_microbatches = Some(2);
     let plan = plan(&request, &Silent).expect("a plan");
     assert_eq!((plan.schedule, plan.virtual_stages), (Schedule::ZbV, 2));
     let written = export(&plan, &torchtitan::TORCHTITAN).expect("a recipe");
@@ -775,6 +777,8 @@ fn context_parallelism_is_written_as_planned() {
         let mut request = base("long");
         (request.baselines, request.target) = (false, Target::Megatron);
         (request.degrees.cp, request.degrees.tp, request.degrees.pp) = (Some(cp), Some(tp), Some(1));
+        // Software lays a single microbatch out in its own way, which an export says.
+        request.batch.num_microbatches = Some(2);
         let plan = plan(&request, &Silent).expect("a plan");
         let written = export(&plan, &megatron::MEGATRON).expect("a configuration");
         for words in [format!("--context-parallel-size {cp}"), format!("--tensor-model-parallel-size {tp}")] {
