@@ -1,9 +1,9 @@
-//! Plans of software that runs only uniform configurations: all of them, predicted.
+//! Plans of software that runs only uniform configurations: all of them estimated, and the promising ones predicted.
 //!
 //! Megatron-LM and its kin split a model by degrees: a number of replicas, tensor-parallel devices and pipeline stages,
 //! and a microbatch size. Activations may be recomputed, and the optimizer's state may be sharded. A cluster has some
-//! hundreds of such configurations, few enough to lower and predict all that may fit. The result is the best that such
-//! software can do, and a bound that a wider search must not be slower than.
+//! thousands of such configurations, few enough to add up the costs of their layers, and to predict those that may be the
+//! best. The result is the best that such software can do, and a bound that a wider search must not be slower than.
 
 use super::choice::{fits, peak_bytes};
 use super::estimate::{Estimate, estimates};
@@ -218,8 +218,8 @@ fn is_too_large(plan: &Plan) -> bool {
     plan.stages.iter().any(|stage| stage.offload.is_none() && held(stage) > plan.usable_bytes(stage))
 }
 
-/// Returns all configurations on all devices that fit, fastest first. Degrees that the request fixes are kept; tensor
-/// parallelism stays within a node.
+/// Returns configurations on all devices that fit, fastest first: the best, and others that were expected to be near it.
+/// Degrees that the request fixes are kept; tensor parallelism stays within a node.
 ///
 /// # Errors
 /// [`PlanFailure::Memory`] with the least memory that any of them needs, or [`PlanFailure::NoCombination`] if there is
