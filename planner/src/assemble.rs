@@ -149,7 +149,7 @@ fn stage(
     })
 }
 
-/// Passes on the strategies of a configuration's mesh, at the prices by which a stage's layouts are chosen.
+/// Calls `then` with the strategies of a configuration's mesh, whose composites are priced in units of `fusion`.
 pub(crate) fn in_spaces<T>(
     request: &Request,
     costs: &dyn Costs,

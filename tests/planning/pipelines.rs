@@ -3,11 +3,14 @@
 
 use crate::common::{DEMO, Scratch, altiplano, succeeds};
 use altiplano::cost_models::Rooflines;
+use altiplano::ir::graph::Node;
+use altiplano::ir::op::Op;
 use altiplano::ir::plan::{Placement, Plan, Schedule, Stage};
 use altiplano::ir::recompute::{Recomputation, Recompute};
+use altiplano::planner::lower::{TrainingGraphs, lowered_node_by_node, repeated_layers};
 use altiplano::planner::search::fixed_degrees::{Degrees, fixed};
 use altiplano::planner::search::layout::Layout;
-use altiplano::planner::{Silent, predict_plan};
+use altiplano::planner::{Silent, predict_plan, programs};
 use altiplano::{ImportOptions, load_cluster, load_model, load_plan, plan, request};
 use serde_json::Value;
 
@@ -27,6 +30,32 @@ fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microba
     (request.degrees.virtual_stages, request.batch.num_microbatches) = (virtual_stages, Some(num_microbatches));
     request.schedule = schedule;
     plan(&request, &Silent).expect("a plan")
+}
+
+/// Equal layers whose experts look rows up are lowered once, to the programs of lowering each of them.
+#[test]
+fn layers_with_experts_are_lowered_once() {
+    let scratch = Scratch::new();
+    let experts = r#"{"model_type": "mixtral", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 256}"#;
+    let file = scratch.file("experts.json", experts);
+    let import = ImportOptions { batch: Some(32), sequence: Some(256), ..ImportOptions::default() };
+    let model = load_model(file.as_ref(), &import).expect("a model");
+    for (tp, pp, recompute) in [(1, 1, Recompute::None), (2, 1, Recompute::Full), (1, 2, Recompute::None)] {
+        let mut request = request(&model, load_cluster("dgx-a100:1").expect("a preset"));
+        request.baselines = false;
+        (request.degrees.tp, request.degrees.pp, request.recompute) = (Some(tp), Some(pp), Some(recompute));
+        request.degrees.virtual_stages = Some(1);
+        let plan = plan(&request, &Silent).expect("a plan");
+        let (graphs, prices) = (TrainingGraphs::of(&plan).expect("a derivative"), Rooflines::of(&plan.cluster));
+        let looks_up = |node: &Node| matches!(node.op, Op::Gather(_));
+        let programs = programs(&plan).expect("programs");
+        let bodies = programs.programs.iter().flat_map(|program| &program.bodies);
+        assert!(bodies.flat_map(|body| &body.graph.nodes).filter(|node| looks_up(node)).count() >= 6);
+        assert!(programs == lowered_node_by_node(&plan, &graphs, &prices), "tp {tp}, pp {pp}");
+        let [forward, backward] = repeated_layers(&plan, &graphs, &prices);
+        assert!(forward > 0 && backward > 0, "tp {tp}, pp {pp}: {forward}, {backward}");
+    }
 }
 
 /// Frameworks recompute blocks but no head: its backward pass follows at once, so recomputation would only cost time.

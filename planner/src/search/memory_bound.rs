@@ -1,9 +1,16 @@
-//! A lower bound of the memory that any plan needs. Parameters and optimizer state lie at least once in the cluster,
-//! so a request whose devices and hosts cannot hold them has no plan, and nobody needs to search for one.
+//! Lower bounds of the memory that plans need. Parameters and optimizer state lie at least once in the cluster,
+//! so a request whose devices and hosts cannot hold them has no plan, and nobody needs to search for one. Plans with given
+//! degrees hold as many copies as their replicas do not divide.
 
+use super::fixed_degrees::Degrees;
+use crate::features::parallelism::expert_products;
+use crate::predict::memory::copies_of_parameter;
 use crate::request::{PlanFailure, Request};
+use altiplano_ir::graph::ValueId;
+use altiplano_ir::op::Op;
 use altiplano_ir::optimizer::Optimizer;
 use altiplano_ir::plan::Offload;
+use std::collections::BTreeSet;
 
 /// Bytes that devices and hosts hold in every plan of a request that offloads this much.
 pub fn lasting_bytes(request: &Request, offload: Offload) -> (u64, u64) {
@@ -52,4 +59,58 @@ pub fn excludes(request: &Request) -> bool {
     let fails = |offload| failure(request, offload).is_some();
     // Parameter servers hold state elsewhere.
     request.servers.is_none() && request.offload.map_or(Offload::EACH.into_iter().all(fails), fails)
+}
+
+/// Bytes of weights, gradients and optimizer state in one replica of a model.
+#[derive(Default)]
+pub(super) struct Lasting {
+    /// Those of experts, which replicas may divide.
+    experts: [u64; 3],
+    others: [u64; 3],
+    usable_bytes: u64,
+}
+
+impl Lasting {
+    pub fn of(request: &Request) -> Lasting {
+        let Request { graph, cluster, training, .. } = request;
+        let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
+        let weights = |v: ValueId| graph.node(v).operands.iter().copied().filter(|o| !depends[o.index()]);
+        let mut sources: Vec<ValueId> = expert_products(graph).into_iter().flat_map(|(v, _)| weights(v)).collect();
+        let mut of_experts = BTreeSet::new();
+        while let Some(v) = sources.pop() {
+            if of_experts.insert(v) {
+                sources.extend(&graph.node(v).operands);
+            }
+        }
+        let group = &cluster.groups[0];
+        let mut lasting = Lasting { usable_bytes: cluster.usable_bytes(group), ..Lasting::default() };
+        for (p, _) in graph.parameters() {
+            let ty = graph.ty(p);
+            let weights = copies_of_parameter(ty.dtype, group.device.kind) * ty.bytes();
+            let state = ty.elements() * training.optimizer.state_bytes_per_element(ty.dtype);
+            let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
+            let gradients = request.execution.accumulator(ty).bytes();
+            let is_trained = request.trains() && graph.is_trained(p);
+            let bytes = if is_trained { [weights, gradients, state] } else { [weights, 0, 0] };
+            let sum = if of_experts.contains(&p) { &mut lasting.experts } else { &mut lasting.others };
+            sum.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+        }
+        lasting
+    }
+
+    /// Returns false if weights, gradients and state exceed the memory of devices, however evenly they are divided.
+    pub fn may_fit(&self, degrees: &Degrees) -> bool {
+        let Degrees { dp, tp, cp, stages, virtual_stages, num_microbatches, zero, experts, groups, .. } = *degrees;
+        let replicas = u64::from(dp * cp / groups.max(1)).max(1);
+        let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
+        let held = |bytes: [u64; 3], parts: u64| {
+            let share = |level: u8| if zero >= level { replicas.max(parts) } else { parts };
+            // A single microbatch needs no sum of gradients.
+            let gradients = if num_microbatches > 1 { bytes[1] / share(2) } else { 0 };
+            bytes[0] / share(3) + gradients + bytes[2] / share(1)
+        };
+        // Devices that split positions may divide experts too.
+        (held(self.others, 1) + held(self.experts, u64::from(experts * cp).max(1))) / devices.max(1)
+            <= self.usable_bytes
+    }
 }

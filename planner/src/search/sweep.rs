@@ -9,6 +9,7 @@ use super::choice::{fits, peak_bytes};
 use super::estimate::{Estimate, estimates};
 use super::expectations::Expectations;
 use super::layout::Layout;
+use super::memory_bound::Lasting;
 use crate::explain::alternatives;
 use crate::features::parallelism::expert_products;
 use crate::features::pins::pin_positions;
@@ -17,19 +18,18 @@ use crate::features::target::{execution_at, one_group};
 use crate::intra_op::layer::MemoryPrice;
 use crate::layers::cache::at_microbatches;
 use crate::layers::graph::LayeredGraph;
-use crate::predict::memory::copies_of_parameter;
 use crate::predict::predict_with;
 use crate::request::{PlanFailure, Progress, Request};
 use crate::search::fixed_degrees::{Degrees, finely_layered, fixed_of};
 use altiplano_cost_models::Costs;
 use altiplano_ir::batch::LossKind;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::{Op, gcd};
+use altiplano_ir::op::gcd;
 use altiplano_ir::plan::{Placement, Plan, Schedule, Stage, is_countable};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// The degrees that a sweep covers.
@@ -406,58 +406,6 @@ fn in_a_v(configurations: &Configurations<'_>, degrees: &Degrees, costs: &dyn Co
     let all: Vec<Degrees> = all.collect();
     let predicted = all.par_iter().map(|degrees| configurations.configured(degrees, costs).ok().filter(fits));
     predicted.collect::<Vec<_>>().into_iter().flatten().collect()
-}
-
-/// Bytes of weights, gradients and optimizer state in one replica of a model.
-#[derive(Default)]
-struct Lasting {
-    /// Those of experts, which replicas may divide.
-    experts: [u64; 3],
-    others: [u64; 3],
-    usable_bytes: u64,
-}
-
-impl Lasting {
-    fn of(request: &Request) -> Lasting {
-        let Request { graph, cluster, training, .. } = request;
-        let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
-        let weights = |v: ValueId| graph.node(v).operands.iter().copied().filter(|o| !depends[o.index()]);
-        let mut sources: Vec<ValueId> = expert_products(graph).into_iter().flat_map(|(v, _)| weights(v)).collect();
-        let mut of_experts = BTreeSet::new();
-        while let Some(v) = sources.pop() {
-            if of_experts.insert(v) {
-                sources.extend(&graph.node(v).operands);
-            }
-        }
-        let group = &cluster.groups[0];
-        let mut lasting = Lasting { usable_bytes: cluster.usable_bytes(group), ..Lasting::default() };
-        for (p, _) in graph.parameters() {
-            let ty = graph.ty(p);
-            let weights = copies_of_parameter(ty.dtype, group.device.kind) * ty.bytes();
-            let state = ty.elements() * training.optimizer.state_bytes_per_element(ty.dtype);
-            let state = if request.offload.is_some_and(|offload| offload.optimizer) { 0 } else { state };
-            let gradients = request.execution.accumulator(ty).bytes();
-            let is_trained = request.trains() && graph.is_trained(p);
-            let bytes = if is_trained { [weights, gradients, state] } else { [weights, 0, 0] };
-            let sum = if of_experts.contains(&p) { &mut lasting.experts } else { &mut lasting.others };
-            sum.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
-        }
-        lasting
-    }
-
-    /// Returns false if weights, gradients and state exceed the memory of devices, however evenly they are divided.
-    fn may_fit(&self, degrees: &Degrees) -> bool {
-        let Degrees { dp, tp, cp, stages, virtual_stages, num_microbatches, zero, experts, groups, .. } = *degrees;
-        let replicas = u64::from(dp * cp / groups.max(1)).max(1);
-        let devices = u64::from(tp) * u64::from(stages / virtual_stages.max(1));
-        let held = |bytes: [u64; 3], divided: u32| {
-            let share = |level: u8| if zero >= level { replicas } else { u64::from(divided.max(1)) };
-            // A single microbatch needs no sum of gradients.
-            let gradients = if num_microbatches > 1 { bytes[1] / share(2) } else { 0 };
-            bytes[0] / share(3) + gradients + bytes[2] / share(1)
-        };
-        (held(self.others, 1) + held(self.experts, experts)) / devices.max(1) <= self.usable_bytes
-    }
 }
 
 /// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
