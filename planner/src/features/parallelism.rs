@@ -7,7 +7,9 @@
 //! work. An axis that splits the positions of attention counts as context parallelism, since no other degree does that.
 
 use crate::features::stacks::stack;
-use crate::intra_op::space::{AxisRoles, batch_factors, expert_dims, input_dims};
+use crate::intra_op::dims::CountedDims;
+use crate::intra_op::space::{AxisRoles, batch_factors};
+use crate::lower::alike::Alike;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::{AxisId, CONTEXT_AXIS};
 use altiplano_ir::op::Op;
@@ -195,8 +197,8 @@ fn groups(stage: &Stage) -> u32 {
 
 /// The kind of parallelism that splits each factor of a product.
 fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
-    let (node, rule) = (graph.node(v), graph.rule(v));
-    let is_batch = batch_factors(graph, v, &rule);
+    let (node, rule) = (graph.node(v), dims.alike.rule(graph, v));
+    let is_batch = batch_factors(graph, v, rule);
     let has_weights = node.operands.iter().any(|o| !dims.depends[o.index()]);
     let among = |of: &[u32]| {
         let mut found = vec![false; rule.factors.len()];
@@ -207,10 +209,11 @@ fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
         }
         found
     };
-    let [of_inputs, of_experts] = [among(&dims.inputs), among(&dims.experts)];
+    let (alike, counted) = (&dims.alike, &dims.counted);
+    let [of_inputs, of_experts] = [among(counted.of_inputs(graph, alike)), among(counted.of_experts(graph, alike))];
     let kind = |f: usize| match () {
         () if is_batch[f] => Kind::Data,
-        () if has_weights && is_expert(&rule, f as u8) => Kind::Expert,
+        () if has_weights && is_expert(rule, f as u8) => Kind::Expert,
         () if of_experts[f] => Kind::Routing,
         () if of_inputs[f] => Kind::Context,
         () => Kind::Tensor,
@@ -218,11 +221,10 @@ fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
     (0..rule.factors.len()).map(kind).collect()
 }
 
-/// The dimensions of values by what they count, as a bit mask for each value.
+/// What is known of a model's values before its products are looked at.
 struct Dims {
-    /// Samples and positions, which come from the model's inputs.
-    inputs: Vec<u32>,
-    experts: Vec<u32>,
+    alike: Alike,
+    counted: CountedDims,
     /// True for values that depend on inputs.
     depends: Vec<bool>,
 }
@@ -230,7 +232,7 @@ struct Dims {
 impl Dims {
     fn of(graph: &Graph) -> Dims {
         let depends = graph.depends_on(|v| matches!(graph.node(v).op, Op::Input(_)));
-        Dims { inputs: input_dims(graph), experts: expert_dims(graph), depends }
+        Dims { alike: Alike::new(graph), counted: CountedDims::default(), depends }
     }
 }
 

@@ -6,6 +6,7 @@
 //! backward, and seconds per step. A price depends on little, so similar pairs share a table, and stating takes
 //! time in proportion to the nodes.
 
+use super::dims::CountedDims;
 use super::space::{Choice, LayoutId, Space, Spaces, batch_layout};
 use super::stage_cost::StageCost;
 use crate::lower::alike::Alike;
@@ -37,7 +38,8 @@ pub struct Model<'a> {
     pub needs_gradient: &'a [bool],
     /// Nodes with equal ops on equal types.
     pub alike: &'a Alike,
-    /// See [`super::space::block_counts`].
+    pub dims: &'a CountedDims,
+    /// See [`super::dims::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],
     /// True for values that are saved for the backward pass, unless expensive values are recomputed.
     pub saved: &'a [bool],
@@ -469,7 +471,7 @@ impl Builder<'_, '_, '_> {
 
     fn state_parameter(&mut self, p: ValueId) {
         let Model { graph, blocks, .. } = *self.model;
-        let experts = self.spaces.dims_of_experts(graph, p);
+        let experts = self.spaces.dims_of_experts(self.model, p);
         let layouts = self.spaces.parameter_layouts(graph.ty(p), &blocks[p.index()], experts);
         let mut kept: Vec<Kept> = Vec::with_capacity(layouts.len() * self.levels.len());
         for &layout in &layouts {

@@ -5,6 +5,7 @@
 //! are eliminated. The chosen stages are solved again as a [`stage`], with the storage of each parameter and
 //! the memory at every point of the step. [`altiplano_solver`] solves these problems.
 
+pub(crate) mod dims;
 pub(crate) mod ilp;
 pub mod layer;
 pub(crate) mod recompute_fraction;

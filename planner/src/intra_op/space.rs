@@ -6,7 +6,6 @@
 //! operand does not have.
 
 use super::ilp::{Model, Table, TableKey};
-use crate::features::parallelism::expert_products;
 use crate::lower::{CompositeCost, Prices};
 use altiplano_cost_models::timeline::Price;
 use altiplano_ir::dtype::DType;
@@ -120,10 +119,6 @@ pub struct Spaces<'a> {
     given: FxHashMap<ValueId, Strategy>,
     /// Cached cost tables between pairs of choices, see [`super::ilp`].
     pub(super) tables: FxHashMap<TableKey, Rc<Table>>,
-    /// See [`input_dims`]; empty until it is needed.
-    input_dims: Vec<u32>,
-    /// See [`expert_dims`]; empty until it is needed.
-    expert_dims: Vec<u32>,
 }
 
 impl<'a> Spaces<'a> {
@@ -140,8 +135,6 @@ impl<'a> Spaces<'a> {
             of_values: FxHashMap::default(),
             given: FxHashMap::default(),
             tables: FxHashMap::default(),
-            input_dims: Vec::new(),
-            expert_dims: Vec::new(),
         }
     }
 
@@ -217,9 +210,8 @@ impl<'a> Spaces<'a> {
         if let Some(space) = self.of_values.get(&v) {
             return space.clone();
         }
-        let Model { graph, alike, blocks, .. } = *model;
-        let rule = alike.rule(graph, v);
-        let mut space = self.of_kind(graph, v, alike.kind(v), rule, factor_blocks(graph, v, rule, blocks));
+        let (graph, rule) = (model.graph, model.alike.rule(model.graph, v));
+        let mut space = self.of_kind(model, v, rule);
         let unknown = |s: &&Strategy| !space.choices.iter().any(|c| c.strategy == **s);
         if let Some(strategy) = self.given.get(&v).filter(unknown).cloned() {
             let mut choices = space.choices.clone();
@@ -231,33 +223,28 @@ impl<'a> Spaces<'a> {
     }
 
     /// The strategies of a node, shared by all nodes of its kind.
-    fn of_kind(
-        &mut self,
-        graph: &Graph,
-        v: ValueId,
-        kind: u32,
-        rule: &ShardingRule,
-        blocks: Vec<Vec<u64>>,
-    ) -> Rc<Space> {
+    fn of_kind(&mut self, model: &Model<'_>, v: ValueId, rule: &ShardingRule) -> Rc<Space> {
+        let graph = model.graph;
         let values = graph.node(v).operands.iter().chain([&v]);
-        let mut dims_of =
-            |o: ValueId| [graph.node(o).batch_dims, self.dims_of_inputs(graph, o), self.dims_of_experts(graph, o)];
+        let dims_of =
+            |o: ValueId| [graph.node(o).batch_dims, self.dims_of_inputs(model, o), self.dims_of_experts(model, o)];
         let dims = values.map(|&o| dims_of(o)).collect();
-        let key = SpaceKey { kind, blocks, dims };
+        let blocks = factor_blocks(graph, v, rule, model.blocks);
+        let key = SpaceKey { kind: model.alike.kind(v), blocks, dims };
         if let Some(space) = self.spaces.get(&key) {
             return space.clone();
         }
-        let space = Rc::new(self.enumerate(graph, v, rule, &key.blocks));
+        let space = Rc::new(self.enumerate(model, v, rule, &key.blocks));
         self.spaces.insert(key, space.clone());
         space
     }
 
-    fn enumerate(&mut self, graph: &Graph, v: ValueId, rule: &ShardingRule, outers: &[Vec<u64>]) -> Space {
-        let mesh = self.mesh();
+    fn enumerate(&mut self, model: &Model<'_>, v: ValueId, rule: &ShardingRule, outers: &[Vec<u64>]) -> Space {
+        let (mesh, graph) = (self.mesh(), model.graph);
         let node = graph.node(v);
         let is_batch = batch_factors(graph, v, rule);
-        let of_inputs = self.factors_among(graph, v, rule, Spaces::dims_of_inputs);
-        let of_experts = self.factors_among(graph, v, rule, Spaces::dims_of_experts);
+        let of_inputs = factors_among(graph, v, rule, |o| self.dims_of_inputs(model, o));
+        let of_experts = factors_among(graph, v, rule, |o| self.dims_of_experts(model, o));
         let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between || node.op.is_contraction());
         let mut strategies = rule.strategies(mesh, outers, false);
         strategies.retain(|s| self.allowed_by_roles(s, whole, &is_batch, &of_inputs, &of_experts));
@@ -310,43 +297,15 @@ impl<'a> Spaces<'a> {
     }
 
     /// A bit mask of the dimensions of a value that come from the model's inputs; 0 if no role asks.
-    fn dims_of_inputs(&mut self, graph: &Graph, v: ValueId) -> u32 {
-        if self.roles.features_axis.is_none() && self.roles.context_axis.is_none() {
-            return 0;
-        }
-        if self.input_dims.len() != graph.len() {
-            self.input_dims = input_dims(graph);
-        }
-        self.input_dims[v.index()]
+    fn dims_of_inputs(&self, model: &Model<'_>, v: ValueId) -> u32 {
+        let asks = self.roles.features_axis.is_some() || self.roles.context_axis.is_some();
+        if asks { model.dims.of_inputs(model.graph, model.alike)[v.index()] } else { 0 }
     }
 
     /// A bit mask of the dimensions of a value that count experts; 0 if no role asks.
-    pub fn dims_of_experts(&mut self, graph: &Graph, v: ValueId) -> u32 {
-        if self.roles.experts.is_none() && self.roles.context_axis.is_none() {
-            return 0;
-        }
-        if self.expert_dims.len() != graph.len() {
-            self.expert_dims = expert_dims(graph);
-        }
-        self.expert_dims[v.index()]
-    }
-
-    /// Marks the factors of a node that some of the given dimensions of its operands or result have.
-    fn factors_among(
-        &mut self,
-        graph: &Graph,
-        v: ValueId,
-        rule: &ShardingRule,
-        dims_of: impl Fn(&mut Self, &Graph, ValueId) -> u32,
-    ) -> Vec<bool> {
-        let mut found = vec![false; rule.factors.len()];
-        for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
-            let among = dims_of(self, graph, value);
-            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| among >> d & 1 == 1) {
-                factors.iter().for_each(|&f| found[f as usize] = true);
-            }
-        }
-        found
+    pub fn dims_of_experts(&self, model: &Model<'_>, v: ValueId) -> u32 {
+        let asks = self.roles.experts.is_some() || self.roles.context_axis.is_some();
+        if asks { model.dims.of_experts(model.graph, model.alike)[v.index()] } else { 0 }
     }
 
     /// `whole`: the axis that splits neither samples nor positions in this op.
@@ -491,134 +450,16 @@ pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool
     is_batch
 }
 
-/// A bit mask for each value of the dimensions that come from the model's inputs. These are samples and tokens,
-/// as opposed to features, whose sizes depend only on parameters. Inputs without samples, such as a router's bias for each
-/// expert, say nothing of these where others have samples.
-pub fn input_dims(graph: &Graph) -> Vec<u32> {
-    let mut dims = vec![0u32; graph.len()];
-    let has_samples = |v: ValueId| graph.node(v).batch_dims != 0;
-    let any = graph.inputs().any(|(v, _)| has_samples(v));
-    for (v, _) in graph.inputs().filter(|(v, _)| !any || has_samples(*v)) {
-        dims[v.index()] = (1u32 << graph.shape(v).len().min(31)) - 1;
-    }
-    for v in graph.values() {
-        let node = graph.node(v);
-        if node.op.is_leaf() {
-            continue;
-        }
-        let rule = graph.rule(v);
-        let mut is_of_input = vec![false; rule.factors.len()];
-        for (o, operand) in node.operands.iter().zip(&rule.operands) {
-            for (_, factors) in operand.iter().enumerate().filter(|(d, _)| dims[o.index()] >> d & 1 == 1) {
-                factors.iter().for_each(|&f| is_of_input[f as usize] = true);
-            }
-        }
-        for (d, factors) in rule.result.iter().enumerate() {
-            if factors.iter().any(|&f| is_of_input[f as usize]) {
-                dims[v.index()] |= 1 << d;
-            }
+/// Marks the factors of a node that some of the given dimensions of its operands or result have.
+fn factors_among(graph: &Graph, v: ValueId, rule: &ShardingRule, dims_of: impl Fn(ValueId) -> u32) -> Vec<bool> {
+    let mut found = vec![false; rule.factors.len()];
+    for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
+        let among = dims_of(value);
+        for (_, factors) in dims.iter().enumerate().filter(|(d, _)| among >> d & 1 == 1) {
+            factors.iter().for_each(|&f| found[f as usize] = true);
         }
     }
-    dims
-}
-
-/// A bit mask for each value of the dimensions that count experts: those of products with parameters of
-/// experts, and all dimensions that share a factor with them.
-pub fn expert_dims(graph: &Graph) -> Vec<u32> {
-    let mut dims = vec![0u32; graph.len()];
-    for (v, dim) in expert_products(graph) {
-        dims[v.index()] |= 1 << dim;
-    }
-    for v in graph.values().rev().chain(graph.values()) {
-        let node = graph.node(v);
-        if node.op.is_leaf() {
-            continue;
-        }
-        let rule = graph.rule(v);
-        let tensors = || node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]);
-        let mut counts = vec![false; rule.factors.len()];
-        for (value, tensor) in tensors() {
-            for (_, factors) in tensor.iter().enumerate().filter(|(d, _)| dims[value.index()] >> d & 1 == 1) {
-                if let [only] = factors[..] {
-                    counts[usize::from(only)] = true;
-                }
-            }
-        }
-        for (value, tensor) in tensors() {
-            for (d, factors) in tensor.iter().enumerate() {
-                if matches!(factors[..], [only] if counts[usize::from(only)]) {
-                    dims[value.index()] |= 1 << d;
-                }
-            }
-        }
-    }
-    dims
-}
-
-/// For each value and dimension, the block counts within which a split is useful. If an op slices a block of
-/// the dimension, as with a fused q/k/v projection, the split must run within blocks all the way back to the
-/// parameter.
-pub fn block_counts(graph: &Graph) -> Vec<Vec<Vec<u64>>> {
-    let mut counts: Vec<Vec<Vec<u64>>> = graph.values().map(|v| vec![Vec::new(); graph.shape(v).len()]).collect();
-    let add = |list: &mut Vec<u64>, outer: u64| {
-        let new = outer > 1 && list.len() < 2 && !list.contains(&outer);
-        if new {
-            list.push(outer);
-        }
-        new
-    };
-    let rules: Vec<ShardingRule> = graph.values().map(|v| graph.rule(v)).collect();
-    let mut changed = true;
-    let mut rounds = 0;
-    while changed && rounds < 4 {
-        changed = false;
-        rounds += 1;
-        for v in graph.values().rev().chain(graph.values()) {
-            let node = graph.node(v);
-            let rule = &rules[v.index()];
-            let tensors = || node.operands.iter().copied().zip(&rule.operands).chain([(v, &rule.result)]);
-            let is_plain = |(d, factors): (&Vec<Vec<u64>>, &Vec<Vec<u8>>)| {
-                d.iter().all(Vec::is_empty) && factors.iter().all(|f| f.len() <= 1)
-            };
-            // Most ops do not constrain blocks.
-            if tensors().all(|(value, dims)| is_plain((&counts[value.index()], dims))) {
-                continue;
-            }
-            let tensors: Vec<(ValueId, &Vec<Vec<u8>>)> = tensors().collect();
-            let mut of_factor: Vec<Vec<u64>> = vec![Vec::new(); rule.factors.len()];
-            for (value, dims) in &tensors {
-                for (d, factors) in dims.iter().enumerate() {
-                    match factors.as_slice() {
-                        [single] => {
-                            for &outer in &counts[value.index()][d] {
-                                add(&mut of_factor[*single as usize], outer);
-                            }
-                        }
-                        // If leading factors cannot be split, a split within their blocks is useful.
-                        many => {
-                            let whole =
-                                many.iter().take_while(|&&f| rule.factors[f as usize].kind == FactorKind::Whole);
-                            let outer: u64 = whole.map(|&f| rule.factors[f as usize].size).product();
-                            let size: u64 = many.iter().map(|&f| rule.factors[f as usize].size).product();
-                            if outer > 1 && outer < size {
-                                changed |= add(&mut counts[value.index()][d], outer);
-                            }
-                        }
-                    }
-                }
-            }
-            for (value, dims) in &tensors {
-                for (d, factors) in dims.iter().enumerate() {
-                    if let [single] = factors.as_slice() {
-                        for &outer in &of_factor[*single as usize] {
-                            changed |= add(&mut counts[value.index()][d], outer);
-                        }
-                    }
-                }
-            }
-        }
-    }
-    counts
+    found
 }
 
 /// Block counts of a node's factors, from those of its operands and result.

@@ -3,7 +3,7 @@
 use crate::cache::{Digest, Key};
 use crate::features::modules::modules;
 use crate::intra_op::ilp::Model;
-use crate::intra_op::space::block_counts;
+use crate::intra_op::dims::{CountedDims, block_counts};
 use crate::intra_op::stage::gradient_readers;
 use crate::lower::TrainingGraphs;
 use crate::lower::alike::Alike;
@@ -28,6 +28,7 @@ pub struct LayeredGraph {
     /// Values that have a cotangent.
     pub needs_gradient: Vec<bool>,
     alike: Alike,
+    dims: CountedDims,
     pub blocks: Vec<Vec<Vec<u64>>>,
     pub layers: Vec<Layer>,
     /// See [`LayeredGraph::modules`].
@@ -95,7 +96,7 @@ impl LayeredGraph {
         let users = graph.users();
         let layers = layers_between(&graph, &layer_of, &starts);
         let alike = Alike::new(&graph);
-        let blocks = block_counts(&graph);
+        let blocks = block_counts(&graph, &alike);
         let mut layered = LayeredGraph {
             graph,
             starts,
@@ -103,6 +104,7 @@ impl LayeredGraph {
             users,
             needs_gradient,
             alike,
+            dims: CountedDims::default(),
             blocks,
             layers,
             modules: OnceLock::new(),
@@ -231,6 +233,7 @@ impl LayeredGraph {
             users: &self.users,
             needs_gradient: &self.needs_gradient,
             alike: &self.alike,
+            dims: &self.dims,
             blocks: &self.blocks,
             saved: self.saved(),
             repeated: self.repeated(),
