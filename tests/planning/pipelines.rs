@@ -7,7 +7,8 @@ use altiplano::ir::graph::Node;
 use altiplano::ir::op::Op;
 use altiplano::ir::plan::{Placement, Plan, Schedule, Stage};
 use altiplano::ir::recompute::{Recomputation, Recompute};
-use altiplano::planner::lower::{TrainingGraphs, lowered_node_by_node, repeated_layers};
+use altiplano::planner::lower::{TrainingGraphs, lower_deduped, lowered_node_by_node, repeated_layers};
+use altiplano::planner::predict::predict;
 use altiplano::planner::search::fixed_degrees::{Degrees, fixed};
 use altiplano::planner::search::layout::Layout;
 use altiplano::planner::{Silent, predict_plan, programs};
@@ -17,6 +18,13 @@ use serde_json::Value;
 /// A GPT of sixteen layers.
 const GPT: &str =
     r#"{"model_type": "gpt2", "vocab_size": 8192, "n_positions": 512, "n_embd": 1024, "n_layer": 16, "n_head": 16}"#;
+
+/// Eight layers with experts, whose routers each read a bias that is an input.
+const BIASED: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
+    "moe_intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "n_shared_experts": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_freq": 1,
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+    "max_position_embeddings": 256, "routed_scaling_factor": 2.5, "norm_topk_prob": true, "scoring_func": "sigmoid"}"#;
 
 /// The GPT's plan with a pipeline over four pairs of V100, each shared by `virtual_stages` stages.
 fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microbatches: u32) -> Plan {
@@ -32,30 +40,52 @@ fn pipeline(schedule: Option<Schedule>, virtual_stages: Option<u32>, num_microba
     plan(&request, &Silent).expect("a plan")
 }
 
-/// Equal layers whose experts look rows up are lowered once, to the programs of lowering each of them.
+/// Equal layers whose experts look rows up are lowered once, to the programs of lowering each of them. The routers of
+/// DeepSeek-V3 read inputs of their own.
 #[test]
 fn layers_with_experts_are_lowered_once() {
     let scratch = Scratch::new();
-    let experts = r#"{"model_type": "mixtral", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
+    let mixtral = r#"{"model_type": "mixtral", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
         "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 256}"#;
-    let file = scratch.file("experts.json", experts);
     let import = ImportOptions { batch: Some(32), sequence: Some(256), ..ImportOptions::default() };
-    let model = load_model(file.as_ref(), &import).expect("a model");
-    for (tp, pp, recompute) in [(1, 1, Recompute::None), (2, 1, Recompute::Full), (1, 2, Recompute::None)] {
-        let mut request = request(&model, load_cluster("dgx-a100:1").expect("a preset"));
-        request.baselines = false;
-        (request.degrees.tp, request.degrees.pp, request.recompute) = (Some(tp), Some(pp), Some(recompute));
-        request.degrees.virtual_stages = Some(1);
-        let plan = plan(&request, &Silent).expect("a plan");
-        let (graphs, prices) = (TrainingGraphs::of(&plan).expect("a derivative"), Rooflines::of(&plan.cluster));
-        let looks_up = |node: &Node| matches!(node.op, Op::Gather(_));
-        let programs = programs(&plan).expect("programs");
-        let bodies = programs.programs.iter().flat_map(|program| &program.bodies);
-        assert!(bodies.flat_map(|body| &body.graph.nodes).filter(|node| looks_up(node)).count() >= 6);
-        assert!(programs == lowered_node_by_node(&plan, &graphs, &prices), "tp {tp}, pp {pp}");
-        let [forward, backward] = repeated_layers(&plan, &graphs, &prices);
-        assert!(forward > 0 && backward > 0, "tp {tp}, pp {pp}: {forward}, {backward}");
+    let load = |name: &str, config: &str| load_model(scratch.file(name, config).as_ref(), &import).expect("a model");
+    for model in [load("experts.json", mixtral), load("biased.json", BIASED)] {
+        for (tp, pp, recompute) in [(1, 1, Recompute::None), (2, 1, Recompute::Full), (1, 2, Recompute::None)] {
+            let mut request = request(&model, load_cluster("dgx-a100:1").expect("a preset"));
+            request.baselines = false;
+            (request.degrees.tp, request.degrees.pp, request.recompute) = (Some(tp), Some(pp), Some(recompute));
+            request.degrees.virtual_stages = Some(1);
+            let plan = plan(&request, &Silent).expect("a plan");
+            let (graphs, prices) = (TrainingGraphs::of(&plan).expect("a derivative"), Rooflines::of(&plan.cluster));
+            let looks_up = |node: &Node| matches!(node.op, Op::Gather(_));
+            let programs = programs(&plan).expect("programs");
+            let bodies = programs.programs.iter().flat_map(|program| &program.bodies);
+            assert!(bodies.flat_map(|body| &body.graph.nodes).filter(|node| looks_up(node)).count() >= 6);
+            assert!(programs == lowered_node_by_node(&plan, &graphs, &prices), "tp {tp}, pp {pp}");
+            let [forward, backward] = repeated_layers(&plan, &graphs, &prices);
+            assert!(forward > 0 && backward > 0, "tp {tp}, pp {pp}: {forward}, {backward}");
+        }
     }
+}
+
+/// Lanes between the first and the last are equal if their layers are, even if each layer reads an input of its own.
+#[test]
+fn lanes_whose_layers_have_inputs_of_their_own_are_lowered_once() {
+    let scratch = Scratch::new();
+    let import = ImportOptions { batch: Some(32), sequence: Some(256), ..ImportOptions::default() };
+    let model = load_model(scratch.file("biased.json", BIASED).as_ref(), &import).expect("a model");
+    assert!(model.graph.inputs().count() > 6);
+    let mut request = request(&model, load_cluster("dgx-a100:1").expect("a preset"));
+    request.baselines = false;
+    (request.degrees.pp, request.degrees.virtual_stages, request.recompute) = (Some(4), Some(1), Some(Recompute::None));
+    let plan = plan(&request, &Silent).expect("a plan");
+    let (graphs, costs) = (TrainingGraphs::of(&plan).expect("a derivative"), Rooflines::of(&plan.cluster));
+    let deduped = lower_deduped(&plan, &graphs, &costs, true);
+    assert_eq!(deduped.same_as, [0, 1, 1, 3]);
+    let (mut by_all, mut by_distinct) = (plan.clone(), plan.clone());
+    predict(&mut by_all, &lower_deduped(&plan, &graphs, &costs, false), &costs);
+    predict(&mut by_distinct, &deduped, &costs);
+    assert_eq!(by_all.predicted, by_distinct.predicted);
 }
 
 /// Frameworks recompute blocks but no head: its backward pass follows at once, so recomputation would only cost time.

@@ -2,8 +2,8 @@
 
 use crate::cache::{Digest, Key};
 use crate::features::modules::modules;
-use crate::intra_op::ilp::Model;
 use crate::intra_op::dims::{CountedDims, block_counts};
+use crate::intra_op::ilp::Model;
 use crate::intra_op::stage::gradient_readers;
 use crate::lower::TrainingGraphs;
 use crate::lower::alike::Alike;

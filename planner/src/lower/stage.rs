@@ -155,8 +155,8 @@ struct StageLowering<'a> {
     received: BTreeMap<ValueId, BufferId>,
     /// Layouts of forward values that are kept for the backward body.
     saved: BTreeMap<ValueId, Vec<(Sharding, BufferId)>>,
-    /// The same in the order in which they were asked for.
-    saved_in_order: Vec<(ValueId, Sharding, BufferId)>,
+    /// Layouts of saved values and of inputs, in the order in which buffers were made for them.
+    made_in_order: Vec<(ValueId, Sharding, BufferId)>,
     /// Forward values that the backward body recomputes.
     again: BTreeSet<ValueId>,
     /// The state of loss scaling, by slot.
@@ -185,7 +185,7 @@ impl<'a> StageLowering<'a> {
             inputs: BTreeMap::new(),
             received: BTreeMap::new(),
             saved: BTreeMap::new(),
-            saved_in_order: Vec::new(),
+            made_in_order: Vec::new(),
             again,
             scaling: BTreeMap::new(),
             totals: BTreeMap::new(),
@@ -234,17 +234,14 @@ impl<'a> StageLowering<'a> {
             b.define(v, sharding, local);
             return true;
         }
-        let Op::Input(input) = &graph.node(v).op else { return false };
+        if !matches!(graph.node(v).op, Op::Input(_)) {
+            return false;
+        }
         // The host splits an input into any layout for free.
         let whole = to.reduced();
         let buffer = match self.inputs.get(&(v, whole.clone())) {
             Some(&buffer) => buffer,
-            None => {
-                let kind = BufferKind::Input { name: input.name.clone() };
-                let buffer = self.buffer(input.name.clone(), kind, ty.clone(), whole.clone());
-                self.inputs.insert((v, whole.clone()), buffer);
-                buffer
-            }
+            None => self.input(v, whole.clone()),
         };
         let local = b.read(buffer, &whole, ty);
         b.define(v, whole, local);
@@ -336,11 +333,20 @@ impl<'a> StageLowering<'a> {
         self.saved.get(&v)?.iter().find(|(s, _)| s == sharding).map(|(_, buffer)| *buffer)
     }
 
+    /// Makes a buffer for an input in one layout.
+    fn input(&mut self, v: ValueId, sharding: Sharding) -> BufferId {
+        let (name, ty) = (input_name(self.cx, v).to_string(), self.cx.graph.ty(v).clone());
+        let buffer = self.buffer(name.clone(), BufferKind::Input { name }, ty, sharding.clone());
+        self.inputs.insert((v, sharding.clone()), buffer);
+        self.made_in_order.push((v, sharding, buffer));
+        buffer
+    }
+
     fn save(&mut self, v: ValueId, sharding: Sharding) -> BufferId {
         let ty = self.cx.graph.ty(v).clone();
         let buffer = self.buffer(format!("{v} saved"), BufferKind::Value, ty, sharding.clone());
         self.saved.entry(v).or_default().push((sharding.clone(), buffer));
-        self.saved_in_order.push((v, sharding, buffer));
+        self.made_in_order.push((v, sharding, buffer));
         buffer
     }
 
@@ -495,6 +501,13 @@ fn parts_of(cx: &StageContext<'_>) -> FxHashMap<ValueId, ValueId> {
         }
     }
     parts
+}
+
+fn input_name<'a>(cx: &'a StageContext<'_>, v: ValueId) -> &'a str {
+    match &cx.graph.node(v).op {
+        Op::Input(input) => &input.name,
+        _ => "",
+    }
 }
 
 fn parameter_name<'a>(cx: &'a StageContext<'_>, p: ValueId) -> &'a str {

@@ -134,7 +134,9 @@ fn same_values(cx: &StageContext<'_>, pairs: &mut Pairs, v: ValueId, w: ValueId)
         _ if graph.ty(v) != graph.ty(w) || received(&v) != received(&w) || cx.is_constant(v) != cx.is_constant(w) => {
             false
         }
-        (Op::Input(_), _) | (_, Op::Input(_)) => v == w,
+        // Inputs of equal types differ in their names alone.
+        (Op::Input(_), Op::Input(_)) => graph.node(v).batch_dims == graph.node(w).batch_dims,
+        (Op::Input(_), _) | (_, Op::Input(_)) => false,
         (Op::Parameter(_), Op::Parameter(_)) => true,
         (Op::Parameter(_), _) | (_, Op::Parameter(_)) => false,
         _ if cx.is_constant(v) => return same_nodes(cx, pairs, v, w),
@@ -157,7 +159,7 @@ struct Section {
     /// For each pair with the layer that repeats it: the numbers of layouts and of saved layouts at the start.
     known: Vec<[usize; 2]>,
     buffers: Range<usize>,
-    saved: Range<usize>,
+    made: Range<usize>,
     writes: Range<usize>,
 }
 
@@ -178,7 +180,7 @@ impl<'a> StageLowering<'a> {
         let mut sections: FxHashMap<usize, Section> = FxHashMap::default();
         for (i, nodes) in layers.nodes.iter().enumerate() {
             let end = |lowering: &Self, b: &BodyBuilder<'a>, sums: &Accumulation| {
-                (b.point(), lowering.buffers.len(), lowering.saved_in_order.len(), sums.writes.len())
+                (b.point(), lowering.buffers.len(), lowering.made_in_order.len(), sums.writes.len())
             };
             let start = repeated_by[i].map(|pairs| (self.known(b, pairs), end(self, b, sums)));
             let same = layers.like[i].as_ref().and_then(|(first, pairs)| Some((sections.remove(first)?, pairs)));
@@ -189,8 +191,8 @@ impl<'a> StageLowering<'a> {
             if let Some((known, start)) = start {
                 let end = end(self, b, sums);
                 let (part, buffers) = (start.0..end.0, start.1..end.1);
-                let (saved, writes) = (start.2..end.2, start.3..end.3);
-                sections.insert(i, Section { part, known, buffers, saved, writes });
+                let (made, writes) = (start.2..end.2, start.3..end.3);
+                sections.insert(i, Section { part, known, buffers, made, writes });
             }
         }
     }
@@ -213,15 +215,18 @@ impl<'a> StageLowering<'a> {
         pairs: &Pairs,
         sums: &mut Accumulation,
     ) -> bool {
-        // Every new buffer must be that of a saved value.
-        let Section { part, buffers, saved, writes, .. } = section;
+        // Every new buffer must be that of a saved value, or of an input that is new here as well.
+        let Section { part, buffers, made, writes, .. } = section;
         let Some(mut names) = self.renaming(b, forward, section, pairs, sums) else { return false };
-        let saved: Vec<(ValueId, Sharding, BufferId)> = self.saved_in_order[saved.clone()].to_vec();
-        if saved.len() != buffers.len() || !saved.iter().all(|(v, ..)| pairs.to.contains_key(v)) {
+        let made: Vec<(ValueId, Sharding, BufferId)> = self.made_in_order[made.clone()].to_vec();
+        let is_new = |(v, sharding, _): &(ValueId, Sharding, BufferId)| {
+            pairs.to.get(v).is_some_and(|w| !self.inputs.contains_key(&(*w, sharding.clone())))
+        };
+        if made.len() != buffers.len() || !made.iter().all(is_new) {
             return false;
         }
         let new = (self.buffers.len() as u32..).map(BufferId);
-        names.buffers.extend(saved.iter().map(|(_, _, buffer)| *buffer).zip(new));
+        names.buffers.extend(made.iter().map(|(_, _, buffer)| *buffer).zip(new));
         let writes = sums.writes[writes.clone()].to_vec();
         if !b.is_closed(part, &names)
             || !b.looks_up_alike(part, &names)
@@ -229,8 +234,11 @@ impl<'a> StageLowering<'a> {
         {
             return false;
         }
-        for (v, sharding, _) in saved {
-            self.save(pairs.to[&v], sharding);
+        for (v, sharding, _) in made {
+            match self.cx.graph.node(v).op {
+                Op::Input(_) => self.input(pairs.to[&v], sharding),
+                _ => self.save(pairs.to[&v], sharding),
+            };
         }
         let local = b.repeat(part, &names);
         sums.writes.extend(writes.into_iter().map(|(buffer, v)| (names.buffers[&buffer], local(v))));
@@ -266,6 +274,10 @@ impl<'a> StageLowering<'a> {
             }
             if forward.is_some_and(|forward| !alike(forward.layouts(v), forward.layouts(w))) {
                 return None;
+            }
+            let of_input = self.inputs.iter().filter(|((input, _), _)| *input == v);
+            for ((_, sharding), &mine) in of_input {
+                buffers.extend(self.inputs.get(&(w, sharding.clone())).map(|&other| (mine, other)));
             }
             for of in [&self.parameters, &self.received, &sums.accumulators] {
                 match (of.get(&v), of.get(&w)) {
