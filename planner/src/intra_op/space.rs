@@ -111,8 +111,9 @@ pub struct Spaces<'a> {
     /// See [`Spaces::storage_layout`] and [`Spaces::with_partial_of`].
     storage: FxHashMap<LayoutId, LayoutId>,
     partial: FxHashMap<(LayoutId, LayoutId), LayoutId>,
-    /// Prices of reshards by the bytes of the tensor. They depend on nothing else.
-    reshards: FxHashMap<(u64, Pattern, Pattern), Price>,
+    /// Prices of reshards by the bytes of the tensor, and true for those that split over the axis of features. They depend
+    /// on nothing else.
+    reshards: FxHashMap<(u64, Pattern, Pattern), (Price, bool)>,
     spaces: FxHashMap<SpaceKey, Rc<Space>>,
     of_values: FxHashMap<ValueId, Rc<Space>>,
     /// Strategies that nodes always have.
@@ -165,30 +166,33 @@ impl<'a> Spaces<'a> {
 
     /// The price to reshard a value of `bytes`.
     pub fn reshard(&mut self, bytes: u64, from: LayoutId, to: LayoutId) -> Price {
-        let whole = self.roles.features_axis.filter(|_| !self.roles.tokens_between);
-        if let Some(axis) = whole
-            && from != to
-            && self.legs(from, to).iter().any(|leg| cuts(&leg.collective, axis))
-        {
-            return Price { seconds: f64::INFINITY, issue_s: 0.0 };
+        match self.priced(bytes, from, to) {
+            (_, true) if !self.roles.tokens_between => Price { seconds: f64::INFINITY, issue_s: 0.0 },
+            (price, _) => price,
         }
-        self.reduced_into_storage(bytes, from, to)
     }
 
     /// The price to reduce a gradient in every microbatch into the layout in which it is stored. Unlike that of other
     /// reshards, it may split over any axis.
     pub fn reduced_into_storage(&mut self, bytes: u64, from: LayoutId, to: LayoutId) -> Price {
+        self.priced(bytes, from, to).0
+    }
+
+    /// The price of a reshard, and true if it splits over the axis of features.
+    fn priced(&mut self, bytes: u64, from: LayoutId, to: LayoutId) -> (Price, bool) {
         if from == to {
-            return Price::default();
+            return (Price::default(), false);
         }
         let [before, after] = [from, to].map(|id| self.layouts[id as usize].pattern);
         let key = (bytes, before, after);
-        if let Some(&price) = self.reshards.get(&key) {
-            return price;
+        if let Some(&known) = self.reshards.get(&key) {
+            return known;
         }
-        let price = self.prices.legs_price(bytes, &self.legs(from, to));
-        self.reshards.insert(key, price);
-        price
+        let legs = self.legs(from, to);
+        let cuts = self.roles.features_axis.is_some_and(|axis| legs.iter().any(|leg| cuts(&leg.collective, axis)));
+        let new = (self.prices.legs_price(bytes, &legs), cuts);
+        self.reshards.insert(key, new);
+        new
     }
 
     /// Seconds to reshard a stored tensor of `bytes` once per step. Unlike other reshards, it may split over any axis.

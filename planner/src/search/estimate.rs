@@ -8,7 +8,7 @@ use super::fixed_degrees::{Degrees, Uniform};
 use crate::assemble::in_spaces;
 use crate::inter_op::compose::Chain;
 use crate::inter_op::tables::boundaries;
-use crate::intra_op::layer::{Boundary, MemoryPrice};
+use crate::intra_op::layer::{Boundary, MemoryPrice, Variant};
 use crate::intra_op::recompute_fraction::RecomputeFraction;
 use crate::layers::graph::LayeredGraph;
 use crate::lower::Fusion;
@@ -19,6 +19,7 @@ use altiplano_cost_models::pipeline::{Order, StageTimes, simulate_order};
 use altiplano_ir::plan::Schedule;
 use altiplano_ir::recompute::Recompute;
 use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 /// The step of a configuration by the costs of its layers.
@@ -33,8 +34,8 @@ pub(super) struct Estimate {
 /// The part of the activations by the ops of a layer that its kernels keep at least. A small model in f32 keeps 0.84 of them.
 const SURELY_KEPT: f64 = 0.8;
 
-/// Estimates configurations with the same devices, microbatches, storage and sequence parallelism. `request.graph` is at
-/// the size of one microbatch. `None` for configurations that cannot be.
+/// Estimates configurations with the same devices, microbatches and sequence parallelism. `request.graph` is at the size of
+/// one microbatch. `None` for configurations that cannot be.
 pub(super) fn estimates(
     request: &Request,
     layered: &LayeredGraph,
@@ -45,9 +46,19 @@ pub(super) fn estimates(
     let of_uniform = |uniform: Uniform| {
         let Uniform { block, config } = &uniform;
         in_spaces(request, costs, config, *block, Fusion::of(&request.execution), |spaces| {
-            let tables = boundaries(layered, request, spaces, config.variant)?;
-            let mut chains = Chains { layered, tables: &tables, known: FxHashMap::default() };
-            Some(alike.iter().map(|degrees| estimate(request, degrees, &mut chains, costs)).collect())
+            let mut tables: BTreeMap<u8, Option<Vec<Rc<Boundary>>>> = BTreeMap::new();
+            for &Degrees { zero, .. } in alike {
+                let variant = Variant { zero, ..config.variant };
+                tables.entry(zero).or_insert_with(|| boundaries(layered, request, spaces, variant));
+            }
+            let new = |tables| Chains { layered, tables, known: FxHashMap::default() };
+            let chains = tables.iter().map(|(&zero, tables)| (zero, tables.as_deref().map(new)));
+            let mut chains: BTreeMap<u8, Option<Chains<'_>>> = chains.collect();
+            let estimated = alike.iter().map(|degrees| {
+                let chains = chains.get_mut(&degrees.zero)?.as_mut()?;
+                estimate(request, degrees, chains, costs)
+            });
+            Some(estimated.collect())
         })
     };
     let uniform = alike.first().and_then(|degrees| Uniform::of(request, degrees, memory).ok());

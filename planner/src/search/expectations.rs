@@ -61,10 +61,12 @@ impl<'a> Expectations<'a> {
 
     /// Estimates configurations that have not been.
     pub fn estimate(&mut self, all: &[Degrees]) {
+        let executed_as = self.configurations.executed_as();
         let mut alike: BTreeMap<_, Vec<Degrees>> = BTreeMap::new();
         for degrees in all.iter().filter(|degrees| !self.estimates.contains_key(degrees)) {
             let Degrees { dp, tp, cp, num_microbatches, zero, experts, groups, sequence, .. } = *degrees;
-            let key = (dp, tp, cp, num_microbatches, zero, experts, groups, sequence);
+            let execution = executed_as[usize::from(zero.min(3))];
+            let key = (dp, tp, cp, num_microbatches, execution, experts, groups, sequence);
             alike.entry(key).or_default().push(*degrees);
         }
         let (configurations, costs) = (self.configurations, self.costs);

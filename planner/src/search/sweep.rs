@@ -181,7 +181,8 @@ impl<'a> Configurations<'a> {
         then(fixed_of(&request, layered, degrees, self.memory(degrees), costs)?, layered)
     }
 
-    /// Estimates configurations that differ in recomputation and in the layers of their stages only.
+    /// Estimates configurations that differ in recomputation, storage and the layers of their stages only. They have the
+    /// same execution ([`Configurations::executed_as`]).
     pub fn estimates(&self, alike: &[Degrees], costs: &dyn Costs) -> Vec<Option<Estimate>> {
         let Some(first) = alike.first() else { return Vec::new() };
         let cell = self.at(first.num_microbatches);
@@ -189,6 +190,13 @@ impl<'a> Configurations<'a> {
         let execution = execution_at(self.request, first.zero);
         let request = Request { graph: layered.graph.clone(), execution, ..self.request.clone() };
         estimates(&request, layered, alike, self.memory(first), costs)
+    }
+
+    /// The least ZeRO level whose configurations are executed as those at each level.
+    pub fn executed_as(&self) -> [u8; 4] {
+        let executions = [0, 1, 2, 3].map(|level| execution_at(self.request, level));
+        let first = |level: u8| (0..level).find(|&l| executions[usize::from(l)] == executions[usize::from(level)]);
+        [0, 1, 2, 3].map(|level| first(level).unwrap_or(level))
     }
 
     /// Layouts for the stages of a configuration, those with the least work of any device first.

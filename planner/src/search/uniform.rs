@@ -16,7 +16,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::plan::{Plan, Stage, Target};
 use rayon::prelude::*;
 
-/// Shapes (replicas, tensor parallelism, lanes) from which a climb starts.
+/// Meshes and numbers of lanes from which a climb starts.
 const STARTS: usize = 4;
 /// A shape whose best even configuration is slower than the best of all by this factor is left alone.
 const FAR_BEHIND: f64 = 1.6;
@@ -112,8 +112,12 @@ fn with_layouts(
     let mut starts: Vec<&Swept> = Vec::new();
     let varies =
         |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1 || s.degrees.groups_of_nodes(&request.cluster) > 1;
+    let devices = |swept: &Swept| {
+        let Degrees { dp, tp, stages, virtual_stages, .. } = swept.degrees;
+        (dp, tp, stages / virtual_stages.max(1))
+    };
     for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
-        if starts.len() < STARTS && starts.iter().all(|start| shape(&start.degrees) != shape(&candidate.degrees)) {
+        if starts.len() < STARTS && starts.iter().all(|start| devices(start) != devices(candidate)) {
             starts.push(candidate);
         }
     }
