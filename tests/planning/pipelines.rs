@@ -88,6 +88,23 @@ fn lanes_whose_layers_have_inputs_of_their_own_are_lowered_once() {
     assert_eq!(by_all.predicted, by_distinct.predicted);
 }
 
+/// Between two blocks of attention, a hybrid has several of a state-space model, each of which can begin a stage.
+#[test]
+fn hybrids_are_cut_between_all_blocks() {
+    let scratch = Scratch::new();
+    let hybrid = r#"{"model_type": "bamba", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 14,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [4, 9], "mamba_n_heads": 8, "mamba_d_head": 16,
+        "mamba_d_state": 16, "mamba_n_groups": 1}"#;
+    let import = ImportOptions { batch: Some(32), sequence: Some(256), ..ImportOptions::default() };
+    let model = load_model(scratch.file("hybrid.json", hybrid).as_ref(), &import).expect("a model");
+    let mut request = request(&model, load_cluster("dgx-a100:1").expect("a preset"));
+    request.baselines = false;
+    request.degrees.pp = Some(8);
+    let plan = plan(&request, &Silent).expect("a plan");
+    assert!((14..=16).contains(&(plan.layers.len() - 1)), "{:?}", plan.layers);
+    assert_eq!(plan.stages.len() % 8, 0);
+}
+
 /// Frameworks recompute blocks but no head: its backward pass follows at once, so recomputation would only cost time.
 #[test]
 fn plans_of_given_degrees_compute_no_head_twice() {

@@ -7,7 +7,7 @@
 //! work. An axis that splits the positions of attention counts as context parallelism, since no other degree does that.
 
 use crate::features::stacks::stack;
-use crate::intra_op::dims::CountedDims;
+use crate::intra_op::dims::{CountedDims, factors_among};
 use crate::intra_op::space::{AxisRoles, batch_factors};
 use crate::lower::alike::Alike;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -200,17 +200,9 @@ fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
     let (node, rule) = (graph.node(v), dims.alike.rule(graph, v));
     let is_batch = batch_factors(graph, v, rule);
     let has_weights = node.operands.iter().any(|o| !dims.depends[o.index()]);
-    let among = |of: &[u32]| {
-        let mut found = vec![false; rule.factors.len()];
-        for (&value, dims) in node.operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
-            for (_, factors) in dims.iter().enumerate().filter(|(d, _)| of[value.index()] >> d & 1 == 1) {
-                factors.iter().for_each(|&f| found[usize::from(f)] = true);
-            }
-        }
-        found
-    };
     let (alike, counted) = (&dims.alike, &dims.counted);
-    let [of_inputs, of_experts] = [among(counted.of_inputs(graph, alike)), among(counted.of_experts(graph, alike))];
+    let of_inputs = factors_among(graph, v, rule, |o| counted.of_inputs(graph, alike)[o.index()]);
+    let of_experts = factors_among(graph, v, rule, |o| counted.of_experts(graph, alike)[o.index()]);
     let kind = |f: usize| match () {
         () if is_batch[f] => Kind::Data,
         () if has_weights && is_expert(rule, f as u8) => Kind::Expert,

@@ -6,7 +6,7 @@
 use crate::features::parallelism::expert_products;
 use crate::lower::alike::Alike;
 use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::rule::FactorKind;
+use altiplano_ir::rule::{FactorKind, ShardingRule};
 use std::sync::OnceLock;
 
 /// For each value, bit masks of the dimensions that count one thing, found when they are first asked for.
@@ -88,6 +88,18 @@ fn expert_dims(graph: &Graph, alike: &Alike) -> Vec<u32> {
         }
     }
     dims
+}
+
+/// Marks the factors of a node that some of the given dimensions of its operands or result have.
+pub fn factors_among(graph: &Graph, v: ValueId, rule: &ShardingRule, dims_of: impl Fn(ValueId) -> u32) -> Vec<bool> {
+    let mut found = vec![false; rule.factors.len()];
+    for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
+        let among = dims_of(value);
+        for (_, factors) in dims.iter().enumerate().filter(|(d, _)| among >> d & 1 == 1) {
+            factors.iter().for_each(|&f| found[f as usize] = true);
+        }
+    }
+    found
 }
 
 /// For each value and dimension, the block counts within which a split is useful. If an op slices a block of

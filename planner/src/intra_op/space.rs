@@ -5,6 +5,7 @@
 //! cotangent therefore has the layout of the operand, and is partial over axes that split factors that the
 //! operand does not have.
 
+use super::dims::factors_among;
 use super::ilp::{Model, Table, TableKey};
 use crate::lower::{CompositeCost, Prices};
 use altiplano_cost_models::timeline::Price;
@@ -452,18 +453,6 @@ pub fn batch_factors(graph: &Graph, v: ValueId, rule: &ShardingRule) -> Vec<bool
         }
     }
     is_batch
-}
-
-/// Marks the factors of a node that some of the given dimensions of its operands or result have.
-fn factors_among(graph: &Graph, v: ValueId, rule: &ShardingRule, dims_of: impl Fn(ValueId) -> u32) -> Vec<bool> {
-    let mut found = vec![false; rule.factors.len()];
-    for (&value, dims) in graph.node(v).operands.iter().zip(&rule.operands).chain([(&v, &rule.result)]) {
-        let among = dims_of(value);
-        for (_, factors) in dims.iter().enumerate().filter(|(d, _)| among >> d & 1 == 1) {
-            factors.iter().for_each(|&f| found[f as usize] = true);
-        }
-    }
-    found
 }
 
 /// Block counts of a node's factors, from those of its operands and result.

@@ -2,7 +2,7 @@
 //!
 //! Models repeat. The sequence of matmuls and convolutions shows the period, and cutting at the same place of each
 //! period gives layers that are solved once. The parts before and after are cut in the same way, such as an encoder
-//! before a decoder.
+//! before a decoder. If blocks repeat within a period, each of them is a layer.
 //!
 //! If nothing repeats, layers have about equal work and cuts go where the least data crosses. This follows the
 //! clustering program of the Alpa paper (section 5.2, equation 6). All places between repeated blocks are cuts, so
@@ -104,6 +104,10 @@ const NEARLY_ONE: f64 = 1.5;
 const SMALL: f64 = 0.25;
 /// Least share of the work that a repetition must cover; a smaller one says nothing about the model.
 const COVERED: f64 = 0.25;
+/// Fewest repetitions within one of several equal runs that are blocks, and the share of its work that they must cover. Two
+/// may be the parts of one block, such as the two kinds of attention of a decoder.
+const FEWEST_WITHIN: usize = 3;
+const MOST_OF_RUN: f64 = 0.5;
 /// Number of layers if nothing repeats.
 const BALANCED: usize = 16;
 
@@ -146,10 +150,32 @@ impl Sequence<'_> {
         let before = works(self.graph, start, self.heavy[first]);
         found[0] = before.len().checked_sub(lead).and_then(|i| before.get(i)).copied().unwrap_or(found[0]);
         let (begin, end) = (found[0], found[count]);
+        found.extend(self.within(Repetition { first, period, count }, &found));
+        found.sort_unstable();
+        found.dedup();
         let of_layer = self.work(begin, found[1]).max(layer);
         cuts.push(Cuts::Repeated(found));
         self.cut(heavy.start..first, nodes.start..begin, Some(of_layer), cuts);
         self.cut(first + count * period..heavy.end, end..nodes.end, Some(of_layer), cuts);
+    }
+
+    /// Cuts within each of several equal runs, which begin and end at `boundaries`: where blocks repeat in it, as several
+    /// blocks of a state-space model do between two of attention, if no more crosses there than between runs.
+    fn within(&self, run: Repetition, boundaries: &[usize]) -> Vec<usize> {
+        let heavy = &self.heavy[run.first..];
+        let work = |products: &[usize]| products.iter().map(|&h| self.work(h, h + 1)).sum::<f64>();
+        let whole = work(&heavy[..run.period]);
+        let is_most = |r: Repetition| {
+            let all = r.period * r.count;
+            r.count >= FEWEST_WITHIN && all <= run.period && work(&heavy[r.first..][..all]) >= MOST_OF_RUN * whole
+        };
+        // Blocks may repeat across the end of a run.
+        let Some(inner) = longest(&self.ids[run.first..][..2 * run.period], is_most) else { return Vec::new() };
+        let starts = (0..=inner.count).map(|r| (inner.first + r * inner.period) % run.period).filter(|&at| at > 0);
+        let all = starts.flat_map(|at| (0..run.count).map(move |r| r * run.period + at));
+        let cuts: Vec<usize> = all.map(|at| best_cut(&self.crossing, heavy[at - 1], heavy[at])).collect();
+        let most = boundaries[1..].iter().map(|&cut| self.crossing[cut]).max().unwrap_or(0);
+        if cuts.iter().all(|&cut| self.crossing[cut] <= most) { cuts } else { Vec::new() }
     }
 
     /// Cuts these nodes into at most `layers` runs of about equal work, where the least data crosses. Dynamic
