@@ -213,7 +213,7 @@ fn kinds_of(graph: &Graph, v: ValueId, dims: &Dims) -> Vec<Kind> {
     (0..rule.factors.len()).map(kind).collect()
 }
 
-/// What is known of a model's values before its products are looked at.
+/// Properties of a model's values by which the factors of its products are classified.
 struct Dims {
     alike: Alike,
     counted: CountedDims,

@@ -1,7 +1,7 @@
-//! What the dimensions of a model's values count: samples and tokens, experts, or blocks of features.
+//! The quantities that dimensions of a model's values count: samples and tokens, experts, or blocks of features.
 //!
-//! The strategies of a node depend on it. It follows from the sharding rules of all nodes, so it is found once for a
-//! model, and not for each mesh.
+//! The strategies of a node depend on them. They follow from the sharding rules of all nodes, so they are found once for
+//! a model, and not for each mesh.
 
 use crate::features::parallelism::expert_products;
 use crate::lower::alike::Alike;

@@ -38,6 +38,7 @@ pub struct Model<'a> {
     pub needs_gradient: &'a [bool],
     /// Nodes with equal ops on equal types.
     pub alike: &'a Alike,
+    /// The dimensions of values that count samples, tokens or experts.
     pub dims: &'a CountedDims,
     /// See [`super::dims::block_counts`].
     pub blocks: &'a [Vec<Vec<u64>>],

@@ -46,29 +46,26 @@ pub(super) fn estimates(
     let of_uniform = |uniform: Uniform| {
         let Uniform { block, config } = &uniform;
         in_spaces(request, costs, config, *block, Fusion::of(&request.execution), |spaces| {
-            let mut tables: BTreeMap<u8, Option<Vec<Rc<Boundary>>>> = BTreeMap::new();
-            for &Degrees { zero, .. } in alike {
-                let variant = Variant { zero, ..config.variant };
-                tables.entry(zero).or_insert_with(|| boundaries(layered, request, spaces, variant));
-            }
-            let new = |tables| Chains { layered, tables, known: FxHashMap::default() };
-            let chains = tables.iter().map(|(&zero, tables)| (zero, tables.as_deref().map(new)));
-            let mut chains: BTreeMap<u8, Option<Chains<'_>>> = chains.collect();
+            let mut chains: BTreeMap<u8, Option<Chains<'_>>> = BTreeMap::new();
             let estimated = alike.iter().map(|degrees| {
-                let chains = chains.get_mut(&degrees.zero)?.as_mut()?;
-                estimate(request, degrees, chains, costs)
+                let variant = Variant { zero: degrees.zero, ..config.variant };
+                let of_level = chains.entry(degrees.zero).or_insert_with(|| {
+                    let tables = boundaries(layered, request, spaces, variant)?;
+                    Some(Chains { layered, tables, known: FxHashMap::default() })
+                });
+                estimate(request, degrees, of_level.as_mut()?, costs)
             });
-            Some(estimated.collect())
+            estimated.collect()
         })
     };
     let uniform = alike.first().and_then(|degrees| Uniform::of(request, degrees, memory).ok());
-    uniform.and_then(of_uniform).unwrap_or_else(|| vec![None; alike.len()])
+    uniform.map(of_uniform).unwrap_or_else(|| vec![None; alike.len()])
 }
 
 /// The cheapest paths through runs of layers, by the kinds of these.
 struct Chains<'a> {
     layered: &'a LayeredGraph,
-    tables: &'a [Rc<Boundary>],
+    tables: Vec<Rc<Boundary>>,
     known: FxHashMap<&'a [usize], Rc<Chain>>,
 }
 

@@ -113,8 +113,8 @@ fn with_layouts(
     let varies =
         |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1 || s.degrees.groups_of_nodes(&request.cluster) > 1;
     let devices = |swept: &Swept| {
-        let Degrees { dp, tp, stages, virtual_stages, .. } = swept.degrees;
-        (dp, tp, stages / virtual_stages.max(1))
+        let [dp, tp, lanes, _] = shape(&swept.degrees);
+        [dp, tp, lanes]
     };
     for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
         if starts.len() < STARTS && starts.iter().all(|start| devices(start) != devices(candidate)) {

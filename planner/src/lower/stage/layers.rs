@@ -275,9 +275,10 @@ impl<'a> StageLowering<'a> {
             if forward.is_some_and(|forward| !alike(forward.layouts(v), forward.layouts(w))) {
                 return None;
             }
-            let of_input = self.inputs.iter().filter(|((input, _), _)| *input == v);
-            for ((_, sharding), &mine) in of_input {
-                buffers.extend(self.inputs.get(&(w, sharding.clone())).map(|&other| (mine, other)));
+            if let Op::Input(_) = self.cx.graph.node(v).op {
+                for ((_, sharding), &mine) in self.inputs.iter().filter(|((input, _), _)| *input == v) {
+                    buffers.extend(self.inputs.get(&(w, sharding.clone())).map(|&other| (mine, other)));
+                }
             }
             for of in [&self.parameters, &self.received, &sums.accumulators] {
                 match (of.get(&v), of.get(&w)) {
