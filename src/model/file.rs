@@ -84,6 +84,9 @@ fn json_format(text: &str) -> Format {
         Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
         Ok(header) if header.format.is_none() && !header.nodes => Format::HuggingFaceConfig,
         Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
+        Err(_) if ["\"architectures\"", "\"model_type\""].iter().any(|key| text.contains(key)) => {
+            Format::HuggingFaceConfig
+        }
         _ => Format::GraphJson,
     }
 }

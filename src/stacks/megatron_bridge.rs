@@ -175,6 +175,12 @@ const KNOBS: &[Knob] = &[
         },
         write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(true)),
     },
+    // The library refuses to run both, and some recipes ask for this one.
+    Knob {
+        name: "model.moe_shared_expert_overlap",
+        read: |_, v| truth(v).map(|_| ()),
+        write: |c| (c.pairs_passes == Some(true)).then_some(Value::Bool(false)),
+    },
     Knob {
         name: "ddp.use_megatron_fsdp",
         read: |_, v| truth(v).map(|_| ()),
@@ -343,8 +349,16 @@ fn text(page: &Page<'_>) -> String {
         .layout
         .as_ref()
         .map_or(String::new(), |layers| format!("    # Decoder layers of each stage: {layers:?}.\n"));
+    // A recipe may leave out this part of the container.
+    let (import, overlap) = match page.settings.iter().any(|(name, _)| name.starts_with("comm_overlap.")) {
+        true => (
+            "from megatron.bridge.training.comm_overlap import CommOverlapConfig\n\n",
+            "    if config.comm_overlap is None:\n        config.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)\n",
+        ),
+        false => ("", ""),
+    };
     format!(
-        "{}\n\ndef altiplano(config):\n    \"\"\"Sets the plan's choices in a ConfigContainer, such as a recipe of megatron.bridge returns.\"\"\"\n{cut}{body}    return config\n",
+        "{}\n{import}\ndef altiplano(config):\n    \"\"\"Sets the plan's choices in a ConfigContainer, such as a recipe of megatron.bridge returns.\"\"\"\n{overlap}{cut}{body}    return config\n",
         page.heading("# ")
     )
 }

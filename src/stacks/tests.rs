@@ -732,6 +732,11 @@ fn passes_side_by_side_are_said_and_predicted() {
             let written = export(plan, stack).expect("a configuration");
             let text = written.text.replace('"', "");
             assert_eq!(text.contains(knob), says, "{}: {text}", stack.name);
+            // Megatron-Bridge refuses to run shared experts beside their exchange as well, and a recipe may have no overlaps.
+            for needed in ["moe_shared_expert_overlap = False", "if config.comm_overlap is None"] {
+                let is_bridge = stack.name == megatron_bridge::MEGATRON_BRIDGE.name;
+                assert_eq!(text.contains(needed), says && is_bridge, "{}: {text}", stack.name);
+            }
             assert_eq!(round_trip(plan, stack, "experts"), None);
         }
         // The search takes the faster one if its target can run it.
@@ -819,6 +824,8 @@ fn transfers_beside_products_are_planned_and_said() {
         for (plan, says) in [(&alone, false), (&beside, true)] {
             let written = export(plan, stack).expect("a configuration");
             assert_eq!(written.text.contains(knob), says, "{}: {}", stack.name, written.text);
+            let makes = written.text.contains("if config.comm_overlap is None");
+            assert_eq!(makes, says && stack.name == megatron_bridge::MEGATRON_BRIDGE.name, "{}", written.text);
             let simulated = Simulation::new(plan.clone(), None).expect("a simulation").text();
             assert_eq!(simulated.contains("transfers beside products"), says, "{simulated}");
             assert_eq!(round_trip(plan, stack, "long"), None);

@@ -380,6 +380,11 @@ fn files_that_are_cut_off_say_where_they_end() {
             refused(&[command, &file], &[&format!("cut.json:{place}"), "it ends here"]);
         }
     }
+    let config = scratch.file("config.json", "{\"model_type\": \"llama\",\n \"hidden_size\": ");
+    for options in [&["--seq", "8"] as &[&str], &[]] {
+        let plan = [&["plan", config.as_str(), "--cluster", "local:1"], options].concat();
+        refused(&plan, &["config.json:2:16: ", "it ends here"]);
+    }
 }
 
 /// As `altiplano ... | head` and `2> /dev/full`: files are written and exit codes mean what they mean elsewhere.
