@@ -84,9 +84,6 @@ fn json_format(text: &str) -> Format {
         Ok(header) if header.format.as_deref() == Some(altiplano_ir::plan::FORMAT) => Format::PlanJson,
         Ok(header) if header.format.is_none() && !header.nodes => Format::HuggingFaceConfig,
         Err(_) if text.chars().take(200).collect::<String>().contains("altiplano.plan") => Format::PlanJson,
-        Err(_) if ["\"architectures\"", "\"model_type\""].iter().any(|key| text.contains(key)) => {
-            Format::HuggingFaceConfig
-        }
         _ => Format::GraphJson,
     }
 }
@@ -187,18 +184,28 @@ print(jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read())).mlir_mod
 /// The batch size with which graphs are built; a batch of one could not be distinguished from other sizes of one.
 pub(super) const SEVERAL: u64 = 2;
 
+/// An option that was given and that only other formats have, with the problem.
+fn option_of_other_formats(format: Format, options: &ImportOptions) -> Option<(&'static str, &'static str)> {
+    let is_config = format == Format::HuggingFaceConfig;
+    let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
+    if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && !is_config) {
+        return Some((option, "applies only to Hugging Face configs; other models keep their traced sizes"));
+    }
+    let closed = !options.sizes.is_empty() && (is_config || format == Format::GraphJson);
+    closed.then_some(("--size", "applies only to files that leave sizes open, and this one leaves none open"))
+}
+
 pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Result<Read, Error> {
     let file = config_in(file);
     let text = std::str::from_utf8(bytes).unwrap_or_default();
     let format = Format::of(bytes);
-    let of_configs = [("--seq", options.sequence.is_some()), ("--capacity-factor", options.capacity_factor.is_some())];
-    if let Some((option, _)) = of_configs.into_iter().find(|(_, given)| *given && format != Format::HuggingFaceConfig) {
-        let problem = "applies only to Hugging Face configs; other models keep their traced sizes";
+    let graph_json = || json::read(text).map_err(|error| Error::Json { file: file.clone(), error: Box::new(error) });
+    if let Some((option, problem)) = option_of_other_formats(format, options) {
+        // A config that is cut off looks like a graph, and its end is the problem.
+        if format == Format::GraphJson {
+            graph_json()?;
+        }
         return Err(Error::Option { option, problem });
-    }
-    if !options.sizes.is_empty() && matches!(format, Format::HuggingFaceConfig | Format::GraphJson) {
-        let problem = "applies only to files that leave sizes open, and this one leaves none open";
-        return Err(Error::Option { option: "--size", problem });
     }
     match format {
         Format::StableHlo => {
@@ -212,7 +219,7 @@ pub(super) fn graph_of(file: &Path, bytes: &[u8], options: &ImportOptions) -> Re
             Ok(Read { graph, arguments, results, aside })
         }
         Format::GraphJson => {
-            let graph = json::read(text).map_err(|error| Error::Json { file, error: Box::new(error) })?;
+            let graph = graph_json()?;
             // Expanded composites are analysed like everything else, and recognised again. With one sample, the file's
             // marks are the only information on its batch, and a composite keeps them.
             let graph = if graph.batch == 1 { graph } else { without_composites(&graph).into_owned() };

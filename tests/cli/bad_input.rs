@@ -381,7 +381,7 @@ fn files_that_are_cut_off_say_where_they_end() {
         }
     }
     let config = scratch.file("config.json", "{\"model_type\": \"llama\",\n \"hidden_size\": ");
-    for options in [&["--seq", "8"] as &[&str], &[]] {
+    for options in [&[] as &[&str], &["--seq", "8"], &["--capacity-factor", "2"], &["--size", "n=8"]] {
         let plan = [&["plan", config.as_str(), "--cluster", "local:1"], options].concat();
         refused(&plan, &["config.json:2:16: ", "it ends here"]);
     }
