@@ -196,8 +196,15 @@ impl Cache {
     pub fn open(folder: &Path, build: &str) -> io::Result<Cache> {
         std::fs::create_dir_all(folder)?;
         let file = folder.join(FILE);
-        let read = match std::fs::read(&file) {
-            Ok(bytes) => bytes,
+        let read = match std::fs::metadata(&file) {
+            // To read a pipe waits for a writer, and a device may never end.
+            Ok(found) if !found.is_file() => {
+                let problem = format!("its file {FILE} is not a regular file");
+                return Err(io::Error::new(ErrorKind::InvalidInput, problem));
+            }
+            // No build writes a file of this size.
+            Ok(found) if found.len() > 2 * MOST_BYTES as u64 => Vec::new(),
+            Ok(_) => std::fs::read(&file)?,
             Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error),
         };

@@ -87,3 +87,26 @@ fn a_folder_that_cannot_be_is_named() {
         assert!(said.stderr.contains(&folder) && said.stderr.lines().count() == 1, "{}", said.stderr);
     }
 }
+
+#[test]
+fn a_pipe_or_an_endless_file_in_place_of_the_cache_is_not_read() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("searches");
+    std::fs::create_dir(&folder).expect("a folder");
+    let file = folder.join("altiplano-searches");
+    assert!(std::process::Command::new("mkfifo").arg(&file).status().expect("mkfifo runs").success());
+    let named = folder.display().to_string();
+    let said = altiplano(&["plan", DEMO, "--cluster", "local:2", "--cache", &named]);
+    assert_eq!(said.code, Some(2), "{}", said.stderr);
+    assert!(
+        said.stderr.contains(&format!("{named}: its file altiplano-searches is not a regular file")),
+        "{}",
+        said.stderr
+    );
+
+    std::fs::remove_file(&file).expect("the pipe");
+    std::fs::File::create(&file).and_then(|file| file.set_len(1 << 42)).expect("a sparse file");
+    let words = [DEMO, "--cluster", "p3.16xlarge:1", "--global-batch", "64"];
+    assert_eq!(plan(&scratch, &words, Some(&folder)), plan(&scratch, &words, None));
+    assert!(kept(&folder).len() < 1 << 28);
+}
