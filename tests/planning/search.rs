@@ -149,6 +149,22 @@ fn plans_of_a_frontier_have_the_options_that_were_given() {
     }
 }
 
+/// Padding, overlaps and other layouts are among the plans of a frontier, since the plain search finds them.
+#[test]
+fn the_fastest_plan_of_a_frontier_is_the_plan() {
+    let scratch = Scratch::new();
+    let experts = scratch.file("experts.json", EXPERTS);
+    let node = ["--cluster", "dgx-h100:1", "--global-batch", "64", "--json"];
+    for (model, target) in [(DEMO, "altiplano"), (&experts, "megatron"), (&experts, "torchtitan")] {
+        let options = [&["plan", model, "--target", target][..], &node].concat();
+        let json =
+            |more: &[&str]| -> Value { serde_json::from_str(&succeeds(&[&options[..], more].concat())).expect("JSON") };
+        let (plan, frontier) = (json(&[]), json(&["--frontier"]));
+        let fastest = frontier[0]["step_time_s"].as_f64().expect("seconds");
+        assert!(fastest <= step_s(&plan) * (1.0 + 1e-9), "{target}: {fastest} s, the plan takes {} s", step_s(&plan));
+    }
+}
+
 #[test]
 fn a_plan_is_set_beside_what_runs_today() {
     let scratch = Scratch::new();

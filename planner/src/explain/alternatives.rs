@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 const KEPT: usize = 3;
 
 /// Attaches the alternatives to a plan: the baselines, the best of the `others`, and the plan itself.
-pub fn attach(mut plan: Plan, mut baselines: Vec<Alternative>, mut others: Vec<Plan>) -> Plan {
+pub fn attach(mut plan: Plan, mut baselines: Vec<Alternative>, others: &mut [Plan]) -> Plan {
     others.sort_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     baselines.extend(alternatives(&plan, others));
     baselines.push(Alternative {
@@ -29,17 +29,17 @@ pub fn attach(mut plan: Plan, mut baselines: Vec<Alternative>, mut others: Vec<P
 }
 
 /// The fastest plans that lost to `chosen`, with the reason of each. All look different from it and from each other.
-pub fn alternatives(chosen: &Plan, others: Vec<Plan>) -> Vec<Alternative> {
+pub fn alternatives(chosen: &Plan, others: &[Plan]) -> Vec<Alternative> {
     let mut shown = vec![shape(chosen)];
     let mut kept = Vec::new();
     for plan in others {
-        if kept.len() < KEPT && !shown.contains(&shape(&plan)) {
-            shown.push(shape(&plan));
+        if kept.len() < KEPT && !shown.contains(&shape(plan)) {
+            shown.push(shape(plan));
             kept.push(Alternative {
                 name: format!("runner-up {}", kept.len() + 1),
                 predicted: Some(plan.predicted.clone()),
                 fits: true,
-                detail: format!("{}; {}", shape(&plan), reason(chosen, &plan)),
+                detail: format!("{}; {}", shape(plan), reason(chosen, plan)),
             });
         }
     }
@@ -249,7 +249,7 @@ pub(crate) mod tests {
     fn the_reason_names_what_takes_longer() {
         let chosen = with_stage(4, 1.0, 0.2, 0.0);
         let others = vec![with_stage(2, 1.1, 0.7, 0.0), with_stage(4, 1.3, 0.2, 0.0), with_stage(1, 1.0, 0.3, 0.5)];
-        let kept = alternatives(&chosen, others);
+        let kept = alternatives(&chosen, &others);
         let details: Vec<&str> = kept.iter().map(|a| a.detail.as_str()).collect();
         assert_eq!(
             details,

@@ -50,11 +50,21 @@ pub fn plan(
         let plans = pins::by_micro_batch(request, size, progress, |fixed| plan(fixed, cache, costs, progress))?;
         return Ok(choice::choose(plans));
     }
+    Ok(plan_and_others(request, cache, costs, progress)?.0)
+}
+
+/// The plan of a request, and others that were found on the way. The microbatch of a replica is not fixed.
+fn plan_and_others(
+    request: &Request,
+    cache: &Arc<LayeredCache>,
+    costs: &dyn Costs,
+    progress: &dyn Progress,
+) -> Result<(Plan, Vec<Plan>), PlanFailure> {
     // Given stages are cuts of their own.
     let cache = if request.stages.is_empty() { cache } else { &Arc::default() };
     let request = &with_options(request)?;
     if let Some(over) = request.servers {
-        return servers::plan(request, over, costs, progress);
+        return Ok((servers::plan(request, over, costs, progress)?, Vec::new()));
     }
     let request = &target::restrict(request)?;
     let mut padded = padded(request);
@@ -64,7 +74,11 @@ pub fn plan(
         let (larger, padding) = padded.remove(0);
         let larger = Request { baselines: request.baselines, ..larger };
         match plan_padded(&larger, &padded, &Arc::default(), costs, progress) {
-            Ok(plan) if plan.padding.is_none() => return Ok(with_padding(plan, &padding)),
+            Ok((plan, mut others)) if plan.padding.is_none() => {
+                others.retain(|other| other.padding.is_none());
+                let others = others.into_iter().map(|other| with_padding(other, &padding)).collect();
+                return Ok((with_padding(plan, &padding), others));
+            }
             Err(PlanFailure::Memory { .. }) => {}
             result => return result,
         }
@@ -102,11 +116,12 @@ fn plan_padded(
     cache: &Arc<LayeredCache>,
     costs: &dyn Costs,
     progress: &dyn Progress,
-) -> Result<Plan, PlanFailure> {
+) -> Result<(Plan, Vec<Plan>), PlanFailure> {
     let space = SearchSpace::from_request(request)?;
+    let of_sweep = || Ok((uniform::best(request, costs, progress)?, Vec::new()));
     if sweep::is_uniform(request) {
         // Megatron pads vocabularies, which slight padding covers, and never adds heads.
-        return uniform::best(request, costs, progress);
+        return of_sweep();
     }
     let layered = LayeredAtBatch::among(request, cache);
     if request.trains() {
@@ -115,7 +130,7 @@ fn plan_padded(
     let cx = SearchContext { request, space: &space, costs, layered: &layered, progress };
     let Outcome { plan, mut baselines, mut others } = variants::search_with_offloading(&cx, padded);
     let mut plan = match plan {
-        Err(why) if needs_expert_mesh(request, &why) => return uniform::best(request, costs, progress),
+        Err(why) if needs_expert_mesh(request, &why) => return of_sweep(),
         plan => overlaps::with_overlaps(plan?, costs)?,
     };
     let mut faster = None;
@@ -125,9 +140,9 @@ fn plan_padded(
     }
     if progress.stopped() || !request.baselines {
         plan.alternatives.extend(faster);
-        return Ok(plan);
+        return Ok((plan, others));
     }
     others.retain(|other| faster.is_none() || other.num_devices() == plan.num_devices());
     baselines.extend(faster);
-    Ok(alternatives::attach(plan, baselines, others))
+    Ok((alternatives::attach(plan, baselines, &mut others), others))
 }

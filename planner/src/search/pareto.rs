@@ -1,17 +1,17 @@
 //! The Pareto frontier of plans: those that no other beats in seconds, bytes, devices and price at once.
 //!
 //! The search runs for parts of the cluster, from one device to all nodes, and for shares of the memory that devices
-//! have. The best few plans for each are predicted. The frontier is the rest after every plan is dropped that another
-//! one beats.
+//! have. The best few plans for each are predicted, with the overlaps that their target can run. The plan of
+//! [`super::plan`] and its runners-up join them, so that no row is missing that a search for seconds alone finds. The
+//! frontier is the rest after every plan is dropped that another one beats.
 
 use super::choice::{fits, peak_bytes};
 use super::context::SearchContext;
-use super::outcome::{Outcome, search_graph};
 use super::predictor::predict_candidate;
 use super::space::SearchSpace;
 use super::sweep::is_uniform;
-use super::{needs_expert_mesh, uniform, with_options};
-use crate::features::{pins, target};
+use super::{needs_expert_mesh, plan_and_others, uniform, with_options};
+use crate::features::{overlaps, pins, target};
 use crate::inter_op::search::{PipelineCandidate, search};
 use crate::inter_op::variants;
 use crate::layers::cache::LayeredAtBatch;
@@ -22,6 +22,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// A Pareto-optimal plan.
 #[derive(Clone, Debug)]
@@ -53,8 +54,10 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
         let found = pins::by_micro_batch(request, size, progress, |fixed| frontier(fixed, costs, progress))?;
         return Ok(not_beaten(found.into_iter().flatten().collect()));
     }
-    let request = &target::restrict(&with_options(request)?)?;
-    let layered = LayeredAtBatch::new(request);
+    let given = request;
+    let request = &target::restrict(&with_options(given)?)?;
+    let cache = Arc::default();
+    let layered = LayeredAtBatch::among(request, &cache);
     let parts = parts(request);
     let total = parts.len();
     let mut all: Vec<Point> = Vec::new();
@@ -81,16 +84,24 @@ pub fn frontier(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -
             Ok(points) => all.extend(points),
             Err(error) => failure = Some(error),
         }
-        // On the whole cluster, include the plan that is chosen if only seconds count, and its alternatives.
-        if i + 1 == total && !is_uniform(part) && !progress.stopped() {
-            let Outcome { plan, others, .. } = search_graph(&cx);
-            all.extend(plan.into_iter().chain(others).filter(fits).map(point));
-        }
+    }
+    if !progress.stopped() {
+        let found = plan_and_others(given, &cache, costs, &Muted(progress)).ok();
+        let found = found.into_iter().flat_map(|(plan, others)| others.into_iter().chain([plan]));
+        all.extend(found.filter(fits).map(point));
     }
     match (all.is_empty(), failure) {
         (true, Some(failure)) => Err(failure),
-        _ => Ok(not_beaten(all)),
+        _ => overlapped(not_beaten(all), costs),
     }
+}
+
+/// The frontier of some points and of the same plans with the overlaps that their target can run.
+fn overlapped(mut points: Vec<Point>, costs: &dyn Costs) -> Result<Vec<Point>, PlanFailure> {
+    let with = |p: &Point| overlaps::with_overlaps(p.plan.clone(), costs).map(point);
+    let tried: Vec<Point> = points.par_iter().map(with).collect::<Result<_, _>>()?;
+    points.extend(tried);
+    Ok(not_beaten(points))
 }
 
 /// The request on ever larger parts of its cluster: of one node, then of all nodes. With several groups, each group

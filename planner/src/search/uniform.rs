@@ -33,7 +33,7 @@ const FEWEST_CLIMBED: usize = 12;
 pub fn best(request: &Request, costs: &dyn Costs, progress: &dyn Progress) -> Result<Plan, PlanFailure> {
     let mut plans = overlaps::best_with_overlaps(all(request, false, costs, progress)?, costs)?;
     let mut best = plans.remove(0);
-    best.alternatives = alternatives::alternatives(&best, plans);
+    best.alternatives = alternatives::alternatives(&best, &plans);
     Ok(best)
 }
 
