@@ -7,7 +7,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::mesh::CONTEXT_AXIS;
 use altiplano_ir::plan::{Plan, Schedule, Stage, Update};
 use altiplano_ir::recompute::Recompute;
-use altiplano_planner::features::parallelism::{parallelism, splits_positions_between_products};
+use altiplano_planner::features::parallelism::{parallelism, splits_tokens_between_products};
 use altiplano_planner::search::stated::blocks_of;
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
         pairs_passes: Some(plan.execution.pairs_passes),
         overlaps_tensor_parallel: Some(plan.execution.overlaps_tensor_parallel),
         sends_tokens_once: Some(plan.cluster.groups.iter().any(|group| group.dispatch.is_some())),
-        sequence_parallel: Some(tp > 1 && splits_positions_between_products(&plan.graph, &plan.stages)),
+        sequence_parallel: Some(tp > 1 && splits_tokens_between_products(&plan.graph, &plan.stages)),
         layout: Some(layers_by_stage(plan)),
         ..Configuration::default()
     };

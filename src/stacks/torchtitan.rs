@@ -15,7 +15,7 @@ use std::fmt::Write;
 pub static TORCHTITAN: Stack = Stack {
     name: "torchtitan",
     version: "torchtitan 0.3.0",
-    target: Target::Fsdp,
+    target: Target::Torchtitan,
     shards_by_degree: true,
     syntax: Syntax::Python,
     knobs: KNOBS,

@@ -7,6 +7,7 @@ use crate::units::{bytes, seconds};
 use altiplano_ir::plan::{Plan, Schedule};
 use altiplano_ir::recompute::{Modules, Recompute};
 use altiplano_planner::Request;
+use altiplano_planner::features::stacks::splits_tokens_beside_experts;
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -45,6 +46,9 @@ pub fn export(plan: &Plan, stack: &'static Stack) -> Result<Written, Error> {
     let refused = |problem| Error::StackExport { to: stack.name, problem: Box::new(problem) };
     let exact = of_plan::configuration(plan).map_err(refused)?;
     let mut configuration = exact.clone();
+    if configuration.tp() > 1 && splits_tokens_beside_experts(stack.target, &plan.graph) {
+        configuration.sequence_parallel = Some(true);
+    }
     (stack.round)(&mut configuration);
     if !stack.settings(&configuration).iter().any(|(name, _)| name.contains("expert") && name.contains("tensor")) {
         configuration.etp = None;

@@ -9,10 +9,10 @@
 //!   (torchtitan/distributed/dual_pipe_v.py).
 //!
 //! Transfers beside products: devices that split features exchange activations in parts, each beside a part of a product
-//! ([`Execution::overlaps_tensor_parallel`]).
+//! ([`Execution::overlaps_tensor_parallel`]). Software overlaps them with sequence parallelism only.
 
-use super::parallelism::parallelism;
-use crate::predict::predict_plan;
+use super::parallelism::{parallelism, splits_tokens_between_products};
+use crate::predict::predict_overlaps;
 use crate::request::PlanFailure;
 use crate::search::choice::{UNDECIDED, fits};
 use altiplano_cost_models::Costs;
@@ -20,8 +20,10 @@ use altiplano_ir::plan::{Execution, Plan, Schedule, Target};
 use altiplano_ir::recompute::Recompute;
 use rayon::prelude::*;
 
-/// Plans that are tried with overlaps beside the one that is best without.
+/// Plans that are tried with overlaps beside the one that is best without: those that are fast without, and others that would be
+/// fast if all communication were hidden.
 const RUNNERS_UP: usize = 7;
+const HIDING: usize = 5;
 
 /// The most recomputation with which software runs passes side by side under a schedule; `None` if it never does.
 pub fn most_recomputed(schedule: Schedule) -> Option<Recompute> {
@@ -39,8 +41,7 @@ pub fn most_recomputed(schedule: Schedule) -> Option<Recompute> {
 /// If the plan has no derivative.
 pub fn with_overlaps(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let most_s = plan.predicted.step_time_s / (1.0 + UNDECIDED);
-    let with = |execution: Execution| predict_plan(Plan { execution, ..plan.clone() }, costs);
-    let tried = overlapping(&plan).into_iter().map(with).collect::<Result<Vec<Plan>, _>>()?;
+    let tried = predict_overlaps(&plan, overlapping(&plan), costs)?;
     let tried = tried.into_iter().filter(|tried| fits(tried) && tried.predicted.step_time_s < most_s);
     let fastest = tried.min_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     Ok(fastest.unwrap_or(plan))
@@ -58,11 +59,16 @@ pub fn best_with_overlaps(mut plans: Vec<Plan>, costs: &dyn Costs) -> Result<Vec
     let step_s = |plan: &Plan| plan.predicted.step_time_s;
     plans[0] = with_overlaps(plans[0].clone(), costs)?;
     let best_s = step_s(&plans[0]);
-    let may_win = |plan: &Plan| {
+    // The step if all communication is hidden.
+    let least_s = |plan: &Plan| {
         let exposed_s = plan.stages.iter().map(|stage| stage.predicted.communication_s).fold(0.0, f64::max);
-        step_s(plan) - exposed_s < best_s && !overlapping(plan).is_empty()
+        step_s(plan) - exposed_s
     };
-    let tried: Vec<usize> = (1..plans.len()).filter(|&i| may_win(&plans[i])).take(RUNNERS_UP).collect();
+    let may_win = |plan: &Plan| least_s(plan) < best_s && !overlapping(plan).is_empty();
+    let mut tried: Vec<usize> = (1..plans.len()).filter(|&i| may_win(&plans[i])).collect();
+    let mut hiding = tried.split_off(RUNNERS_UP.min(tried.len()));
+    hiding.sort_by(|&a, &b| least_s(&plans[a]).total_cmp(&least_s(&plans[b])));
+    tried.extend(hiding.into_iter().take(HIDING));
     let with = |&i: &usize| Ok((i, with_overlaps(plans[i].clone(), costs)?));
     for (i, plan) in tried.par_iter().map(with).collect::<Result<Vec<_>, PlanFailure>>()? {
         plans[i] = plan;
@@ -81,7 +87,8 @@ fn overlapping(plan: &Plan) -> Vec<Execution> {
     }
     let stages = parallelism(plan);
     let can_pair = can_pair(plan) && stages.iter().any(|stage| stage.expert > 1);
-    let can_send_beside = stages.iter().any(|stage| stage.tensor > 1);
+    let splits_tokens = splits_tokens_between_products(&plan.graph, &plan.stages);
+    let can_send_beside = splits_tokens && stages.iter().any(|stage| stage.tensor > 1);
     let choices = [(can_pair, false), (false, can_send_beside), (can_pair, can_send_beside)];
     let with = |(pairs, sends): (bool, bool)| Execution {
         pairs_passes: plan.execution.pairs_passes || pairs,

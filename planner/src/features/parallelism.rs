@@ -151,13 +151,13 @@ fn roles_of_stage(graph: &Graph, stage: &Stage, dims: &Dims) -> Option<AxisRoles
         context_axis: context,
         group_axes: u8::from(groups(stage) > 1),
         features_axis: (stage.mesh.size(tensor) > 1).then_some(tensor),
-        tokens_between: splits_positions_between_products(graph, std::slice::from_ref(stage)),
+        tokens_between: splits_tokens_between_products(graph, std::slice::from_ref(stage)),
     })
 }
 
-/// Returns true if tensor-parallel devices, the last mesh axis, split the positions of most values between products:
-/// sequence parallelism.
-pub fn splits_positions_between_products(graph: &Graph, stages: &[Stage]) -> bool {
+/// Returns true if tensor-parallel devices, the last mesh axis, split the tokens of most values between products:
+/// sequence parallelism. To split samples in place of positions sends and holds the same bytes.
+pub fn splits_tokens_between_products(graph: &Graph, stages: &[Stage]) -> bool {
     let [mut split, mut whole] = [0u64; 2];
     for stage in stages {
         let Some(tensor) = stage.mesh.axis_ids().last() else { continue };
@@ -168,12 +168,13 @@ pub fn splits_positions_between_products(graph: &Graph, stages: &[Stage]) -> boo
                 continue;
             }
             let layout = graph.rule(v).shardings(&sharding.strategy, &stage.mesh).result;
-            let [_, positions, features] = &layout.dims[..] else { continue };
+            let [samples, positions, features] = &layout.dims[..] else { continue };
             // Inside a block, features are split either way.
             if features.axes().any(|axis| axis == tensor) {
                 continue;
             }
-            let of = if positions.axes().any(|axis| axis == tensor) { &mut split } else { &mut whole };
+            let is_split = samples.axes().chain(positions.axes()).any(|axis| axis == tensor);
+            let of = if is_split { &mut split } else { &mut whole };
             *of += node.ty.bytes();
         }
     }

@@ -2,7 +2,9 @@
 //!
 //! A request that asks for more than its target's row is refused, and searches stay within the row.
 
+use super::parallelism::expert_products;
 use crate::request::{PlanFailure, Request};
+use altiplano_ir::graph::Graph;
 use altiplano_ir::plan::{Schedule, Target};
 use altiplano_ir::recompute::{Module, Modules};
 
@@ -19,6 +21,10 @@ pub struct Stack {
     pub uneven: bool,
     /// Devices of tensor parallelism may split tokens between products.
     pub sequence: bool,
+    /// Beside experts, devices of tensor parallelism always do so.
+    pub sequence_with_experts: bool,
+    /// Replicas that divide experts among themselves also shard storage.
+    pub experts_shard: bool,
     /// Groups of replicas may each hold all that is sharded (hybrid sharding).
     pub groups: bool,
     /// All stages have the same degrees, which a sweep tries one by one.
@@ -43,11 +49,14 @@ const SYNCHRONOUS: &[Schedule] =
 /// * Megatron-LM: `--pipeline-model-parallel-layout` puts any layers on any stage, embedding first and loss last
 ///   (megatron/core/transformer/pipeline_parallel_layer_layout.py). Pipelines run 1F1B, plain or interleaved.
 ///   `--use-distributed-optimizer` is ZeRO-1; `--use-megatron-fsdp` shards gradients and parameters as well, beside
-///   tensor, context and expert parallelism.
+///   tensor, context and expert parallelism. A layer of experts does not train with tensor parallelism unless
+///   `--sequence-parallel` is set (megatron/core/transformer/moe/moe_layer.py).
 /// * PyTorch: `fully_shard` keeps gathered parameters until the backward pass or not (`reshard_after_forward`), and
 ///   DDP shards nothing. Context parallelism composes with both.
 /// * torchtitan: FSDP with tensor, context, pipeline and expert parallelism (`ParallelismConfig`). A pipeline's stages
-///   are lists of modules (`module_fqns_per_model_part`), and its schedule may be read from a file.
+///   are lists of modules (`module_fqns_per_model_part`), and its schedule may be read from a file. Experts are dealt
+///   out to devices that shard, split positions or split features (`ParallelDims`). Sequence parallelism comes with tensor
+///   parallelism by default (`enable_sequence_parallel`).
 /// * DeepSpeed: AutoTP runs with ZeRO 0 to 2 (its tutorial on training with AutoTP). Its pipelines are 1F1B of stages
 ///   that it balances itself, and refuse ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py).
 /// * XLA: one program for all devices.
@@ -60,6 +69,8 @@ pub fn stack(target: Target) -> Stack {
         virtual_stages: true,
         uneven: false,
         sequence: true,
+        sequence_with_experts: false,
+        experts_shard: false,
         groups: true,
         uniform: false,
         zero: ALL_LEVELS,
@@ -75,14 +86,17 @@ pub fn stack(target: Target) -> Stack {
         Target::Megatron => {
             let modules =
                 &[Module::AttentionCore, Module::UpProjections, Module::Mlp, Module::SharedExperts, Module::Experts];
-            Stack { uneven: true, uniform: true, zero_in_pipelines: &[0, 1], schedules: plain, modules, ..all }
+            let pipelined = Stack { zero_in_pipelines: &[0, 1], schedules: plain, modules, ..all };
+            Stack { uneven: true, uniform: true, sequence_with_experts: true, ..pipelined }
         }
         Target::Fsdp => Stack { tensor: false, experts: false, zero: &[0, 2, 3], modules: PRODUCTS, ..one_stage },
         Target::Xla => one_stage,
         Target::Torchtitan => {
             let zero = &[0, 2, 3];
             let [zero_with_tensor, zero_in_pipelines] = [zero; 2];
-            Stack { uneven: true, uniform: true, zero, zero_with_tensor, zero_in_pipelines, modules: PRODUCTS, ..all }
+            let levels = Stack { zero, zero_with_tensor, zero_in_pipelines, ..all };
+            let experts = Stack { sequence_with_experts: true, experts_shard: true, ..levels };
+            Stack { uneven: true, uniform: true, modules: PRODUCTS, ..experts }
         }
         Target::Deepspeed => Stack {
             context: false,
@@ -96,6 +110,11 @@ pub fn stack(target: Target) -> Stack {
             ..all
         },
     }
+}
+
+/// True if tensor-parallel devices of a target always split tokens between the products of this model.
+pub fn splits_tokens_beside_experts(target: Target, graph: &Graph) -> bool {
+    stack(target).sequence_with_experts && !expert_products(graph).is_empty()
 }
 
 impl Stack {

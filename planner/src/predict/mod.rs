@@ -25,7 +25,7 @@ use altiplano_cost_models::pipeline::{
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::timeline::Played;
 use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
-use altiplano_ir::plan::{Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update};
+use altiplano_ir::plan::{Execution, Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
@@ -36,6 +36,22 @@ use std::collections::{BTreeMap, BTreeSet};
 pub fn predict_plan(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let graphs = TrainingGraphs::of(&plan)?;
     Ok(predict_from(plan, &graphs, costs))
+}
+
+/// Predicts a plan under executions that overlap more or less, for which it has the same programs.
+pub fn predict_overlaps(plan: &Plan, executions: Vec<Execution>, costs: &dyn Costs) -> Result<Vec<Plan>, PlanFailure> {
+    if executions.is_empty() {
+        return Ok(Vec::new());
+    }
+    let graphs = TrainingGraphs::of(plan)?;
+    let (prices, alone) = (Rooflines::of(&plan.cluster), costs.runtime().is_none());
+    let deduped = timed(Phase::Lowering, || lower_deduped(plan, &graphs, &prices, alone));
+    let with = |execution| {
+        let mut other = Plan { execution, ..plan.clone() };
+        predict(&mut other, &deduped, costs);
+        other
+    };
+    Ok(executions.into_iter().map(with).collect())
 }
 
 /// Like [`predict_plan`], for a model that is already cut into layers. Uses a cached prediction if there is one.

@@ -6,13 +6,13 @@
 use super::choice::{fits, peak_bytes};
 use super::estimate::Estimate;
 use super::fixed_degrees::Degrees;
-use super::sweep::{Configurations, Swept, distance, shape};
+use super::sweep::{Configurations, Swept, devices, distance};
 use crate::request::{PlanFailure, Progress};
 use altiplano_cost_models::Costs;
 use altiplano_ir::plan::Plan;
 use rayon::prelude::*;
 use rustc_hash::FxHashMap;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Configurations that are expected to be slower than the best by more than this factor are not predicted. Expectations
 /// by a similar configuration are within a tenth of predictions for 96 of 100 configurations of dense models.
@@ -22,11 +22,15 @@ const MARGIN: f64 = 1.2;
 const WIDE_MARGIN: f64 = 1.6;
 /// Total graph nodes of all configurations that are predicted within the wide margin.
 const CHEAP_NODES: usize = 40_000;
-/// The margin of a climb, which compares configurations that differ in one thing.
+/// The margin among similar configurations: in a climb, where they differ in one thing, and beside a known one on the same
+/// devices.
 const NEAR: f64 = 1.1;
 
 /// A configuration that exceeds a device's memory by this factor does so for more than its temporaries.
 const TOO_LARGE: f64 = 1.05;
+
+/// The part of the least known ratio of needed to surely held bytes that other configurations have as well.
+const SURE: f64 = 0.9;
 
 /// Estimates of configurations, and the predictions of some.
 pub(super) struct Expectations<'a> {
@@ -104,17 +108,26 @@ impl<'a> Expectations<'a> {
         self.predicted.push(Predicted { degrees: *degrees, estimate, step_s, peak_bytes, fits, is_too_large });
     }
 
+    /// The fewest bytes that an estimated configuration is expected to need: those that it surely holds, times the least
+    /// ratio of a prediction with its recomputation. Above all selective recomputation frees far less than it surely may.
+    fn least_bytes(&self, degrees: &Degrees, estimate: &Estimate) -> f64 {
+        let alike = self.predicted.iter().filter(|known| known.degrees.recompute == degrees.recompute);
+        let ratios = alike.filter_map(|known| Some(known.peak_bytes as f64 / known.estimate?.held_bytes.max(1) as f64));
+        let ratio = ratios.reduce(f64::min).map_or(1.0, |least| (SURE * least).max(1.0));
+        ratio * estimate.held_bytes as f64
+    }
+
     /// The seconds of a step that an estimated configuration is expected to take; `None` if it cannot be, has been
     /// predicted, needs no prediction because it does not fit, or repeats more than another that fits.
     fn expected_s(&self, degrees: &Degrees) -> Option<f64> {
         let estimate = self.estimates.get(degrees).copied().flatten()?;
-        if estimate.held_bytes > self.usable_bytes
+        if self.least_bytes(degrees, &estimate) > self.usable_bytes as f64
             || self.predicted.iter().any(|known| known.excludes(degrees, &estimate, self.for_bytes))
         {
             return None;
         }
-        let of_shape = self.predicted.iter().filter(|known| shape(&known.degrees) == shape(degrees));
-        let nearest = of_shape.filter_map(|known| Some((distance(&known.degrees, degrees), known.ratio()?)));
+        let alike = self.predicted.iter().filter(|known| devices(&known.degrees) == devices(degrees));
+        let nearest = alike.filter_map(|known| Some((distance(&known.degrees, degrees), known.ratio()?)));
         let ratio = match nearest.min_by(|a, b| a.0.total_cmp(&b.0)) {
             Some((_, ratio)) => ratio,
             // Of other devices little is known, so that the best is assumed.
@@ -128,23 +141,25 @@ impl<'a> Expectations<'a> {
         self.expected_s(degrees).is_some_and(|expected_s| expected_s <= NEAR * best_s)
     }
 
-    /// Of the configurations that are worth predicting, the one of each shape that is expected to be the fastest.
+    /// Of the configurations that are worth predicting, the one on each shape of devices that is expected to be the fastest.
     fn promising(&self, open: &[Degrees]) -> Vec<Degrees> {
         let is_cheap = self.predicted.len() * self.configurations.request.graph.len() < CHEAP_NODES;
-        let margin = if is_cheap { WIDE_MARGIN } else { MARGIN };
+        let [margin, near] = if is_cheap { [WIDE_MARGIN; 2] } else { [MARGIN, NEAR] };
+        let known_devices: BTreeSet<[u32; 3]> = self.predicted.iter().map(|known| devices(&known.degrees)).collect();
         let fitting: Vec<&Predicted> = self.predicted.iter().filter(|known| known.fits).collect();
         let is_leaner = |known: &Predicted, degrees: &Degrees| {
             let estimate = self.estimates.get(degrees).copied().flatten();
             estimate.is_none_or(|estimate| known.peak_bytes <= estimate.held_bytes)
         };
-        let mut best: BTreeMap<[u32; 4], (f64, Degrees)> = BTreeMap::new();
+        let mut best: BTreeMap<[u32; 3], (f64, Degrees)> = BTreeMap::new();
         for degrees in open {
             let Some(expected_s) = self.expected_s(degrees) else { continue };
+            let margin = if known_devices.contains(&devices(degrees)) { near } else { margin };
             let mut faster = fitting.iter().filter(|known| margin * known.step_s < expected_s);
             if faster.any(|known| !self.for_bytes || is_leaner(known, degrees)) {
                 continue;
             }
-            let of_shape = best.entry(shape(degrees)).or_insert((expected_s, *degrees));
+            let of_shape = best.entry(devices(degrees)).or_insert((expected_s, *degrees));
             if expected_s < of_shape.0 {
                 *of_shape = (expected_s, *degrees);
             }

@@ -9,6 +9,7 @@ use super::layout::Layout;
 use super::space::SearchSpace;
 use super::sweep::{ConfigurationCache, Configurations, is_uniform};
 use crate::features::padding::{padded, with_padding};
+use crate::features::stacks::splits_tokens_beside_experts;
 use crate::features::{chunked_loss, pins, rings, scaled_products, stages, target};
 use crate::request::{PlanFailure, Request};
 use altiplano_cost_models::Costs;
@@ -139,6 +140,6 @@ fn degrees_of(request: &Request) -> Result<Degrees, PlanFailure> {
         layout: Layout::Even,
         experts: 1,
         groups: of(request.degrees.groups),
-        sequence: false,
+        sequence: of(space.degrees.tp) > 1 && splits_tokens_beside_experts(request.target, &request.graph),
     })
 }

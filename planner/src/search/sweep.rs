@@ -253,7 +253,7 @@ pub(super) fn sweep_of(
     let lasting = Lasting::of(configurations.request);
     let open: Vec<Degrees> = all.iter().filter(|degrees| lasting.may_fit(degrees)).copied().collect();
     let mut found = expectations.explore(&open, progress);
-    let mut shapes: BTreeMap<[u32; 4], Vec<Degrees>> = BTreeMap::new();
+    let mut shapes: BTreeMap<([u32; 3], u32), Vec<Degrees>> = BTreeMap::new();
     all.into_iter().for_each(|degrees| shapes.entry(shape(&degrees)).or_default().push(degrees));
     let lean = |d: &Degrees| (d.virtual_stages, Reverse(d.recompute), Reverse(d.zero), Reverse(d.num_microbatches));
     let leanest: Vec<Degrees> = shapes.into_values().filter_map(|list| list.into_iter().min_by_key(lean)).collect();
@@ -302,7 +302,7 @@ const OTHER_LAYOUTS: usize = 3;
 fn other_layouts(configurations: &Configurations<'_>, degrees: &Degrees) -> Vec<Degrees> {
     let layouts = if degrees.stages > 1 { configurations.layouts(degrees) } else { Vec::new() };
     let layouts = layouts.into_iter().filter(|&layout| layout != Layout::Even).take(OTHER_LAYOUTS);
-    let sequence = (degrees.tp > 1 && stack(configurations.request.target).sequence)
+    let sequence = (degrees.tp > 1 && !degrees.sequence && stack(configurations.request.target).sequence)
         .then_some(Degrees { sequence: true, ..*degrees });
     layouts.map(|layout| Degrees { layout, ..*degrees }).chain(sequence).collect()
 }
@@ -416,9 +416,14 @@ fn in_a_v(configurations: &Configurations<'_>, degrees: &Degrees, costs: &dyn Co
     predicted.collect::<Vec<_>>().into_iter().flatten().collect()
 }
 
-/// Replicas, tensor-parallel devices, lanes, and the replicas that divide the experts.
-pub(super) fn shape(degrees: &Degrees) -> [u32; 4] {
-    [degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1), degrees.experts]
+/// Replicas, tensor-parallel devices and lanes.
+pub(super) fn devices(degrees: &Degrees) -> [u32; 3] {
+    [degrees.dp, degrees.tp, degrees.stages / degrees.virtual_stages.max(1)]
+}
+
+/// The devices, and the replicas that divide the experts.
+pub(super) fn shape(degrees: &Degrees) -> ([u32; 3], u32) {
+    (devices(degrees), degrees.experts)
 }
 
 /// Number of things in which two configurations differ, where a factor of two counts as one.
@@ -429,6 +434,7 @@ pub(super) fn distance(a: &Degrees, b: &Degrees) -> f64 {
     factor(a.tp, b.tp)
         + factor(lanes(a), lanes(b))
         + factor(a.num_microbatches, b.num_microbatches)
+        + factor(a.experts, b.experts)
         + differs(a.virtual_stages != b.virtual_stages)
         + differs(a.zero != b.zero)
         + differs(a.recompute != b.recompute)
@@ -620,13 +626,18 @@ impl Grid<'_> {
     }
 }
 
-/// Adds configurations that deal experts out to replicas: as `--ep` asks, or as software with expert parallelism may.
+/// Adds configurations that deal experts out to replicas: as `--ep` asks, or as software with expert parallelism may. Those
+/// of software that splits tokens beside experts all do.
 fn with_experts(request: &Request, all: &mut Vec<Degrees>) {
     let stack = stack(request.target);
     let products = expert_products(&request.graph);
     let counts = products.iter().map(|&(v, dim)| request.graph.shape(v)[dim]);
     let Some(count) = counts.reduce(gcd) else { return };
+    if stack.sequence_with_experts {
+        all.iter_mut().for_each(|d| d.sequence = d.tp > 1);
+    }
     let over = |d: &Degrees| match request.degrees.ep {
+        _ if stack.experts_shard && d.zero == 0 => Vec::new(),
         Some(ep) => d.replicas_of_experts(ep),
         None if stack.uniform && stack.experts => {
             let most = gcd(d.dp.into(), count) as u32;

@@ -7,7 +7,7 @@ use super::choice::fits;
 use super::expectations::Expectations;
 use super::fixed_degrees::Degrees;
 use super::layout::Layout;
-use super::sweep::{Configurations, Space, Swept, all_configurations, shape, sweep_of};
+use super::sweep::{Configurations, Space, Swept, all_configurations, devices, shape, sweep_of};
 use crate::explain::alternatives;
 use crate::features::overlaps;
 use crate::features::stacks::stack;
@@ -112,12 +112,8 @@ fn with_layouts(
     let mut starts: Vec<&Swept> = Vec::new();
     let varies =
         |s: &&Swept| s.degrees.stages > 1 || s.degrees.tp > 1 || s.degrees.groups_of_nodes(&request.cluster) > 1;
-    let devices = |swept: &Swept| {
-        let [dp, tp, lanes, _] = shape(&swept.degrees);
-        [dp, tp, lanes]
-    };
     for candidate in swept.iter().filter(varies).filter(|s| s.plan.predicted.step_time_s <= most_s) {
-        if starts.len() < STARTS && starts.iter().all(|start| devices(start) != devices(candidate)) {
+        if starts.len() < STARTS && starts.iter().all(|start| devices(&start.degrees) != devices(&candidate.degrees)) {
             starts.push(candidate);
         }
     }
@@ -147,7 +143,7 @@ fn climb(
     expectations.know(&at, &start.plan);
     loop {
         let mut next = around(known, &alike, &at);
-        next.retain(|degrees| !tried.contains(degrees) && !is_swept(known.request, degrees, swept_space));
+        next.retain(|degrees| !tried.contains(degrees) && !is_swept(known.request, degrees, swept_space, &alike));
         tried.extend(&next);
         expectations.estimate(&next);
         next.retain(|degrees| expectations.is_near(degrees, best_s));
@@ -167,10 +163,11 @@ fn climb(
     }
 }
 
-/// True if a sweep over a space has a configuration. The best of a shape is known then.
-fn is_swept(request: &Request, degrees: &Degrees, space: &Space) -> bool {
+/// True if a sweep over a space has a configuration. The best of a shape is known then. `alike` are swept, with more
+/// stages that share devices.
+fn is_swept(request: &Request, degrees: &Degrees, space: &Space, alike: &[Degrees]) -> bool {
     degrees.layout == Layout::Even
-        && !degrees.sequence
+        && alike.iter().any(|swept| swept.sequence == degrees.sequence)
         && degrees.groups == request.degrees.groups.unwrap_or(1)
         && space.virtual_stages.contains(&degrees.virtual_stages)
 }
@@ -199,8 +196,8 @@ fn around(known: &Configurations<'_>, alike: &[Degrees], at: &Degrees) -> Vec<De
         found.extend(layouts(degrees));
     }
     let same = |degrees: &Degrees| Degrees { layout: at.layout, sequence: at.sequence, groups: at.groups, ..*degrees };
-    // Sequence parallelism keeps less, so that less has to be recomputed.
-    if at.tp > 1 && stack.sequence {
+    // Sequence parallelism keeps less, so that less has to be recomputed. Some software leaves no choice.
+    if at.tp > 1 && stack.sequence && alike.iter().any(|d| !d.sequence) {
         let levels = alike.iter().filter(|d| (d.virtual_stages, d.num_microbatches, d.zero) == (shared, count, zero));
         let levels = levels.filter(|d| at.sequence || d.recompute <= recompute);
         found.extend(levels.map(|d| Degrees { layout: at.layout, sequence: !at.sequence, groups: at.groups, ..*d }));
