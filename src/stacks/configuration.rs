@@ -130,6 +130,11 @@ pub enum Misfit {
     Devices { asked: u64, devices: u32 },
     #[error("{stated} replicas are stated, but {devices} devices have {found} with these degrees")]
     Replicas { stated: u64, found: u64, devices: u32 },
+    #[error(
+        "experts in {ep} parts on {etp} tensor-parallel devices each take {} devices, which do not divide the {devices} of a pipeline stage",
+        u64::from(*.ep) * u64::from(*.etp)
+    )]
+    Experts { ep: u32, etp: u32, devices: u64 },
     #[error("the file states {stated} devices, but the cluster has {devices}")]
     Cluster { stated: u32, devices: u32 },
     #[error("a global batch of {global} samples cannot be cut into microbatches of {micro} on {dp} replicas")]
@@ -153,6 +158,7 @@ impl Misfit {
     pub fn option(&self) -> &'static str {
         match self {
             Misfit::Devices { .. } | Misfit::Replicas { .. } | Misfit::Cluster { .. } => "other --dp and --tp",
+            Misfit::Experts { .. } => "another --ep",
             Misfit::Batch { .. } | Misfit::Zero(_) => "--micro-batch-size",
             Misfit::Layers { .. } | Misfit::Stages { .. } => "another --pp",
             Misfit::Turns { .. } => "--virtual-stages 1",
@@ -259,6 +265,11 @@ impl Configuration {
             return Err(Misfit::Cluster { stated, devices });
         }
         let dp = self.replicas(devices)?;
+        let (ep, etp) = (self.ep(), self.etp.unwrap_or(1).max(1));
+        let of_stage = u64::from(dp) * u64::from(self.tp()) * u64::from(self.cp());
+        if ep > 1 && !of_stage.is_multiple_of(u64::from(ep) * u64::from(etp)) {
+            return Err(Misfit::Experts { ep, etp, devices: of_stage });
+        }
         let [micro_batch, global_batch] = self.samples(u64::from(dp))?;
         let together = micro_batch.checked_mul(u64::from(dp)).filter(|&t| t > 0);
         let refused = Misfit::Batch { global: global_batch, micro: micro_batch, dp: dp.into() };

@@ -3,7 +3,7 @@
 
 use super::predict::{Prediction, Predictor};
 use super::syntax::Setting;
-use super::{Configuration, Stack, StackProblem, model, recognised};
+use super::{Configuration, Stack, StackProblem, Unsayable, model, recognised};
 use crate::advice::Limits;
 use crate::error::Error;
 use crate::model::{ImportOptions, Model, Warning, model_of, read_bytes};
@@ -12,6 +12,7 @@ use crate::units::{bytes, digits, percent, seconds};
 use crate::{load_cluster, request};
 use altiplano_ir::cluster::Cluster;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::plan::Target;
 use altiplano_ir::recompute::{Modules, Recompute};
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -64,7 +65,7 @@ pub struct Change {
     pub step_s: f64,
     pub peak_bytes: u64,
     pub fits: bool,
-    configuration: Configuration,
+    pub(super) configuration: Configuration,
 }
 
 /// Reads and judges a configuration.
@@ -97,6 +98,9 @@ pub fn judge_text(file: &Path, text: &str, how: &How) -> Result<Judgement, Error
              recomputation, or several stages a device: predicted one after the other"
                 .into(),
         );
+    }
+    if let Some(Unsayable { problem, .. }) = (stack.limit)(&configuration) {
+        notes.push(problem.into());
     }
     let limits = Limits::new(&Simulation::new(prediction.plan.clone(), None)?);
     let mut judgement = Judgement {
@@ -504,6 +508,10 @@ fn follow(stack: &Stack, mut c: Configuration, from: &Configuration, devices: u3
     }
     if from.tp() > 1 && c.etp == from.tp {
         c.etp = c.tp;
+    }
+    // Megatron demands sequence parallelism beside both.
+    if stack.target == Target::Megatron && c.tp() > 1 && (c.ep() > 1 || c.overlaps_tensor_parallel == Some(true)) {
+        c.sequence_parallel = Some(true);
     }
     let region = u64::from(dp) * u64::from(c.tp()) * u64::from(c.cp());
     if c.ep() > 1 && region % u64::from(c.ep()) != 0 {

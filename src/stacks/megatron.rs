@@ -1,6 +1,6 @@
 //! Megatron-LM: options of a command line. The knobs are also those of Megatron-DeepSpeed where the names agree.
 
-use super::write::shell;
+use super::write::{Page, shell};
 use super::{
     Configuration, Knob, Stack, Unsayable, bare, layout, noted, number, reads, reads_flag, reads_number, refused,
     truth, word,
@@ -20,12 +20,28 @@ pub static MEGATRON: Stack = Stack {
     knobs: KNOBS,
     ignored: IGNORED,
     marks: &["tensor-model-parallel-size", "pipeline-model-parallel-size", "num-attention-heads", "pretrain_gpt"],
-    defaults,
+    defaults: |c| {
+        if c.ep() > 1 && c.sends_tokens_once.is_none() {
+            c.notes.push(GATHERS_TOKENS.into());
+        }
+        defaults(c);
+    },
     round,
     limit,
     text: |page| shell(page, "MEGATRON_ARGS"),
-    start: |page| format!("torchrun {} pretrain_gpt.py \"${{MEGATRON_ARGS[@]}}\" --bf16 ...", page.torchrun()),
+    start,
 };
+
+/// Megatron asks for one queue of kernels, so that transfers start before the products that they overlap with. Sharded
+/// storage and passes side by side want several (megatron/training/arguments.py).
+fn start(page: &Page<'_>) -> String {
+    let c = page.configuration;
+    let queues = (c.tp() > 1 || c.cp() > 1) && c.zero.unwrap_or(0) < 2 && c.pairs_passes != Some(true);
+    let environment = if queues { "CUDA_DEVICE_MAX_CONNECTIONS=1 " } else { "" };
+    format!("{environment}torchrun {} pretrain_gpt.py \"${{MEGATRON_ARGS[@]}}\" ...", page.torchrun())
+}
+
+const GATHERS_TOKENS: &str = "moe-token-dispatcher-type: allgather, the default, is predicted as alltoall";
 
 /// Parallelism, batch and memory, which Megatron-Bridge names alike.
 pub const KNOBS: &[Knob] = &[
@@ -63,6 +79,7 @@ pub const KNOBS: &[Knob] = &[
         Ok(())
     }),
     number!("context-parallel-size", cp),
+    Knob { name: "cp-comm-type", read: read_gathering, write: write_gathering },
     Knob {
         name: "expert-model-parallel-size",
         read: |c, v| (number!("", ep).read)(c, v),
@@ -105,6 +122,12 @@ pub const KNOBS: &[Knob] = &[
         name: "use-megatron-fsdp",
         read: |_, v| truth(v).map(|_| ()),
         write: |c| (c.zero.unwrap_or(0) > 1).then_some(Value::Bool(true)),
+    },
+    // The only format in which it saves what is sharded so.
+    Knob {
+        name: "ckpt-format",
+        read: |_, _| Ok(()),
+        write: |c| (c.zero.unwrap_or(0) > 1).then(|| Value::from("fsdp_dtensor")),
     },
     Knob {
         name: "data-parallel-sharding-strategy",
@@ -197,6 +220,12 @@ pub const KNOBS: &[Knob] = &[
             c.offload = Offload { optimizer: truth(v)?, ..c.offload };
             Ok(())
         },
+        write: |c| c.offload.optimizer.then_some(Value::Bool(true)),
+    },
+    // Offloading needs its code, with state in f32 as by default.
+    Knob {
+        name: "use-precision-aware-optimizer",
+        read: |_, v| truth(v).map(|_| ()),
         write: |c| c.offload.optimizer.then_some(Value::Bool(true)),
     },
     Knob {
@@ -296,14 +325,15 @@ pub const KNOBS: &[Knob] = &[
     // Choices that the prediction leaves out.
     Knob { name: "tp-comm-overlap", read: read_beside_products, write: write_beside_products },
     noted!("mtp-num-layers", "layers that predict further tokens are left out"),
-    noted!("cp-comm-type", "the way in which context parallelism sends keys is the planner's"),
     noted!("hierarchical-context-parallel-sizes", "the way in which context parallelism sends keys is the planner's"),
     noted!("outer-dp-sharding-strategy", "parameters are sharded over all replicas"),
     noted!("microbatch-group-size-per-virtual-pipeline-stage", "microbatches take turns as by default"),
     noted!("cuda-graph-impl", "the overhead of launching kernels is left out anyway"),
     noted!("enable-cuda-graph", "the overhead of launching kernels is left out anyway"),
     noted!("external-cuda-graph", "the overhead of launching kernels is left out anyway"),
-    noted!("use-precision-aware-optimizer", "the optimizer's state is in f32"),
+    noted!("exp-avg-dtype", "the optimizer's state is in f32"),
+    noted!("exp-avg-sq-dtype", "the optimizer's state is in f32"),
+    noted!("main-params-dtype", "the optimizer's state is in f32"),
     noted!("delay-wgrad-compute", "gradients of weights are computed with those of inputs"),
     noted!("window-size", "attention sees all positions"),
     noted!("accumulate-allreduce-grads-in-fp32", "gradients are summed in f32 anyway"),
@@ -612,13 +642,30 @@ pub fn write_beside_products(c: &Configuration) -> Option<Value> {
 pub fn read_dispatcher(c: &mut Configuration, v: &Value) -> Result<(), String> {
     let kinds = [("flex", true), ("alltoall", false), ("alltoall_seq", false), ("allgather", false)];
     c.sends_tokens_once = if v.is_null() { c.sends_tokens_once } else { Some(word(v, &kinds)?) };
+    if bare(v).eq_ignore_ascii_case("allgather") {
+        c.notes.push(GATHERS_TOKENS.into());
+    }
     Ok(())
 }
 
-/// Passes are paired only with these dispatchers; the default gathers tokens.
+/// The default of Megatron-LM gathers the tokens of all devices.
 pub fn write_dispatcher(c: &Configuration) -> Option<Value> {
     let once = c.sends_tokens_once == Some(true);
-    (once || c.pairs_passes == Some(true)).then(|| Value::from(if once { "flex" } else { "alltoall" }))
+    (c.ep() > 1).then(|| Value::from(if once { "flex" } else { "alltoall" }))
+}
+
+/// Reads how devices that split positions get the keys of others, as one word or one for each layer.
+pub fn read_gathering(c: &mut Configuration, v: &Value) -> Result<(), String> {
+    let gathers = |v: &Value| ["all_gather", "allgather"].contains(&bare(v).as_str());
+    let is_planned = v.is_null() || gathers(v) || v.as_array().is_some_and(|each| each.iter().all(gathers));
+    if !is_planned {
+        c.notes.push(format!("cp-comm-type: {} is predicted as all_gather", bare(v)));
+    }
+    Ok(())
+}
+
+pub fn write_gathering(c: &Configuration) -> Option<Value> {
+    (c.cp() > 1).then(|| Value::from("all_gather"))
 }
 
 /// Reads the library of the dispatcher `flex`; either sends a token once to a node.
@@ -700,6 +747,18 @@ pub fn limit(c: &Configuration) -> Option<Unsayable> {
         ),
         () if !matches!(c.optimizer.as_deref(), None | Some("adam" | "adamw" | "sgd")) => {
             unsayable("Megatron has the optimizers adam and sgd", "--optimizer adamw")
+        }
+        () if c.ep() > 1 && c.tp() > 1 && c.sequence_parallel != Some(true) => {
+            unsayable("Megatron trains experts beside tensor parallelism only with sequence parallelism", "--tp 1")
+        }
+        () if c.overlaps_tensor_parallel == Some(true) && c.sequence_parallel != Some(true) => {
+            unsayable("Megatron overlaps transfers with products only with sequence parallelism", "--tp 1")
+        }
+        () if c.offload.optimizer && c.optimizer.as_deref() == Some("sgd") => {
+            unsayable("Megatron offloads the state of Adam only", "--offload none")
+        }
+        () if c.offload.optimizer && c.zero.unwrap_or(0) == 0 => {
+            unsayable("Megatron offloads the state of its distributed optimizer only", "--zero 1")
         }
         () if c.pp() > 1 && c.zero.unwrap_or(0) > 1 => {
             unsayable("Megatron's FSDP shards gradients and parameters without a pipeline", "--zero 1")

@@ -78,6 +78,7 @@ const KNOBS: &[Knob] = &[
         Ok(())
     }),
     number!("model.context_parallel_size", cp),
+    Knob { name: "model.cp_comm_type", read: megatron::read_gathering, write: megatron::write_gathering },
     number!("model.expert_model_parallel_size", ep),
     number!("model.expert_tensor_parallel_size", etp),
     Knob {
@@ -187,6 +188,11 @@ const KNOBS: &[Knob] = &[
         write: |c| (c.zero.unwrap_or(0) > 1).then_some(Value::Bool(true)),
     },
     Knob {
+        name: "checkpoint.ckpt_format",
+        read: |_, _| Ok(()),
+        write: |c| (c.zero.unwrap_or(0) > 1).then(|| Value::from("fsdp_dtensor")),
+    },
+    Knob {
         name: "ddp.data_parallel_sharding_strategy",
         read: |c, v| {
             let levels = [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3)];
@@ -250,6 +256,26 @@ const KNOBS: &[Knob] = &[
         },
         write: |c| c.offload.optimizer.then_some(Value::Bool(true)),
     },
+    // Unlike the command line of Megatron-LM, the library offloads nothing by default.
+    Knob {
+        name: "optimizer.optimizer_offload_fraction",
+        read: |c, v| match v.as_f64() {
+            Some(part) if part > 0.0 && part < 1.0 => {
+                Err("offloads a part of the state, which cannot be predicted".into())
+            }
+            Some(0.0) => {
+                c.offload.optimizer = false;
+                Ok(())
+            }
+            _ => Ok(()),
+        },
+        write: |c| c.offload.optimizer.then(|| Value::from(1.0)),
+    },
+    Knob {
+        name: "optimizer.use_precision_aware_optimizer",
+        read: |_, v| truth(v).map(|_| ()),
+        write: |c| c.offload.optimizer.then_some(Value::Bool(true)),
+    },
     // Arguments of recipe functions.
     reads_number!("tensor_model_parallel_size", tp),
     reads_number!("pipeline_model_parallel_size", pp),
@@ -275,8 +301,6 @@ const KNOBS: &[Knob] = &[
         write: megatron::write_beside_products,
     },
     noted!("model.mtp_num_layers", "layers that predict further tokens are left out"),
-    noted!("model.cp_comm_type", "the way in which context parallelism sends keys is the planner's"),
-    noted!("optimizer.use_precision_aware_optimizer", "the optimizer's state is in f32"),
     reads!("model.fp8", megatron::eight_bit),
     reads!("fp8_recipe", megatron::recipe),
 ];

@@ -19,6 +19,8 @@ mod transformers;
 mod write;
 
 #[cfg(test)]
+mod target_tests;
+#[cfg(test)]
 mod tests;
 
 pub use configuration::{Configuration, Misfit};

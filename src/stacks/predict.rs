@@ -1,6 +1,6 @@
 //! Predictions of configurations: the plan that a stack runs with a configuration, for a model and a cluster.
 
-use super::{Configuration, Stack, StackProblem};
+use super::{Configuration, Stack, StackProblem, Unsayable};
 use crate::error::Error;
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::optimizer::Optimizer;
@@ -105,7 +105,7 @@ impl<'a> Predictor<'a> {
             _ => Target::Altiplano,
         };
         request.execution.overlap = match self.stack.target {
-            Target::Megatron | Target::Fsdp => c.overlap.unwrap_or(request.execution.overlap),
+            Target::Megatron | Target::Fsdp | Target::Torchtitan => c.overlap.unwrap_or(request.execution.overlap),
             _ => request.execution.overlap,
         };
         if self.stack.target == Target::Megatron {
@@ -132,16 +132,19 @@ impl<'a> Predictor<'a> {
             let stated = Stated { splits_positions: true, ..settled.stated.clone() };
             plan = predict_stated(&request, &stated, &costs);
         }
-        let plan = plan.map_err(|failure| match failure {
-            PlanFailure::NoCombination if settled.stated.ep > 1 => of(StackProblem::Experts {
+        let plan = plan.map_err(|failure| match (failure, (self.stack.limit)(&c)) {
+            (PlanFailure::NoCombination, Some(Unsayable { problem, option })) => {
+                of(StackProblem::Unsayable { problem, option })
+            }
+            (PlanFailure::NoCombination, None) if settled.stated.ep > 1 => of(StackProblem::Experts {
                 ep: settled.stated.ep,
                 dp: settled.stated.degrees.dp,
                 tp: settled.stated.degrees.tp,
             }),
-            PlanFailure::NoCombination => of(StackProblem::Plan(
+            (PlanFailure::NoCombination, None) => of(StackProblem::Plan(
                 "the devices of a stage must be within a node, or whole nodes; layouts must be possible with these degrees",
             )),
-            failure => failure.into(),
+            (failure, _) => failure.into(),
         })?;
         Ok(Prediction { plan })
     }

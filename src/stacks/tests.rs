@@ -25,7 +25,7 @@ use std::time::Duration;
 const CLUSTER: &str = "dgx-a100:1";
 
 /// A decoder of four to eight layers, as a config of Transformers.
-fn model(family: &str) -> PathBuf {
+pub(super) fn model(family: &str) -> PathBuf {
     let config = match family {
         "gpt2" => {
             r#"{"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 8, "vocab_size": 500, "n_positions": 64}"#
@@ -79,7 +79,7 @@ fn model(family: &str) -> PathBuf {
     file
 }
 
-fn import() -> ImportOptions {
+pub(super) fn import() -> ImportOptions {
     ImportOptions { sequence: Some(64), batch: Some(64), precision: Some(DType::BF16), ..ImportOptions::default() }
 }
 
@@ -88,7 +88,7 @@ fn import_of(family: &str) -> ImportOptions {
     ImportOptions { sequence: Some(if matches!(family, "experts" | "long") { 2048 } else { 64 }), ..import() }
 }
 
-fn base(family: &str) -> Request {
+pub(super) fn base(family: &str) -> Request {
     let model = load_model(&model(family), &import_of(family)).expect("a model");
     let mut request = request(&model, load_cluster(CLUSTER).expect("a cluster"));
     request.batch.global = Some(64);
