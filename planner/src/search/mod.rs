@@ -133,16 +133,20 @@ fn plan_padded(
         Err(why) if needs_expert_mesh(request, &why) => return of_sweep(),
         plan => overlaps::with_overlaps(plan?, costs)?,
     };
-    let mut faster = None;
+    let (mut faster, mut of_other_devices) = (None, Vec::new());
     if let Some(of_one) = one_device::instead_of(&cx, &plan) {
         faster = Some(one_device::line(&plan, &of_one));
-        plan = of_one;
+        let of_all = std::mem::replace(&mut plan, of_one);
+        let alike = |other: &Plan| other.num_devices() == plan.num_devices();
+        (others, of_other_devices) = others.into_iter().partition(alike);
+        of_other_devices.push(of_all);
     }
     if progress.stopped() || !request.baselines {
         plan.alternatives.extend(faster);
-        return Ok((plan, others));
+    } else {
+        baselines.extend(faster);
+        plan = alternatives::attach(plan, baselines, &mut others);
     }
-    others.retain(|other| faster.is_none() || other.num_devices() == plan.num_devices());
-    baselines.extend(faster);
-    Ok((alternatives::attach(plan, baselines, &mut others), others))
+    others.extend(of_other_devices);
+    Ok((plan, others))
 }
