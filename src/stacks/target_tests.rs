@@ -4,9 +4,11 @@ use super::judge::{How, judge_text};
 use super::tests::{base, import, model};
 use super::*;
 use crate::plan;
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::plan::{Offload, Plan, Target};
 use altiplano_planner::features::parallelism::splits_tokens_between_products;
+use altiplano_planner::predict::predict_plan;
 use altiplano_planner::{Request, Silent};
 use std::path::Path;
 
@@ -14,7 +16,11 @@ fn planned(family: &str, target: Target, change: impl Fn(&mut Request)) -> Plan 
     let mut request = base(family);
     (request.baselines, request.target) = (false, target);
     change(&mut request);
-    plan(&request, &Silent).unwrap_or_else(|e| panic!("{family} for {}: {e}", target.name()))
+    let plan = plan(&request, &Silent).unwrap_or_else(|e| panic!("{family} for {}: {e}", target.name()));
+    // Plan files are refused if their predictions do not follow from the plan.
+    let anew = predict_plan(plan.clone(), &Rooflines::of(&plan.cluster)).expect("a prediction");
+    assert!(anew.predicted == plan.predicted && anew.stages == plan.stages, "{family} for {}", target.name());
+    plan
 }
 
 /// Megatron-LM trains experts beside tensor parallelism only with `--sequence-parallel`.

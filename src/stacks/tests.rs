@@ -743,7 +743,10 @@ fn passes_side_by_side_are_said_and_predicted() {
         let target = if schedule == Schedule::DualPipeV { Target::Torchtitan } else { Target::Megatron };
         let searched = |target| with_overlaps(Plan { target, ..alone.clone() }, &costs(&alone)).expect("a plan");
         let gains = beside.predicted.step_time_s * 1.02 < alone.predicted.step_time_s;
-        assert_eq!(searched(target).execution.pairs_passes, gains, "{}", stack.name);
+        let found = searched(target);
+        assert_eq!(found.execution.pairs_passes, gains, "{}", stack.name);
+        let anew = predict_plan(found.clone(), &costs(&found)).expect("a prediction");
+        assert!(anew.predicted == found.predicted && anew.stages == found.stages, "{}", stack.name);
         assert!(!searched(Target::Altiplano).execution.pairs_passes);
         // They save communication, and the parts of a step still add up to it.
         let accounts = accounts(&beside, &costs(&beside)).expect("accounts");

@@ -41,7 +41,7 @@ pub fn most_recomputed(schedule: Schedule) -> Option<Recompute> {
 /// If the plan has no derivative.
 pub fn with_overlaps(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> {
     let most_s = plan.predicted.step_time_s / (1.0 + UNDECIDED);
-    let tried = predict_overlaps(&plan, overlapping(&plan), costs)?;
+    let tried = predict_overlaps(&plan, &overlapping(&plan), costs)?;
     let tried = tried.into_iter().filter(|tried| fits(tried) && tried.predicted.step_time_s < most_s);
     let fastest = tried.min_by(|a, b| a.predicted.step_time_s.total_cmp(&b.predicted.step_time_s));
     Ok(fastest.unwrap_or(plan))

@@ -38,20 +38,26 @@ pub fn predict_plan(plan: Plan, costs: &dyn Costs) -> Result<Plan, PlanFailure> 
     Ok(predict_from(plan, &graphs, costs))
 }
 
-/// Predicts a plan under executions that overlap more or less, for which it has the same programs.
-pub fn predict_overlaps(plan: &Plan, executions: Vec<Execution>, costs: &dyn Costs) -> Result<Vec<Plan>, PlanFailure> {
+/// Predicts a plan under executions that overlap more or less, in any order. Only passes side by side change its programs.
+pub fn predict_overlaps(plan: &Plan, executions: &[Execution], costs: &dyn Costs) -> Result<Vec<Plan>, PlanFailure> {
     if executions.is_empty() {
         return Ok(Vec::new());
     }
     let graphs = TrainingGraphs::of(plan)?;
     let (prices, alone) = (Rooflines::of(&plan.cluster), costs.runtime().is_none());
-    let deduped = timed(Phase::Lowering, || lower_deduped(plan, &graphs, &prices, alone));
-    let with = |execution| {
-        let mut other = Plan { execution, ..plan.clone() };
-        predict(&mut other, &deduped, costs);
-        other
-    };
-    Ok(executions.into_iter().map(with).collect())
+    let mut predicted = Vec::with_capacity(executions.len());
+    for pairs_passes in [false, true] {
+        let mut alike = executions.iter().filter(|execution| execution.pairs_passes == pairs_passes).peekable();
+        let Some(&&first) = alike.peek() else { continue };
+        let lowered = Plan { execution: first, ..plan.clone() };
+        let deduped = timed(Phase::Lowering, || lower_deduped(&lowered, &graphs, &prices, alone));
+        for &execution in alike {
+            let mut other = Plan { execution, ..plan.clone() };
+            predict(&mut other, &deduped, costs);
+            predicted.push(other);
+        }
+    }
+    Ok(predicted)
 }
 
 /// Like [`predict_plan`], for a model that is already cut into layers. Uses a cached prediction if there is one.
