@@ -142,7 +142,7 @@ impl<'a> Expectations<'a> {
         self.expected_s(degrees).is_some_and(|expected_s| expected_s <= NEAR * best_s)
     }
 
-    /// Of the configurations that are worth predicting, the one on each shape of devices that is expected to be the fastest.
+    /// The configuration on each shape of devices that is expected to be the fastest, among those worth predicting.
     fn promising(&self, open: &[Degrees]) -> Vec<Degrees> {
         let is_cheap = self.predicted.len() * self.configurations.request.graph.len() < CHEAP_NODES;
         let [margin, beside] = if is_cheap { [WIDE_MARGIN; 2] } else { [MARGIN, BESIDE] };
