@@ -693,6 +693,8 @@ pub fn defaults(c: &mut Configuration) {
     if c.ep() > 1 {
         // Unless it is stated, experts are split as all layers are.
         c.etp = c.etp.or(Some(c.tp()));
+    } else {
+        c.notes.retain(|note| note != GATHERS_TOKENS);
     }
     c.sequence_parallel = c.sequence_parallel.or(Some(false));
     c.overlap = c.overlap.or(Some(false));
@@ -725,6 +727,11 @@ pub fn round(c: &mut Configuration) {
     }
     c.round_adam();
     c.drop_even_layout();
+    // Offloading needs the distributed optimizer, which keeps the same for a single replica.
+    let replicas = c.shard.unwrap_or(1).saturating_mul(c.replicate.unwrap_or(1)).saturating_mul(c.cp());
+    if c.offload.optimizer && replicas == 1 {
+        c.zero = c.zero.max(Some(1));
+    }
     // The schedules are 1f1b and its interleaved form.
     c.schedule = c.schedule.filter(|s| !s.trains()).or(Some(Schedule::OneFOneB));
     if c.recomputed_layers.is_some() && c.recompute == Some(Recompute::Selective) {

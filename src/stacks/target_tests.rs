@@ -99,6 +99,14 @@ fn options_that_megatron_demands_beside_others_are_written() {
     let text = export(&away, &megatron_bridge::MEGATRON_BRIDGE).expect("a recipe").text;
     assert!(text.contains("config.optimizer.optimizer_offload_fraction = 1.0"), "{text}");
     assert!(text.contains("config.optimizer.use_precision_aware_optimizer = True"), "{text}");
+    let alone = planned("wide", Target::Megatron, |r| {
+        (r.offload, r.degrees.tp, r.degrees.pp) = (Some(offload), Some(4), Some(2));
+    });
+    assert_eq!(alone.stages[0].zero, 0, "a single replica shards nothing");
+    let written = export(&alone, &megatron::MEGATRON).expect("options");
+    assert!(written.text.contains("--use-distributed-optimizer"), "{}", written.text);
+    let (here, there) = (alone.predicted.step_time_s, written.prediction.step_s());
+    assert!((there / here - 1.0).abs() < 1e-3, "{here} s, as written {there} s");
     let whole = planned("wide", Target::Megatron, |r| (r.offload, r.degrees.zero) = (Some(offload), Some(0)));
     let error = export(&whole, &megatron::MEGATRON).expect_err("a refusal").to_string();
     assert!(error.contains("distributed optimizer only; plan with --zero 1"), "{error}");
@@ -130,8 +138,9 @@ fn configurations_that_megatron_refuses_are_said_to_be() {
     assert!(each.notes.iter().any(|note| note.contains("allgather")), "{:?}", each.notes);
     let exchanged = judged(&format!("{parts} --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"));
     assert_eq!(exchanged.expect("a configuration").notes, Vec::<String>::new());
-    let whole = judged("--tensor-model-parallel-size 2").expect("a configuration");
-    assert!(whole.notes.iter().all(|note| !note.contains("sequence parallelism")), "{:?}", whole.notes);
+    // Without parts, nothing is sent to experts.
+    let whole = judged("--tensor-model-parallel-size 2 --moe-token-dispatcher-type allgather");
+    assert_eq!(whole.expect("a configuration").notes, Vec::<String>::new());
     let beside =
         judged("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap").expect("a configuration");
     assert_eq!(beside.notes, Vec::<String>::new());

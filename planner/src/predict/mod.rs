@@ -44,13 +44,11 @@ pub fn predict_overlaps(plan: &Plan, executions: &[Execution], costs: &dyn Costs
         return Ok(Vec::new());
     }
     let graphs = TrainingGraphs::of(plan)?;
-    let (prices, alone) = (Rooflines::of(&plan.cluster), costs.runtime().is_none());
     let mut predicted = Vec::with_capacity(executions.len());
     for pairs_passes in [false, true] {
         let mut alike = executions.iter().filter(|execution| execution.pairs_passes == pairs_passes).peekable();
         let Some(&&first) = alike.peek() else { continue };
-        let lowered = Plan { execution: first, ..plan.clone() };
-        let deduped = timed(Phase::Lowering, || lower_deduped(&lowered, &graphs, &prices, alone));
+        let deduped = lowered(&Plan { execution: first, ..plan.clone() }, &graphs, costs);
         for &execution in alike {
             let mut other = Plan { execution, ..plan.clone() };
             predict(&mut other, &deduped, costs);
@@ -86,14 +84,19 @@ pub fn predict_with(
 
 /// Fills in a plan's predictions, for a model whose training graphs are known.
 pub fn predict_from(mut plan: Plan, graphs: &TrainingGraphs, costs: &dyn Costs) -> Plan {
+    let deduped = lowered(&plan, graphs, costs);
+    predict(&mut plan, &deduped, costs);
+    debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
+    plan
+}
+
+/// The programs of a plan that is predicted by `costs`.
+fn lowered(plan: &Plan, graphs: &TrainingGraphs, costs: &dyn Costs) -> DedupedPrograms<'static> {
     // The programs must follow from the plan alone, not from the costs by which it was chosen.
     let prices = Rooflines::of(&plan.cluster);
     // Workers on one machine slow each other down, so predicting them takes the programs of all.
     let alone = costs.runtime().is_none();
-    let deduped = timed(Phase::Lowering, || lower_deduped(&plan, graphs, &prices, alone));
-    predict(&mut plan, &deduped, costs);
-    debug_assert!(plan.verify().is_empty(), "{:?}", plan.verify());
-    plan
+    timed(Phase::Lowering, || lower_deduped(plan, graphs, &prices, alone))
 }
 
 /// Returns the work of a plan's programs, by stage; it is empty for stages that duplicate another.
