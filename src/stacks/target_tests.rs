@@ -107,7 +107,9 @@ fn options_that_megatron_demands_beside_others_are_written() {
     assert!(written.text.contains("--use-distributed-optimizer"), "{}", written.text);
     let (here, there) = (alone.predicted.step_time_s, written.prediction.step_s());
     assert!((there / here - 1.0).abs() < 1e-3, "{here} s, as written {there} s");
-    let whole = planned("wide", Target::Megatron, |r| (r.offload, r.degrees.zero) = (Some(offload), Some(0)));
+    let whole = planned("wide", Target::Megatron, |r| {
+        (r.offload, r.degrees.zero, r.degrees.dp) = (Some(offload), Some(0), Some(4));
+    });
     let error = export(&whole, &megatron::MEGATRON).expect_err("a refusal").to_string();
     assert!(error.contains("distributed optimizer only; plan with --zero 1"), "{error}");
 }
