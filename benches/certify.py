@@ -6,7 +6,8 @@
                                                 nvidia-cuda-nvcc; ALTIPLANO_SHARED=a folder with models/; PATIENCE=900 seconds a plan
 
 Each case is a model, a cluster and options of `altiplano plan`. Models are configs of benches/configs/huggingface.jsonl, or files of the
-shared folder, which are left out without it. The table is written after each case.
+shared folder, which are left out without it. The table is written after each case; rows that it has are
+kept, so that a later run goes on.
 """
 
 import json
@@ -25,39 +26,66 @@ PATIENCE = float(os.environ.get("PATIENCE", "900"))
 TARGET = os.environ.get("TARGET", "cuda:H100")
 SHARED = os.environ.get("ALTIPLANO_SHARED")
 
-BF16 = "--precision bf16"
-F32 = "--precision f32"
-GPT2 = "--global-batch 64"
-CASES = [
-    # Name, model, nodes of eight H100, options.
-    ("gpt2 dp8", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1"),
-    ("gpt2 dp8 bf16", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 {BF16}"),
-    ("gpt2 zero3", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 --zero 3"),
-    ("gpt2 tp2", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 2 {BF16}"),
-    ("gpt2 tp4", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 4"),
-    ("gpt2 pp2", "gpt2-small.mlir", 1, f"{GPT2} --pp 2 --tp 1 {BF16}"),
-    ("gpt2 pp4", "gpt2-small.mlir", 1, f"{GPT2} --pp 4 --tp 2"),
-    ("gpt2 full", "gpt2-small.mlir", 1, f"{GPT2} --pp 1 --tp 1 --recompute full"),
-    ("gpt2 64 GPUs", "gpt2-small.mlir", 8, f"--global-batch 512 --pp 1 --tp 1 {BF16}"),
-    ("gpt2-xl dp8", "gpt2-xl", 1, f"--seq 1024 --global-batch 32 --pp 1 --tp 1 {BF16}"),
-    ("gpt2-xl tp4", "gpt2-xl", 2, f"--seq 1024 --global-batch 32 --pp 1 --tp 4 {BF16}"),
-    ("gpt2-xl pp4", "gpt2-xl", 2, f"--seq 1024 --global-batch 64 --pp 4 --tp 1 {BF16}"),
-    ("vit-huge dp8", "vit-huge", 1, f"--global-batch 256 --pp 1 --tp 1 {BF16}"),
-    ("vit-huge tp2", "vit-huge", 1, f"--global-batch 128 --pp 1 --tp 2"),
-    ("vit-huge pp2", "vit-huge", 1, f"--global-batch 256 --pp 2 --tp 1 {BF16}"),
-    ("wresnet dp8", "wresnet50-1b.mlir", 1, "--global-batch 256 --pp 1 --tp 1"),
-    ("wresnet auto", "wresnet50-1b.mlir", 2, f"--global-batch 512 {BF16}"),
-    ("llama-8b tp8", "llama-3.1-8b", 1, f"--seq 4096 --global-batch 16 --pp 1 --tp 8 {BF16} --recompute selective"),
-    ("llama-8b pp4 tp2", "llama-3.1-8b", 1, f"--seq 4096 --global-batch 32 --pp 4 --tp 2 {BF16}"),
-    ("llama-8b fsdp", "llama-3.1-8b", 4, f"--seq 4096 --global-batch 64 --pp 1 --tp 1 --zero 3 {BF16} --recompute full"),
-    ("llama-8b 64 GPUs", "llama-3.1-8b", 8, f"--seq 4096 --global-batch 128 --pp 2 --tp 4 {BF16}"),
-    ("llama-70b 64 GPUs", "llama-2-70b", 8, f"--seq 4096 --global-batch 128 --pp 8 --tp 8 {BF16}"),
-    ("llama-70b 256 GPUs", "llama-2-70b", 32, f"--seq 4096 --global-batch 512 --pp 8 --tp 8 {BF16}"),
-    ("mixtral 32 GPUs", "mixtral-8x7b", 4, f"--seq 2048 --global-batch 64 --pp 4 {BF16}"),
-    ("llama-1b dp8", "llama-3.2-1b", 1, f"--seq 2048 --global-batch 16 --pp 1 --tp 1 {BF16}"),
-    ("llama-1b tp2", "llama-3.2-1b", 1, f"--seq 2048 --global-batch 16 --pp 1 --tp 2 {F32}"),
-    ("bert-large dp8", "bert-large", 1, f"--global-batch 64 --seq 512 --pp 1 --tp 1 {BF16}"),
+# Models that a device holds, if optimizer states are dealt out, from those that compile quickly to the others.
+SMALL = [
+    ("gpt2-small.mlir", "--global-batch 64"),
+    ("ernie-4.5-0.3b", "--seq 2048 --global-batch 64"),
+    ("mamba-130m", "--seq 1024 --global-batch 64"),
+    ("llama-3.2-1b", "--seq 2048 --global-batch 64"),
+    ("olmoe-1b-7b", "--seq 2048 --global-batch 64"),
+    ("gemma-2b", "--seq 2048 --global-batch 64"),
+    ("moe-2.4b.mlir", "--global-batch 64"),
+    ("bert-large", "--seq 512 --global-batch 256"),
+    ("modernbert-large", "--seq 1024 --global-batch 128"),
+    ("wresnet50-1b.mlir", "--global-batch 256"),
+    ("vit-huge", "--global-batch 256"),
+    ("clip-vit-large-14", "--global-batch 256"),
+    ("phi-2", "--seq 2048 --global-batch 64"),
+    ("granite-3-3b-a800m", "--seq 2048 --global-batch 64"),
+    ("gpt2-xl", "--seq 1024 --global-batch 64"),
+    ("llama-3.1-8b", "--seq 4096 --global-batch 64"),
 ]
+LARGE = [
+    ("gpt3-39b.mlir", "--global-batch 256"),
+    ("mixtral-8x7b", "--seq 2048 --global-batch 256"),
+    ("llama-2-70b", "--seq 4096 --global-batch 256"),
+    ("qwen3-30b-a3b", "--seq 4096 --global-batch 256"),
+]
+# Nodes of eight H100 and degrees.
+MESHES = [
+    ("dp8", 1, "--pp 1 --tp 1"),
+    ("pp2", 1, "--pp 2 --tp 1"),
+    ("tp2", 1, "--pp 1 --tp 2"),
+    ("pp4 tp2", 1, "--pp 4 --tp 2"),
+    ("zero3 full", 1, "--pp 1 --tp 1 --zero 3 --recompute full"),
+    ("64 GPUs", 8, "--pp 2 --tp 4"),
+    ("tp8", 1, "--pp 1 --tp 8 --recompute selective"),
+    ("zero3", 1, "--pp 1 --tp 1 --zero 3"),
+    ("dp8 f32", 1, "--pp 1 --tp 1 --precision f32"),
+    ("256 GPUs", 32, "--pp 1 --tp 8 --zero 3"),
+]
+LARGE_MESHES = [
+    ("pp8 tp8", 8, "--pp 8 --tp 8"),
+    ("pp4 tp8", 8, "--pp 4 --tp 8"),
+    ("pp8 tp4", 16, "--pp 8 --tp 4"),
+    ("256 GPUs", 32, "--pp 8 --tp 8"),
+    ("pp4 tp8 full", 8, "--pp 4 --tp 8 --recompute full"),
+    ("pp8 tp8 f32", 32, "--pp 8 --tp 8 --precision f32"),
+    ("pp4 zero2", 32, "--pp 4 --tp 8 --zero 2"),
+    ("pp2 tp8", 16, "--pp 2 --tp 8"),
+    ("tp8 zero3", 16, "--pp 1 --tp 8 --zero 3 --recompute full"),
+    ("zero3", 16, "--pp 1 --tp 1 --zero 3 --recompute full"),
+]
+
+
+def cases():
+    """Name, model, nodes and options, one mesh after the other."""
+    for i in range(len(MESHES)):
+        for models, meshes in ((SMALL, MESHES), (LARGE, LARGE_MESHES)):
+            name, nodes, degrees = meshes[i]
+            precision = "" if "--precision" in degrees else " --precision bf16"
+            for model, options in models:
+                yield f"{model.removesuffix('.mlir')} {name}", model, nodes, f"{options} {degrees}{precision}"
 
 
 def model_of(name, folder):
@@ -113,8 +141,8 @@ def case(name, model, nodes, options, tools, folder):
         return None
     plan = Path(folder) / "plan.json"
     plan.unlink(missing_ok=True)
-    # Plans of one stage can be those that XLA's users have. Others are of the default target.
-    if "--pp 1" in options:
+    # Plans of one stage can be those that JAX's users have. Others are of the default target.
+    if "--pp 1 " in options:
         options += " --target xla"
     done, problem = ran([planner, "plan", file, "--cluster", f"dgx-h100:{nodes}", *options.split(), "-o", plan])
     if not plan.exists():
@@ -145,15 +173,23 @@ shortfall is {under:.1f} %.
 """
 
 
+def finished(table):
+    """Rows of a table that an earlier run began."""
+    lines = table.read_text().splitlines() if table and table.exists() else []
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+    return rows[2:]
+
+
 def main():
     arguments = sys.argv[1:]
     table = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".md") else None
     altiplano = binary()
     tools = (altiplano, os.environ.get("PLANNER", altiplano))
-    kept = []
+    kept = finished(table)
+    done = {row[0] for row in kept}
     with tempfile.TemporaryDirectory() as folder:
-        for name, model, nodes, options in CASES:
-            if arguments and name not in arguments:
+        for name, model, nodes, options in cases():
+            if name in done or (arguments and name not in arguments):
                 continue
             row = case(name, model, nodes, options, tools, folder)
             if row is None:

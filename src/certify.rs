@@ -2,11 +2,12 @@
 
 use crate::error::Error;
 use crate::units::{bytes, plural, seconds};
+use altiplano_cost_models::Rooflines;
 use altiplano_ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
 use altiplano_ir::cluster::Cluster;
-use altiplano_ir::plan::Plan;
+use altiplano_ir::plan::{Plan, Target as Software};
 use altiplano_ir::program::{Program, Programs};
-use altiplano_planner::{Progress, Request, programs};
+use altiplano_planner::{Progress, Request, predict_plan, programs};
 use altiplano_xla::certify::{self, Certifier, Target, add, calls, peak_of, planned};
 use altiplano_xla::hlo::{Collectives, Kind};
 use altiplano_xla::join::joined;
@@ -48,6 +49,7 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
     if plan.servers.is_some() {
         return Err(Error::Option { option: "certify", problem: "plans with parameter servers are not compiled" });
     }
+    let on_xla = predicted_on_xla(plan)?;
     let mut certifier = Certifier::new(plugin, target);
     let mut programs = programs(plan)?;
     programs.programs.iter_mut().for_each(|program| *program = joined(program));
@@ -66,7 +68,7 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
                 refusals.push(Refusal { stage: body.stage, body: body.phase.name(), message: error.to_string() });
             }
         }
-        let predicted = of_lane.iter().map(|&s| plan.stages[s as usize].predicted.peak_bytes).max().unwrap_or(0);
+        let predicted = of_lane.iter().map(|&s| on_xla[s as usize]).max().unwrap_or(0);
         stages.extend(certified(&programs, lane, &stage, of_lane, predicted));
     }
     let (target, device_bytes) = (target.to_string(), target.memory_bytes);
@@ -75,6 +77,15 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
     }
     let compiler = certifier.version()?;
     Ok(Certificate { compiler, target, device_bytes, plan_hash: plan_hash(plan), stages })
+}
+
+/// The most bytes of a device of each stage, as XLA allocates them. Predictions of plans for other software follow how
+/// that software allocates.
+fn predicted_on_xla(plan: &Plan) -> Result<Vec<u64>, Error> {
+    let plan = Plan { target: Software::Xla, ..plan.clone() };
+    let costs = Rooflines::of(&plan.cluster);
+    let plan = predict_plan(plan, &costs)?;
+    Ok(plan.stages.iter().map(|stage| stage.predicted.peak_bytes).collect())
 }
 
 /// The most searches for a plan that a compiler finds to fit.
@@ -126,9 +137,10 @@ pub fn search_and_certify(
 fn tighten(cluster: &mut Cluster, plan: &Plan, certificate: &Certificate) {
     for stage in certificate.stages.iter().filter(|stage| !stage.fits(certificate.device_bytes)) {
         let ratio = certificate.device_bytes as f64 / stage.peak_bytes as f64;
-        let usable_bytes = (stage.predicted_bytes as f64 * ratio) as u64;
         for &of in &stage.stages {
-            let group = plan.stages[of as usize].group as usize;
+            let planned = &plan.stages[of as usize];
+            let usable_bytes = (planned.predicted.peak_bytes as f64 * ratio) as u64;
+            let group = planned.group as usize;
             let taken_bytes: u64 = cluster.taken_bytes(&cluster.groups[group]).iter().sum();
             let memory_bytes = &mut cluster.groups[group].device.memory_bytes;
             *memory_bytes = (*memory_bytes).min(usable_bytes + taken_bytes);

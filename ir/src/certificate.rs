@@ -39,6 +39,7 @@ pub struct CertifiedStage {
     pub body_bytes: u64,
     /// The fullest body.
     pub fullest: String,
+    /// Bytes that the stage was expected to take on XLA.
     pub predicted_bytes: u64,
     /// Collectives of a step by kind.
     pub collectives: Vec<CertifiedCollectives>,

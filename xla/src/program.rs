@@ -53,8 +53,7 @@ pub fn begun_sums(program: &Program) -> Vec<BTreeSet<BufferId>> {
 
 /// The text of a body. Its results are the body's writes.
 pub fn body_text(program: &Program, body: &Body, begun: &BTreeSet<BufferId>, attention: &[Pass]) -> String {
-    let printing = Printing { donated: donated(program, body), zeros: zeros(body, begun), attention };
-    graph_text(graph_of(body), &program.mesh, &printing)
+    graph_text(graph_of(body), &program.mesh, &Printing::of(program, body, begun, attention))
 }
 
 /// The arguments of a body that are sums which it begins.
@@ -70,8 +69,22 @@ pub struct Printing<'a> {
     pub donated: Vec<(usize, usize)>,
     /// See [`Options::zeros`].
     pub zeros: Vec<usize>,
+    /// See [`Options::in_turn`].
+    pub in_turn: Vec<usize>,
     /// See [`Options::attention`].
     pub attention: &'a [Pass],
+}
+
+impl<'a> Printing<'a> {
+    /// `begun` are the sums that the body begins.
+    pub fn of(program: &Program, body: &Body, begun: &BTreeSet<BufferId>, attention: &'a [Pass]) -> Printing<'a> {
+        let (donated, zeros) = (donated(program, body), zeros(body, begun));
+        // What other bodies leave for this one.
+        let is_kept = |id: &BufferId| program.buffer(*id).kind == BufferKind::Value;
+        let reads = arguments(body);
+        let in_turn = (0..reads.len()).filter(|&argument| is_kept(&reads[argument])).collect();
+        Printing { donated, zeros, in_turn, attention }
+    }
 }
 
 /// The graph of a body, whose outputs are the body's writes.
@@ -84,8 +97,8 @@ pub fn graph_of(body: &Body) -> Graph {
 
 /// The text of a local graph with a replica for each device of the mesh.
 pub fn graph_text(graph: Graph, mesh: &Mesh, printing: &Printing) -> String {
-    let Printing { donated, zeros, attention } = printing.clone();
-    module(&graph, &Options { replicas: Some(mesh), donated, zeros, attention, ..Options::default() })
+    let Printing { donated, zeros, in_turn, attention } = printing.clone();
+    module(&graph, &Options { replicas: Some(mesh), donated, zeros, in_turn, attention, ..Options::default() })
 }
 
 /// A body without names, so that equal bodies of different layers have equal texts.

@@ -717,6 +717,15 @@ impl Walk<'_> {
         // The buffers that the body's values end up in.
         let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
         let before = self.read_leaves(steps, of_microbatch, &mut values);
+        // XLA computes elements of elementwise values that only gathers read where these read them.
+        let graph = &self.program.bodies[body as usize].graph;
+        let users = if self.whole { graph.users() } else { Vec::new() };
+        let is_gathered = |v: ValueId| {
+            let gathers =
+                |user: &ValueId| matches!(graph.node(*user).op, Op::Gather(_)) && graph.node(*user).operands[0] == v;
+            let users = users.get(v.index()).filter(|users| !users.is_empty());
+            users.is_some_and(|users| graph.node(v).op.is_elementwise() && users.iter().all(gathers))
+        };
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
             for (i, output) in step.outputs.iter().enumerate() {
@@ -737,7 +746,8 @@ impl Walk<'_> {
                             Some(&b) => (Origin::Buffer(b), self.category(b)),
                             None => (value(), Category::Temporaries),
                         };
-                        let bytes = if self.is_compared(body, output.value) { 0 } else { output.bytes };
+                        let is_stored = !self.is_compared(body, output.value) && !is_gathered(output.value);
+                        let bytes = if is_stored { output.bytes } else { 0 };
                         let tensor = self.tensor(origin, category, bytes, Some(point));
                         self.holders[tensor] = 1;
                         tensor

@@ -8,6 +8,7 @@ mod collective;
 mod ops;
 mod regions;
 mod shardy;
+mod turns;
 mod types;
 
 pub use shardy::{Layouts, contiguous};
@@ -21,6 +22,7 @@ use altiplano_ir::types::TensorType;
 use attention::Calls;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use turns::Turns;
 use types::{quoted, tensor};
 
 /// Choices for the printed module. The default is a program for one device without layouts.
@@ -34,6 +36,8 @@ pub struct Options<'a> {
     pub donated: Vec<(usize, usize)>,
     /// Arguments whose elements count as zeros, whatever they are.
     pub zeros: Vec<usize>,
+    /// Arguments whose readers stay where the graph's order has them: see [`turns`].
+    pub in_turn: Vec<usize>,
     /// Names of the results, if they have any.
     pub results: Vec<String>,
     /// Passes of attention that are printed as calls of cuDNN's kernels.
@@ -101,16 +105,22 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
         legal.graph.values().collect()
     });
     let live = calls.live();
+    let mut turns = Turns::new(&legal.graph);
     for v in order {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
         if calls.computed.contains(&v) {
+            turns.reach(v, &values[v.index()]);
             continue;
         }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
         if let Op::Parameter(Parameter { name, .. }) | Op::Input(Input { name, .. }) = &node.op {
             let argument = Value { name: format!("%arg{}", arguments.len()), ty: node.ty.clone() };
             let is_zero = options.zeros.contains(&arguments.len());
+            // Parameters are at hand at any time.
+            if options.in_turn.contains(&arguments.len()) && matches!(node.op, Op::Input(_)) {
+                turns.wait(v, &argument);
+            }
             arguments.push(header(&argument, name, arguments.len(), sharding, options));
             printer.location = String::new();
             values[v.index()] = if is_zero { printer.splat(argument.ty, 0.0) } else { argument };
@@ -123,6 +133,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             true => String::new(),
             false => format!(" loc({})", quoted(&node.name)),
         };
+        turns.admit(node, &mut printer, &mut values);
         let operands: Vec<Value> = node.operands.iter().map(|o| values[o.index()].clone()).collect();
         let mut value = printer.node(node, &operands);
         if let Some(sharding) = sharding {
@@ -130,6 +141,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let constraint = format!("sdy.sharding_constraint {} {sharding} : {ty}", value.name);
             value = printer.op(constraint, node.ty.clone());
         }
+        turns.reach(v, &value);
         values[v.index()] = value;
     }
     let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));

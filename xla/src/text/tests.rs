@@ -2,6 +2,7 @@
 
 use super::{Layouts, Options, module};
 use altiplano_import::stablehlo;
+use altiplano_ir::array::matmul;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::run;
@@ -130,4 +131,25 @@ fn layouts_are_read_back_as_pins() {
     );
     assert_eq!(imported.arguments[0].name.as_deref(), Some("x['w']"));
     assert_eq!(imported.results, [Some("y".to_string())]);
+}
+
+#[test]
+fn arguments_in_turn_stay_behind_what_precedes_their_readers() {
+    let mut graph = Graph::new("turns");
+    let mut input = |name: &str, rows: u64| {
+        graph.emit(Op::Input(Input { name: name.into(), ty: TensorType::new(DType::F32, [rows, 512]) }), &[])
+    };
+    // The third one is too small to matter, and the fourth is not asked for.
+    let [x, late, small, free] = [input("x", 512), input("late", 1024), input("small", 4), input("free", 1024)];
+    let early = graph.unary(Unary::Tanh, x);
+    let product = matmul(&mut graph, early, x).expect("a product");
+    let both = [matmul(&mut graph, product, x), matmul(&mut graph, product, early)].map(|v| v.expect("a product"));
+    let rest = [late, small, free].map(|v| graph.unary(Unary::Tanh, v));
+    graph.outputs = [both.as_slice(), &rest].concat();
+    let text = module(&graph, &Options { in_turn: vec![0, 1, 2], ..Options::default() });
+    let barriers: Vec<&str> = text.lines().filter(|line| line.contains("optimization_barrier")).collect();
+    assert!(matches!(barriers.as_slice(), [one] if one.contains("optimization_barrier %arg1, %1 :")), "{text}");
+    let plain = module(&graph, &Options::default());
+    let [found, expected] = [text, plain].map(|text| stablehlo::import(&text).expect("it is read back").graph);
+    assert_eq!(found, expected);
 }

@@ -16,7 +16,7 @@ use altiplano_ir::types::TensorType;
 use altiplano_xla::attention;
 use altiplano_xla::certify::{peak, planned};
 use altiplano_xla::pjrt::{Buffer, Launched, Memory, Order};
-use altiplano_xla::program::{Printing, anonymous, arguments, begun_sums, donated, graph_of, graph_text, zeros};
+use altiplano_xla::program::{Printing, anonymous, arguments, begun_sums, graph_of, graph_text};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -501,9 +501,8 @@ fn compiled(
         let order = if planned(body, &program.mesh).is_empty() { Order::Memory } else { order };
         let mut graph = graph_of(&anonymous(body));
         let watched = if plan.check_nan { nan::watch(&mut graph) } else { Vec::new() };
-        let donated = donated(program, body);
         let passes = attention.next().unwrap_or_default();
-        let mut printing = Printing { donated: donated.clone(), zeros: zeros(body, &begun), attention: &passes };
+        let mut printing = Printing::of(program, body, &begun, &passes);
         let mut loaded = compiler.program(graph_text(graph.clone(), &program.mesh, &printing), devices, order);
         if !passes.is_empty() && loaded.is_err() {
             // This device or this cuDNN lacks the kernels.
@@ -512,7 +511,7 @@ fn compiled(
         }
         let at = || Place { activity: format!("body '{}'", body.name), ..place.clone() };
         let loaded = loaded.map_err(|error| Fault::from(error).at(&at()))?;
-        let donated = donated.into_iter().map(|(argument, _)| argument).collect();
+        let donated = printing.donated.into_iter().map(|(argument, _)| argument).collect();
         bodies.push(Compiled { loaded, reads: arguments(body), begun, donated, watched });
     }
     Ok(bodies)
