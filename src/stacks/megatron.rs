@@ -7,6 +7,8 @@ use super::{
 };
 use crate::stacks::syntax::Syntax;
 use altiplano_ir::dtype::DType;
+use altiplano_ir::graph::Graph;
+use altiplano_ir::op::{Function, Op};
 use altiplano_ir::plan::{Offload, Schedule, Target};
 use altiplano_ir::recompute::{Module, Modules, Recompute};
 use serde_json::Value;
@@ -38,7 +40,37 @@ fn start(page: &Page<'_>) -> String {
     let c = page.configuration;
     let queues = (c.tp() > 1 || c.cp() > 1) && c.zero.unwrap_or(0) < 2 && c.pairs_passes != Some(true);
     let environment = if queues { "CUDA_DEVICE_MAX_CONNECTIONS=1 " } else { "" };
-    format!("{environment}torchrun {} pretrain_gpt.py \"${{MEGATRON_ARGS[@]}}\" ...", page.torchrun())
+    let script = script(&page.plan.graph);
+    format!("{environment}torchrun {} {script} \"${{MEGATRON_ARGS[@]}}\" ...", page.torchrun())
+}
+
+/// Megatron's script for a kind of model. Attention under a mask of its own counts as causal.
+fn script(graph: &Graph) -> &'static str {
+    let (mut scans, mut convolves, mut images) = (false, false, false);
+    let (mut causal, mut both_ways) = (false, false);
+    for node in &graph.nodes {
+        match &node.op {
+            Op::Convolution(_) if node.ty.rank() > 3 => images = true,
+            Op::Convolution(_) => convolves = true,
+            Op::Composite(composite) => match composite.function {
+                Function::SelectiveScan => scans = true,
+                Function::Attention { causal: true, .. } => causal = true,
+                Function::Attention { .. } if node.operands.len() > 3 => causal = true,
+                Function::Attention { .. } => both_ways = true,
+                _ => {}
+            },
+            _ => {}
+        }
+    }
+    match (causal, both_ways) {
+        _ if scans => "pretrain_mamba.py",
+        _ if images => "pretrain_vision_classify.py",
+        (true, true) => "pretrain_t5.py",
+        (false, true) => "pretrain_bert.py",
+        // Decoders whose layers are state spaces convolve over positions.
+        _ if convolves => "pretrain_mamba.py",
+        _ => "pretrain_gpt.py",
+    }
 }
 
 const GATHERS_TOKENS: &str = "moe-token-dispatcher-type: allgather, the default, is predicted as alltoall";

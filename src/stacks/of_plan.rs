@@ -48,7 +48,7 @@ pub fn configuration(plan: &Plan) -> Result<Configuration, StackProblem> {
         overlaps_tensor_parallel: Some(plan.execution.overlaps_tensor_parallel),
         sends_tokens_once: Some(plan.cluster.groups.iter().any(|group| group.dispatch.is_some())),
         sequence_parallel: Some(tp > 1 && splits_tokens_between_products(&plan.graph, &plan.stages)),
-        layout: Some(layers_by_stage(plan)),
+        layout: Some(blocks_of(plan).into_iter().map(|(count, _)| count).collect()),
         ..Configuration::default()
     };
     if lanes > 1 {
@@ -134,32 +134,6 @@ fn precision(plan: &Plan) -> Option<DType> {
         *types.entry(graph.ty(v).dtype).or_default() += graph.ty(v).bytes();
     }
     types.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
-}
-
-/// The name up to the first number, and that number: `model.layers.` and 3 of `model.layers.3.mlp.weight`.
-fn numbered(name: &str) -> Option<(&str, u32)> {
-    let first = name.find(|c: char| c.is_ascii_digit())?;
-    let digits = name[first..].find(|c: char| !c.is_ascii_digit()).unwrap_or(name.len() - first);
-    Some((&name[..first], name[first..first + digits].parse().ok()?))
-}
-
-/// Numbered layers of each stage, by the names of parameters, or else the repeated ones. A layer that is cut counts
-/// where it begins.
-pub fn layers_by_stage(plan: &Plan) -> Vec<u32> {
-    let repeated: Vec<u32> = blocks_of(plan).into_iter().map(|(count, _)| count).collect();
-    let mut layers: BTreeMap<&str, BTreeMap<u32, usize>> = BTreeMap::new();
-    for (s, stage) in plan.stages.iter().enumerate() {
-        for (start, number) in stage.parameters.keys().filter_map(|name| numbered(name)) {
-            layers.entry(start).or_default().entry(number).or_insert(s);
-        }
-    }
-    let Some(named) = layers.into_values().max_by_key(BTreeMap::len) else { return repeated };
-    if (named.len() as u32) < repeated.iter().sum() {
-        return repeated;
-    }
-    let mut counts = vec![0; plan.stages.len()];
-    named.into_values().for_each(|s| counts[s] += 1);
-    counts
 }
 
 /// The recomputation of whole layers: all, the first of each stage, or the core of attention in all.

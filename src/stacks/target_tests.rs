@@ -60,6 +60,30 @@ fn plans_with_experts_and_tensor_parallelism_split_tokens_as_their_files_say() {
     assert!(written.text.contains("--sequence-parallel"), "{}", written.text);
 }
 
+/// Layers of several kinds are dealt out to stages one by one, and each kind of model has its script.
+#[test]
+fn models_with_layers_of_several_kinds_are_written_as_planned() {
+    let models = [
+        ("hybrid", None, 8, "pretrain_mamba.py"),
+        ("hybrid", Some(2), 8, "pretrain_mamba.py"),
+        ("t5", None, 16, "pretrain_t5.py"),
+        ("bert", None, 4, "pretrain_bert.py"),
+        ("llama", Some(2), 8, "pretrain_gpt.py"),
+    ];
+    for (family, virtual_stages, layers, script) in models {
+        let plan = planned(family, Target::Megatron, |r| {
+            (r.degrees.pp, r.degrees.virtual_stages) = (Some(2), virtual_stages);
+        });
+        let written = export(&plan, &megatron::MEGATRON).unwrap_or_else(|e| panic!("{family}: {e}"));
+        let (here, there) = (plan.predicted.step_time_s, written.prediction.step_s());
+        assert!((there / here - 1.0).abs() < 0.01, "{family}: {here} s, as written {there} s");
+        // Stages of equally many layers need no layout.
+        let is_dealt = |dealt: &Vec<u32>| (dealt.len(), dealt.iter().sum()) == (plan.stages.len(), layers);
+        assert!(written.configuration.layout.as_ref().is_none_or(is_dealt), "{family}: {}", written.text);
+        assert!(written.text.contains(script), "{family}: {}", written.text);
+    }
+}
+
 /// Devices that split samples between products in place of positions send and hold as much as sequence parallelism.
 #[test]
 fn samples_that_are_split_between_products_are_sequence_parallelism() {

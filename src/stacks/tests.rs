@@ -57,6 +57,13 @@ pub(super) fn model(family: &str) -> PathBuf {
             r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
                 "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512, "max_position_embeddings": 64}"#
         }
+        "hybrid" => {
+            r#"{"model_type": "bamba", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+                "num_attention_heads": 8, "num_key_value_heads": 8, "attn_layer_indices": [2, 5], "mamba_n_heads": 8,
+                "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "vocab_size": 512}"#
+        }
+        "t5" => r#"{"model_type": "t5", "d_model": 64, "d_kv": 8, "d_ff": 128, "num_layers": 8, "num_heads": 8}"#,
+        "bert" => r#"{"model_type": "bert", "hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}"#,
         "experts" => {
             r#"{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4,
                 "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -85,7 +92,7 @@ pub(super) fn import() -> ImportOptions {
 
 /// Experts take long samples, so that their exchange takes longer than its start.
 fn import_of(family: &str) -> ImportOptions {
-    ImportOptions { sequence: Some(if matches!(family, "experts" | "long") { 2048 } else { 64 }), ..import() }
+    ImportOptions { sequence: Some(if matches!(family, "experts" | "long" | "t5") { 2048 } else { 64 }), ..import() }
 }
 
 pub(super) fn base(family: &str) -> Request {

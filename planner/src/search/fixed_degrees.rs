@@ -230,13 +230,17 @@ fn keep_what_is_needed_next(plan: &mut Plan, ends_in_head: bool) {
 /// Deals the layers of the most common kind out to stages. If the number is uneven, the first stages get one more.
 /// Layers between two of them go with the earlier one, layers before the first with the first.
 pub fn evenly(kinds: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
-    let repeated = repeated(kinds);
+    dealt_evenly(kinds.len(), &repeated(kinds), stages)
+}
+
+/// Like [`evenly`], with the positions of the layers that count.
+pub(crate) fn dealt_evenly(num_layers: usize, repeated: &[usize], stages: usize) -> Option<Vec<Range<usize>>> {
     if stages == 0 || repeated.len() < stages {
         return None;
     }
     let (each, more) = (repeated.len() / stages, repeated.len() % stages);
     let counts: Vec<usize> = (0..stages).map(|s| each + usize::from(s < more)).collect();
-    dealt(kinds.len(), &repeated, &counts)
+    dealt(num_layers, repeated, &counts)
 }
 
 /// The positions of the layers of the most common kind.

@@ -133,6 +133,15 @@ fn check_options(request: &Request) -> Result<(), PlanFailure> {
     if shared > 1 && lanes == Some(1) {
         return invalid("virtual-stages", shared, "needs a pipeline over two blocks of devices or more");
     }
+    if let Some(groups) = request.degrees.groups {
+        // Each stage has a multiple of the groups.
+        if !devices.is_multiple_of(groups) {
+            return invalid("dp-replicate", groups, "must divide the number of devices");
+        }
+        if request.degrees.dp.is_some_and(|dp| !dp.is_multiple_of(groups)) {
+            return invalid("dp-replicate", groups, "must divide --dp");
+        }
+    }
     match request.degrees.zero {
         Some(zero) if zero > 3 => invalid("zero", zero, "must be 0, 1, 2 or 3"),
         _ => Ok(()),

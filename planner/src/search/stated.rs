@@ -2,7 +2,7 @@
 //! the part of each stage that is recomputed. They are read from files of that software and predicted like any plan.
 
 use super::choice::fits;
-use super::fixed_degrees::{Degrees, dealt, evenly, finely_layered, of_stages, repeated};
+use super::fixed_degrees::{Degrees, dealt, dealt_evenly, finely_layered, of_stages, repeated};
 use crate::features::padding::{padded, with_padding};
 use crate::features::pins::{pin_positions, with_pins};
 use crate::features::target::one_group;
@@ -18,7 +18,7 @@ use altiplano_cost_models::Costs;
 use altiplano_ir::graph::{Graph, Pin, PinnedDim, ValueId};
 use altiplano_ir::plan::Plan;
 use altiplano_ir::recompute::{Recomputation, Recompute};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -67,14 +67,40 @@ pub fn predict_stated(request: &Request, stated: &Stated, costs: &dyn Costs) -> 
     unpadded(request, stated, costs)
 }
 
-/// Number of repeated layers that a model is cut into, which stages divide among them.
+/// Number of blocks of a model, which stages divide among them.
 pub fn num_blocks(request: &Request) -> u32 {
-    repeated(&finely_layered(request).kinds).len() as u32
+    blocks(&finely_layered(request)).len() as u32
 }
 
-/// Repeated layers of each stage of a plan, and how many of them it recomputes at each level.
+/// The layer in which each block of a model begins, in order. Blocks are what its parameters' names number from 0, if
+/// that finds as many as layers of the most common kind: software deals those out to stages, of whatever kinds they are.
+fn blocks(layered: &LayeredGraph) -> Vec<usize> {
+    let mut begins: BTreeMap<&str, BTreeMap<u32, usize>> = BTreeMap::new();
+    for (v, name) in layered.graph.parameters() {
+        let Some((start, number)) = numbered(name) else { continue };
+        let of_users = layered.users[v.index()].iter().filter_map(|user| layered.layer_of[user.index()]);
+        let Some(layer) = of_users.min() else { continue };
+        let begin = begins.entry(start).or_default().entry(number).or_insert(usize::MAX);
+        *begin = (*begin).min(layer as usize);
+    }
+    let counted = begins.into_values().filter(|numbers| numbers.contains_key(&0));
+    let mut named: Vec<usize> = counted.flat_map(BTreeMap::into_values).collect();
+    named.sort_unstable();
+    let alike = repeated(&layered.kinds);
+    if named.len() < alike.len() { alike } else { named }
+}
+
+/// The name up to the first number, and that number: `model.layers.` and 3 of `model.layers.3.mlp.weight`.
+fn numbered(name: &str) -> Option<(&str, u32)> {
+    let first = name.find(|c: char| c.is_ascii_digit())?;
+    let digits = name[first..].find(|c: char| !c.is_ascii_digit()).unwrap_or(name.len() - first);
+    Some((&name[..first], name[first..first + digits].parse().ok()?))
+}
+
+/// Blocks of each stage of a plan, and how many of them it recomputes at each level. A block that is cut counts where it
+/// begins.
 pub fn blocks_of(plan: &Plan) -> Vec<(u32, [u32; 3])> {
-    let positions = repeated(&LayeredGraph::of_plan(plan).kinds);
+    let positions = blocks(&LayeredGraph::of_plan(plan));
     let of_stage = |stage: &altiplano_ir::plan::Stage| {
         let own = positions.iter().filter(|&&l| stage.layers.contains(&(l as u32)));
         own.fold((0, [0; 3]), |(count, mut levels), &l| {
@@ -121,10 +147,10 @@ impl Stated {
 
 /// The layers of each stage and the part of them that is recomputed.
 fn stages(layered: &LayeredGraph, stated: &Stated) -> Result<Vec<(Range<usize>, RecomputeFraction)>, PlanFailure> {
-    let (positions, num_stages) = (repeated(&layered.kinds), stated.degrees.stages);
+    let (positions, num_stages) = (blocks(layered), stated.degrees.stages);
     let too_few = || PlanFailure::TooFewLayers { layers: positions.len() as u32, stages: num_stages };
     let runs = match &stated.blocks {
-        None => evenly(&layered.kinds, num_stages as usize),
+        None => dealt_evenly(layered.kinds.len(), &positions, num_stages as usize),
         Some(counts) => dealt(layered.kinds.len(), &positions, &in_repeated(counts, positions.len())),
     };
     let fraction = |run: &Range<usize>| match stated.full_blocks {
