@@ -41,12 +41,13 @@ fn without(cluster: &Cluster, group: usize, nodes: u32) -> Option<Cluster> {
     (!left.groups.is_empty()).then_some(left)
 }
 
-/// Fails if no node can be lost, before anything is searched.
-pub fn expect_spare(request: &Request) -> Result<(), Error> {
+/// Fails if `most` nodes cannot be lost, before anything is searched.
+pub fn expect_spare(request: &Request, most: u32) -> Result<(), Error> {
     let wrong = |problem| Err(Error::Option { option: "--survive", problem });
     match request.cluster.groups.as_slice() {
         _ if request.servers.is_some() => wrong("does not count copies on parameter servers"),
         [only] if only.nodes == 1 => wrong("the cluster has one node, without which nothing is left"),
+        [only] if only.nodes <= most => wrong("the cluster has no more nodes than that, and one must be left"),
         _ => Ok(()),
     }
 }

@@ -84,7 +84,7 @@ impl Plan {
         let open = |target| Compiler::open(target, self.plugin.as_deref());
         let compiler = self.certify.as_deref().map(open).transpose()?;
         let (request, warnings) = self.plan.request_quietly(&self.model, &self.options)?;
-        self.survive.map_or(Ok(()), |_| expect_spare(&request))?;
+        self.survive.map_or(Ok(()), |most| expect_spare(&request, most))?;
         let bar = Bar::stoppable();
         if self.frontier {
             return self.answer_frontier(&request, bar, &warnings);

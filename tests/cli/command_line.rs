@@ -488,9 +488,11 @@ fn experts_and_positions_are_split_as_is_asked() {
         let (_, answer) = plan_and_answer(&[&fixed[..], &["--context-parallel-size", cp, "--dp", "2"]].concat());
         assert!(answer.contains(&format!(" x CP {cp} ")), "--cp {cp}: {answer}");
     }
-    for (options, expected) in
-        [(["--ep", "3"], "does not divide the number of experts"), (["--cp", "3"], "are no multiple of it")]
-    {
+    for (options, expected) in [
+        (["--ep", "3"], "does not divide the number of experts"),
+        (["--cp", "3"], "are no multiple of it"),
+        (["--dp-replicate", "3"], "--dp-replicate: 3 must divide the number of devices"),
+    ] {
         let refused = altiplano(&[&["plan"], &fixed[..], &options[..]].concat());
         assert_eq!(refused.code, Some(2), "{}", refused.stderr);
         assert!(refused.stderr.contains(expected), "{options:?}: {}", refused.stderr);

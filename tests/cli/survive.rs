@@ -85,6 +85,7 @@ fn plans_for_lost_nodes_are_shown_and_written() {
     };
     refused(&["0", "--cluster", "p3.16xlarge:2"], "--survive <K>");
     refused(&["1", "--cluster", "local:2"], "error: --survive: the cluster has one node");
+    refused(&["2", "--cluster", "p3.16xlarge:2"], "error: --survive: the cluster has no more nodes than that");
     refused(
         &["1", "--cluster", "p3.16xlarge:2", "--parameter-servers", "4"],
         "error: --survive: does not count copies",
