@@ -5,9 +5,10 @@ use crate::units::{bytes, plural, seconds};
 use altiplano_cost_models::Rooflines;
 use altiplano_ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
 use altiplano_ir::cluster::Cluster;
-use altiplano_ir::plan::{Plan, Target as Software};
+use altiplano_ir::plan::Plan;
 use altiplano_ir::program::{Program, Programs};
-use altiplano_planner::{Progress, Request, predict_plan, programs};
+use altiplano_planner::predict::peaks_on_xla;
+use altiplano_planner::{Progress, Request, programs};
 use altiplano_xla::certify::{self, Certifier, Target, add, calls, peak_of, planned};
 use altiplano_xla::hlo::{Collectives, Kind};
 use altiplano_xla::join::joined;
@@ -49,7 +50,7 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
     if plan.servers.is_some() {
         return Err(Error::Option { option: "certify", problem: "plans with parameter servers are not compiled" });
     }
-    let on_xla = predicted_on_xla(plan)?;
+    let expected = peaks_on_xla(plan, &Rooflines::of(&plan.cluster))?;
     let mut certifier = Certifier::new(plugin, target);
     let mut programs = programs(plan)?;
     programs.programs.iter_mut().for_each(|program| *program = joined(program));
@@ -68,8 +69,7 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
                 refusals.push(Refusal { stage: body.stage, body: body.phase.name(), message: error.to_string() });
             }
         }
-        let predicted = of_lane.iter().map(|&s| on_xla[s as usize]).max().unwrap_or(0);
-        stages.extend(certified(&programs, lane, &stage, of_lane, predicted));
+        stages.extend(certified(&programs, lane, &stage, of_lane, expected[lane]));
     }
     let (target, device_bytes) = (target.to_string(), target.memory_bytes);
     if !refusals.is_empty() {
@@ -77,15 +77,6 @@ fn certify(plan: &Plan, target: Target, plugin: Arc<Plugin>, progress: &dyn Prog
     }
     let compiler = certifier.version()?;
     Ok(Certificate { compiler, target, device_bytes, plan_hash: plan_hash(plan), stages })
-}
-
-/// The most bytes of a device of each stage, as XLA allocates them. Predictions of plans for other software follow how
-/// that software allocates.
-fn predicted_on_xla(plan: &Plan) -> Result<Vec<u64>, Error> {
-    let plan = Plan { target: Software::Xla, ..plan.clone() };
-    let costs = Rooflines::of(&plan.cluster);
-    let plan = predict_plan(plan, &costs)?;
-    Ok(plan.stages.iter().map(|stage| stage.predicted.peak_bytes).collect())
 }
 
 /// The most searches for a plan that a compiler finds to fit.

@@ -2,8 +2,10 @@
 
 use crate::common::{DEMO, Scratch, altiplano, altiplano_with, succeeds};
 use altiplano::certify::search_and_certify;
+use altiplano::cost_models::Rooflines;
 use altiplano::ir::certificate::{Certificate, CertifiedCollectives, CertifiedStage, Traffic, plan_hash};
-use altiplano::ir::plan::{Plan, Stage};
+use altiplano::ir::plan::{Plan, Stage, Target};
+use altiplano::planner::predict::peaks_on_xla;
 use altiplano::planner::{Request, Silent};
 use altiplano::{Error, ImportOptions, load_cluster, load_model, plan, request};
 use std::cell::{Cell, RefCell};
@@ -162,4 +164,23 @@ fn targets_and_plugins_that_are_none_are_refused_with_one_message() {
     );
     assert_eq!(std::fs::read(&file).expect("a plan"), before);
     assert_eq!(altiplano(&["certify", &file]).code, Some(2));
+}
+
+#[test]
+fn memory_on_xla_is_expected_of_plans_for_other_software_too() {
+    let model = load_model(DEMO.as_ref(), &ImportOptions::default()).expect("a model");
+    let mut request = request(&model, load_cluster("dgx-h100:1/4").expect("a cluster"));
+    let expected = |plan: &Plan| peaks_on_xla(plan, &Rooflines::of(&plan.cluster)).expect("a prediction");
+    request.degrees.pp = Some(2);
+    let pipeline = plan(&request, &Silent).expect("a plan");
+    let lanes: Vec<u64> = pipeline.lanes().iter().map(|stage| stage.predicted.peak_bytes).collect();
+    // Arguments of a body last to its end there.
+    let on_xla = expected(&pipeline);
+    assert!(
+        on_xla.len() == lanes.len() && on_xla.iter().zip(&lanes).all(|(xla, own)| xla >= own),
+        "{on_xla:?} {lanes:?}"
+    );
+    (request.degrees.pp, request.target) = (Some(1), Target::Xla);
+    let alone = plan(&request, &Silent).expect("a plan");
+    assert_eq!(expected(&alone), [alone.stages[0].predicted.peak_bytes]);
 }

@@ -58,6 +58,13 @@ pub fn predict_overlaps(plan: &Plan, executions: &[Execution], costs: &dyn Costs
     Ok(predicted)
 }
 
+/// The most bytes of a device of each lane if XLA allocates them, whatever software the plan is for.
+pub fn peaks_on_xla(plan: &Plan, costs: &dyn Costs) -> Result<Vec<u64>, PlanFailure> {
+    let deduped = lowered(plan, &TrainingGraphs::of(plan)?, costs);
+    let work = work_of(plan, &deduped, costs);
+    Ok(memories(plan, &deduped, &work, true).iter().map(|memory| memory.peak_bytes).collect())
+}
+
 /// Like [`predict_plan`], for a model that is already cut into layers. Uses a cached prediction if there is one.
 pub fn predict_with(
     mut plan: Plan,
@@ -437,6 +444,11 @@ fn path(plan: &Plan, source: &Stage, target: &Stage) -> TransferPath {
 
 /// Memory of every lane over a step, on the devices that the plan is for.
 pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<BodyWork>]) -> Vec<LaneMemory> {
+    memories(plan, deduped, work, plan.target == Target::Xla)
+}
+
+/// `on_xla`: XLA allocates memory.
+fn memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<BodyWork>], on_xla: bool) -> Vec<LaneMemory> {
     // Workers and servers run on devices of one group.
     let kind = |lane: usize| plan.group_of(plan.stages.get(lane).unwrap_or(&plan.stages[0])).device.kind;
     let programs = &deduped.programs.programs;
@@ -448,7 +460,7 @@ pub fn lane_memories(plan: &Plan, deduped: &DedupedPrograms<'_>, work: &[Vec<Bod
     let memory = |lane: usize| {
         let (written, steps) = (deduped.program_of(lane), &steps[deduped.same_as[lane]]);
         let both = [written, &programs[lane]];
-        LaneMemory::of(both, &deduped.programs.transfers, steps, kind(lane), plan.target == Target::Xla)
+        LaneMemory::of(both, &deduped.programs.transfers, steps, kind(lane), on_xla)
     };
     (0..programs.len()).into_par_iter().map(memory).collect()
 }

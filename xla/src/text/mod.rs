@@ -36,7 +36,7 @@ pub struct Options<'a> {
     pub donated: Vec<(usize, usize)>,
     /// Arguments whose elements count as zeros, whatever they are.
     pub zeros: Vec<usize>,
-    /// Arguments whose readers stay where the graph's order has them: see [`turns`].
+    /// Arguments whose readers stay behind what precedes them in the graph, by an optimization barrier.
     pub in_turn: Vec<usize>,
     /// Names of the results, if they have any.
     pub results: Vec<String>,
