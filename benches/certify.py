@@ -6,8 +6,8 @@
                                                 nvidia-cuda-nvcc; ALTIPLANO_SHARED=a folder with models/; PATIENCE=900 seconds a plan
 
 Each case is a model, a cluster and options of `altiplano plan`. Models are configs of benches/configs/huggingface.jsonl, or files of the
-shared folder, which are left out without it. The table is written after each case; rows that it has are
-kept, so that a later run goes on.
+shared folder, which are left out without it. The table is written after each case. A later run keeps
+its rows and goes on; remove the table to measure another version.
 """
 
 import json
@@ -26,7 +26,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "900"))
 TARGET = os.environ.get("TARGET", "cuda:H100")
 SHARED = os.environ.get("ALTIPLANO_SHARED")
 
-# Models that a device holds, if optimizer states are dealt out, from those that compile quickly to the others.
+# Models that a device holds, if optimizer states are dealt out, with their batches.
 SMALL = [
     ("gpt2-small.mlir", "--global-batch 64"),
     ("ernie-4.5-0.3b", "--seq 2048 --global-batch 64"),
@@ -165,7 +165,7 @@ one XLA's scheduler keeps values as far as a whole device has room; runs take it
 (parameters, state, sums of gradients), those held between bodies, and what the fullest body takes beside its arguments. Collectives are those of a
 step: how many / GB, of the plan -> compiled; XLA joins small ones. Seconds are those of the whole command, mostly compiling.
 
-Of {plans} plans, {compiled} compile: predictions are off by {median:.1f} % in the median and by {worst:.1f} % at worst; the largest
+{compiled} of {plans} plans compile. Predictions are off by {median:.1f} % in the median and by {worst:.1f} % at worst; the largest
 shortfall is {under:.1f} %.
 
 | plan | options | stages | predicted | compiled | error | overlapped | lasting + held + body | collectives | seconds |

@@ -79,7 +79,7 @@ impl<'a> Printing<'a> {
     /// `begun` are the sums that the body begins.
     pub fn of(program: &Program, body: &Body, begun: &BTreeSet<BufferId>, attention: &'a [Pass]) -> Printing<'a> {
         let (donated, zeros) = (donated(program, body), zeros(body, begun));
-        // What other bodies leave for this one.
+        // Values that other bodies leave for this one.
         let is_kept = |id: &BufferId| program.buffer(*id).kind == BufferKind::Value;
         let reads = arguments(body);
         let in_turn = (0..reads.len()).filter(|&argument| is_kept(&reads[argument])).collect();

@@ -724,7 +724,8 @@ impl Walk<'_> {
             let gathers =
                 |user: &ValueId| matches!(graph.node(*user).op, Op::Gather(_)) && graph.node(*user).operands[0] == v;
             let users = users.get(v.index()).filter(|users| !users.is_empty());
-            users.is_some_and(|users| graph.node(v).op.is_elementwise() && users.iter().all(gathers))
+            let is_read_so = users.is_some_and(|users| users.iter().all(gathers));
+            is_read_so && graph.node(v).op.is_elementwise() && !written.contains_key(&v)
         };
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
