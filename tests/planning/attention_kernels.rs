@@ -3,7 +3,7 @@
 use crate::common::{Scratch, planned};
 use altiplano::ImportOptions;
 use altiplano::ir::program::Program;
-use altiplano_xla::attention::{Backward, Forward, Pass, find};
+use altiplano_xla::attention::{Backward, Dim, Forward, Mask, Pass, find};
 use altiplano_xla::program::{begun_sums, body_text};
 use std::path::PathBuf;
 
@@ -64,7 +64,7 @@ fn attention_of_every_layer_is_found_forward_and_backward() {
             let sizes = forward[0].of.sizes;
             assert_eq!((sizes.queries, sizes.keys, sizes.width), (128, 128, 16), "{words}");
             assert!(heads.contains(&(sizes.key_heads * sizes.group)), "{words}");
-            assert!(forward.iter().all(|pass| pass.of.causal && pass.of.scale == 0.25), "{words}");
+            assert!(forward.iter().all(|pass| pass.of.mask == Mask::Causal && pass.of.scale == 0.25), "{words}");
             // With weight gradients apart, outputs are read by the body of these alone.
             let again = backward.iter().any(|pass| pass.forward.is_none());
             assert_eq!(again, words.ends_with("zb"), "{words}: forward passes are computed again");
@@ -77,7 +77,20 @@ fn attention_of_every_layer_is_found_forward_and_backward() {
 fn attention_of_values_that_are_made_late_is_found() {
     let (forward, backward) = passes(BERT, "dgx-h100:1/1 bf16");
     assert_eq!((forward.len(), backward.len()), (2, 2));
-    assert!(forward.iter().all(|pass| !pass.of.causal) && backward.iter().all(|pass| pass.forward.is_some()));
+    assert!(forward.iter().all(|pass| pass.of.mask == Mask::All) && backward.iter().all(|pass| pass.forward.is_some()));
+}
+
+#[test]
+fn attention_over_a_window_is_found_with_a_mask_of_queries_and_keys() {
+    let window = LLAMA.replace("llama\"", "mistral\", \"sliding_window\": 24");
+    let (forward, backward) = passes(&window, "dgx-h100:1/2 bf16 dp2 tp1 pp1");
+    assert_eq!((forward.len(), backward.len()), (4, 4));
+    assert!(backward.iter().all(|pass| pass.forward.is_some()), "forward passes are found again");
+    for of in forward.iter().map(|pass| &pass.of).chain(backward.iter().map(|pass| &pass.of)) {
+        let Mask::Seen { of, varies } = &of.mask else { panic!("a mask that is no window: {:?}", of.mask) };
+        let along = of.dims.iter().zip(varies).filter(|(_, varies)| **varies);
+        assert_eq!(along.map(|(dim, _)| *dim).collect::<Vec<_>>(), [Dim::Query, Dim::Key]);
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ use altiplano::ir::program::{Body, BufferId, BufferKind, Phase, Program};
 use altiplano::ir::tensor::Tensor;
 use altiplano::ir::testing::numbers::{Rng, random};
 use altiplano::ir::types::TensorType;
-use altiplano_xla::attention::{Attention, Pass, Sizes, find};
+use altiplano_xla::attention::{Attention, Mask, Pass, Sizes, find};
 use altiplano_xla::pjrt::{self, Client, Launch, Platform, Plugin};
 use altiplano_xla::program::{Printing, arguments, graph_of, graph_text};
 use altiplano_xla::text::module;
@@ -26,6 +26,9 @@ const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}"#;
 const BERT: &str = r#"{"model_type": "bert", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}"#;
+const MISTRAL: &str = r#"{"model_type": "mistral", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "sliding_window": 24}"#;
 
 fn input(g: &mut Graph, name: &str, dtype: DType, shape: &[u64]) -> ValueId {
     g.emit(Op::Input(Input { name: name.into(), ty: TensorType::new(dtype, shape) }), &[])
@@ -57,10 +60,23 @@ fn kernel(of: &Attention, is_backward: bool) -> Graph {
     let [q, k, v] = [q, k, v].map(|x| g.convert(x, DType::F32));
     let (k, v) = (repeated(g, k, &sizes), repeated(g, v, &sizes));
     let scores = attention_scores(g, q, k, of.scale).expect("scores");
-    let scores = masked_scores(g, scores, None, of.causal).expect("masked scores");
     let full = [batch, heads, queries, keys];
+    let of_backward = is_backward.then(|| {
+        let statistic = input(g, "statistic", DType::F32, &[batch, heads, queries]);
+        [statistic, input(g, "gradient", of.dtype, &[batch, queries, heads, width])]
+    });
+    // All masks of these models are alike for samples and heads.
+    let bias = matches!(of.mask, Mask::Seen { .. }).then(|| input(g, "bias", of.dtype, &[1, 1, queries, keys]));
+    let output = is_backward.then(|| input(g, "output", of.dtype, &[batch, queries, heads, width]));
+    let mut scores = masked_scores(g, scores, None, of.mask == Mask::Causal).expect("masked scores");
+    if let Some(bias) = bias {
+        let wide = g.convert(bias, DType::F32);
+        let wide = g.reshape(wide, &[queries, keys]);
+        let wide = g.broadcast(wide, &full, &[2, 3]);
+        scores = g.add(scores, wide);
+    }
     let rows = |g: &mut Graph, x: ValueId| g.broadcast(x, &full, &[0, 1, 2]);
-    if !is_backward {
+    let (Some([statistic, gradient]), Some(output)) = (of_backward, output) else {
         let maximum = g.reduce(scores, Reducer::Max, &[3]);
         let spread = rows(g, maximum);
         let below = g.sub(scores, spread);
@@ -73,10 +89,7 @@ fn kernel(of: &Attention, is_backward: bool) -> Graph {
         let statistic = g.add(maximum, log);
         graph.outputs = vec![graph.convert(output, of.dtype), statistic];
         return graph;
-    }
-    let statistic = input(g, "statistic", DType::F32, &[batch, heads, queries]);
-    let gradient = input(g, "gradient", of.dtype, &[batch, queries, heads, width]);
-    let output = input(g, "output", of.dtype, &[batch, queries, heads, width]);
+    };
     let [gradient, output] = [gradient, output].map(|x| g.convert(x, DType::F32));
     let spread = rows(g, statistic);
     let below = g.sub(scores, spread);
@@ -108,17 +121,18 @@ fn emulated(text: &str, passes: &[Pass]) -> String {
         let Some((result, call)) = line.split_once(" = stablehlo.custom_call @__cudnn$") else {
             return line.to_string();
         };
-        let is_backward = call.starts_with("fmhaSoftmaxBackward");
         let (name, given) = call.split_once('(').expect("operands");
+        let (is_backward, has_bias) = (name.ends_with("Backward"), name.contains("Bias"));
         let (operands, _) = given.split_once(')').expect("operands");
         let (_, types) = call.rsplit_once(" : (").expect("types");
         let types = types.replace(", tensor<0xui8>)", ")");
-        let of = passes.iter().find_map(|pass| match pass {
+        let mut of = passes.iter().filter_map(|pass| match pass {
             Pass::Forward(pass) if !is_backward => Some(&pass.of),
             Pass::Backward(pass) => Some(&pass.of),
             Pass::Forward(_) => None,
         });
-        let function = module(&kernel(of.expect("a pass"), is_backward), &Default::default());
+        let of = of.find(|of| matches!(of.mask, Mask::Seen { .. }) == has_bias).expect("a pass");
+        let function = module(&kernel(of, is_backward), &Default::default());
         let (_, function) = function.split_once('\n').expect("a module");
         let function = function
             .trim_end()
@@ -201,6 +215,7 @@ fn kernels_for_attention_give_the_gradients_of_the_ops_that_they_replace() {
         (GPT2, "dgx-h100:1/1 bf16", 0.3),
         (LLAMA, "dgx-h100:1/1 bf16", 0.3),
         (LLAMA, "dgx-h100:1/1 bf16 selective", 0.3),
+        (MISTRAL, "dgx-h100:1/1 bf16", 0.3),
         (GPT2, "dgx-h100:1/1 bf16 recompute", 0.3),
         // After norms positions are much alike, and gradients of scores near their rounding in bf16.
         (BERT, "dgx-h100:1/1 f16", 0.6),

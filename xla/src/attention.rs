@@ -1,7 +1,7 @@
 //! Softmax attention in the bodies of a program, for compilers that have a kernel for it.
 //!
 //! Bodies have attention as products, elementwise ops and reductions. It is found by these ops, forward and backward,
-//! in 16-bit types and with no mask or a causal one. The kernel's statistic of a row is the logarithm of the sum of its
+//! in 16-bit types. Masks other than the causal one reach a kernel as a bias in the dimensions along which they differ. The kernel's statistic of a row is the logarithm of the sum of its
 //! exponentials, where bodies keep the row's maximum and its sum. Weights are `exp(score - maximum) / sum`, so the
 //! statistic in place of the maximum and 1 in place of the sum give the same weights.
 
@@ -14,8 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Most elements of a head that the kernels have on all GPUs.
 const MAX_WIDTH: u64 = 128;
 
-/// The most ops between queries, keys or values and what a forward pass has left of them, such as a bias.
-const DEPTH: usize = 8;
+/// The most ops in a chain between queries, keys, values or masks and what a forward pass has left of them.
+const DEPTH: usize = 32;
 
 /// The meaning of a dimension. Queries' heads are those of keys times groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,13 +46,23 @@ pub struct Sizes {
     pub width: u64,
 }
 
-/// `softmax(scale * q k^T) v` by batch and head; if it is causal, query `i` sees the keys up to `i`.
+/// The keys that queries see.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Mask {
+    All,
+    /// Query `i` sees the keys up to `i`.
+    Causal,
+    /// True where a key is seen, in the dimensions of the scores. It may differ along those that `varies` marks.
+    Seen { of: Labelled, varies: Vec<bool> },
+}
+
+/// `softmax(scale * q k^T) v` by batch and head, over the keys that the mask shows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Attention {
     pub sizes: Sizes,
     pub dtype: DType,
     pub scale: f64,
-    pub causal: bool,
+    pub mask: Mask,
     pub q: Labelled,
     pub k: Labelled,
     pub v: Labelled,
@@ -106,6 +116,9 @@ impl Pass {
             Pass::Backward(pass) => &pass.of,
         };
         let mut reads = vec![of.q.value, of.k.value, of.v.value];
+        if let Mask::Seen { of, .. } = &of.mask {
+            reads.push(of.value);
+        }
         if let Pass::Backward(pass) = self {
             reads.push(pass.gradient.value);
             if let Some((output, Statistics { maximum, sum })) = &pass.forward {
@@ -166,7 +179,7 @@ fn is_kept(found: &[Found], at: usize, pass: &Forward) -> bool {
 #[derive(Clone, Debug)]
 struct Weights {
     scale: f64,
-    causal: bool,
+    mask: Mask,
     q: Labelled,
     k: Labelled,
     /// The dimensions of the scores.
@@ -387,26 +400,45 @@ impl<'a> Found<'a> {
     /// Returns true if the statistics of a backward pass are those of a forward pass of another body over the same queries,
     /// keys and values.
     fn is_forward_of(&self, pass: &Unlinked, other: &Found, forward: &Forward) -> bool {
-        let same = |a: ValueId, b: ValueId| self.is_same(a, other, b, DEPTH);
+        let mut known = BTreeMap::new();
+        let mut same = |a: ValueId, b: ValueId| self.is_same((a, b), other, DEPTH, &mut known);
         let (a, b) = (&pass.of, &forward.of);
-        let of = (a.sizes, a.scale, a.causal) == (b.sizes, b.scale, b.causal);
+        let of = (a.sizes, a.scale) == (b.sizes, b.scale);
+        let masks = match (&a.mask, &b.mask) {
+            (Mask::Seen { of: x, .. }, Mask::Seen { of: y, .. }) => x.dims == y.dims && same(x.value, y.value),
+            (x, y) => x == y,
+        };
         let (s, t) = (pass.weights.statistics, forward.statistics);
         let pairs = [(&a.q, &b.q), (&a.k, &b.k), (&a.v, &b.v)];
-        of && same(s.maximum, t.maximum)
+        of && masks
+            && same(s.maximum, t.maximum)
             && same(s.sum, t.sum)
             && pairs.iter().all(|(a, b)| a.dims == b.dims && same(a.value, b.value))
     }
 
-    /// Returns true if a value is that of another body: by their buffers, or by equal ops of such values.
-    fn is_same(&self, a: ValueId, other: &Found, b: ValueId, depth: usize) -> bool {
-        if let (Some(a), Some(b)) = (self.buffer(a), other.buffer(b)) {
-            return a == b;
+    /// Returns true if a value is that of another body: by their buffers, or by equal ops of such values. `known` are the
+    /// answers so far.
+    fn is_same(
+        &self,
+        pair: (ValueId, ValueId),
+        other: &Found,
+        depth: usize,
+        known: &mut BTreeMap<(ValueId, ValueId), bool>,
+    ) -> bool {
+        if let Some(&answer) = known.get(&pair) {
+            return answer;
         }
-        let (x, y) = (self.graph.node(a), other.graph.node(b));
-        let alike = depth > 0 && (&x.op, &x.ty) == (&y.op, &y.ty) && x.operands.len() == y.operands.len();
-        alike
-            && !is_argument(self.graph, a)
-            && x.operands.iter().zip(&y.operands).all(|(&a, &b)| self.is_same(a, other, b, depth - 1))
+        let answer = match (self.buffer(pair.0), other.buffer(pair.1)) {
+            (Some(a), Some(b)) => a == b,
+            _ => {
+                let (x, y) = (self.graph.node(pair.0), other.graph.node(pair.1));
+                let alike = depth > 0 && (&x.op, &x.ty) == (&y.op, &y.ty) && x.operands.len() == y.operands.len();
+                let mut pairs = x.operands.iter().copied().zip(y.operands.iter().copied());
+                alike && !x.op.is_leaf() && pairs.all(|pair| self.is_same(pair, other, depth - 1, known))
+            }
+        };
+        known.insert(pair, answer);
+        answer
     }
 
     /// The buffer whose elements a value has, in their order.
@@ -466,8 +498,12 @@ fn attention(g: &Graph, weights: &Weights, v: Labelled) -> Option<Attention> {
     let dtype = g.ty(q.value).dtype;
     let same = [&k, &v].iter().all(|x| g.ty(x.value).dtype == dtype) && size(&v, Dim::Width) == sizes.width;
     let fits = sizes.width <= MAX_WIDTH && sizes.width.is_multiple_of(8) && g.ty(q.value).elements() > 0;
-    let Weights { scale, causal, .. } = *weights;
-    (dtype.is_half() && same && fits).then_some(Attention { sizes, dtype, scale, causal, q, k, v })
+    // Biases are exact enough in this type, and kernels take even lengths with them.
+    let has_bias = matches!(weights.mask, Mask::Seen { .. });
+    let even = sizes.queries.is_multiple_of(2) && sizes.keys.is_multiple_of(2);
+    let fits = fits && (!has_bias || dtype == DType::BF16 && even);
+    let (scale, mask) = (weights.scale, weights.mask.clone());
+    (dtype.is_half() && same && fits).then_some(Attention { sizes, dtype, scale, mask, q, k, v })
 }
 
 /// Weights that a value divides by their sum.
@@ -501,13 +537,18 @@ fn weights(g: &Graph, value: ValueId) -> Option<Weights> {
     let [q, k] = *g.node(scores).operands else { return None };
     let (q_dims, k_dims) = labels_of_scores(op, g.shape(q).len(), g.shape(k).len())?;
     let dims = product(op, &q_dims, &k_dims)?;
-    if let Some(seen) = seen {
-        let query = dims.iter().position(|dim| *dim == Dim::Query)?;
-        is_causal(g, seen, query).then_some(())?;
-    }
+    let query = dims.iter().position(|dim| *dim == Dim::Query)?;
+    let mask = match seen {
+        None => Mask::All,
+        Some(seen) if is_causal(g, seen, query) => Mask::Causal,
+        Some(value) => {
+            let varies = varies(g, value, DEPTH, &mut BTreeMap::new());
+            Mask::Seen { of: Labelled { value, dims: dims.clone() }, varies }
+        }
+    };
     Some(Weights {
         scale,
-        causal: seen.is_some(),
+        mask,
         q: Labelled { value: q, dims: q_dims },
         k: Labelled { value: k, dims: k_dims },
         dims,
@@ -601,6 +642,34 @@ fn is_causal(g: &Graph, mask: ValueId, query: usize) -> bool {
             _ => return false,
         }
     }
+}
+
+/// The dimensions of a value along which its elements may differ. `known` are the answers so far.
+fn varies(g: &Graph, value: ValueId, depth: usize, known: &mut BTreeMap<ValueId, Vec<bool>>) -> Vec<bool> {
+    if let Some(answer) = known.get(&value) {
+        return answer.clone();
+    }
+    let (node, shape) = (g.node(value), g.shape(value));
+    let all = || shape.iter().map(|&size| size > 1).collect::<Vec<bool>>();
+    let mut along = vec![false; shape.len()];
+    match &node.op {
+        _ if depth == 0 => along = all(),
+        Op::Iota(op) => along[op.dim] = true,
+        Op::Constant(literal) if literal.as_splat().is_some() => {}
+        Op::BroadcastInDim(op) => {
+            let of_operand = varies(g, node.operands[0], depth - 1, known);
+            op.dims.iter().zip(of_operand).for_each(|(&d, varies)| along[d] = varies);
+        }
+        op if op.is_elementwise() => {
+            for &operand in &node.operands {
+                let of_operand = varies(g, operand, depth - 1, known);
+                along.iter_mut().zip(of_operand).for_each(|(varies, operand)| *varies |= operand);
+            }
+        }
+        _ => along = all(),
+    }
+    known.insert(value, along.clone());
+    along
 }
 
 /// The value with one element for each row that is spread along the last dimension.

@@ -36,12 +36,15 @@ impl Repeats<'_> {
     /// * Selective recomputation also repeats the products for which [`grows`] is true, if it repeats the core of attention, and
     ///   what belongs to the other modules. With every second product it repeats everything that is no product.
     ///
-    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone.
+    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone. So is what
+    /// alone reads a product and passes gradients on unread, like the addition of a bias: it takes the product's place.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention, always, selective, modules } = *self;
         let mut again = BTreeSet::new();
         // For each value, the large kept values from which recomputed ops derive it.
         let mut sources: FxHashMap<ValueId, Vec<ValueId>> = FxHashMap::default();
+        // Values that are kept in the place of products.
+        let mut instead: BTreeSet<ValueId> = BTreeSet::new();
         for v in nodes {
             let node = graph.node(v);
             let layer = layer_of[v.index()];
@@ -68,10 +71,19 @@ impl Repeats<'_> {
                 node.op.is_contraction() || matches!(node.op, Op::Composite(_) | Op::Reduce(_) | Op::Collective(_));
             let of_module = modules.get(v.index()).is_some_and(|of| of.intersects(chosen));
             let product = product || of_module || chosen.contains(Module::SecondProducts) && !keeps;
+            let passes_on = sum || matches!(node.op, Op::Convert(_));
+            let replaces = |o: &ValueId| {
+                let is_product = graph.node(*o).op.is_contraction() && !again.contains(o) || instead.contains(o);
+                is_product && users[o.index()] == [v] && node.ty.bytes() <= graph.ty(*o).bytes()
+            };
+            let replaces = passes_on && large <= 1 && node.operands.iter().any(replaces);
             // When the backward pass runs, a total may be that of the next step.
             let repeat = !leaves_layer
                 && !graph.is_total(v)
-                && (always || full || product || self.is_cheap(v) && !(sum && large > 1));
+                && (always || full || product || self.is_cheap(v) && !replaces && !(sum && large > 1));
+            if replaces && !repeat {
+                instead.insert(v);
+            }
             if repeat {
                 again.insert(v);
                 sources.insert(v, from);

@@ -1,12 +1,12 @@
 //! Passes of attention as calls of cuDNN's kernels, which XLA knows for NVIDIA's GPUs.
 //!
 //! Names, operands, layouts and attributes are those of XLA's custom calls `__cudnn$fmhaSoftmax` and
-//! `__cudnn$fmhaSoftmaxBackward`. Tensors are `[batch, position, head, width]`, and results `[batch, head, position,
+//! `__cudnn$fmhaSoftmaxBackward`, or `__cudnn$fmhaScaleBiasSoftmax` and its backward pass if a bias hides keys. Tensors are `[batch, position, head, width]`, and results `[batch, head, position,
 //! width]` in the same order of memory. Statistics are `[batch, head, query]` in f32.
 
 use super::types::{list, quoted, tensor, tensors};
 use super::{Printer, Value};
-use crate::attention::{Attention, Backward, Dim, Forward, Labelled, Pass, Sizes, Statistics, order};
+use crate::attention::{Attention, Backward, Dim, Forward, Labelled, Mask, Pass, Sizes, Statistics, order};
 use crate::legal::Legal;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
@@ -25,6 +25,9 @@ pub(super) struct Calls<'a> {
 
 /// Dimensions of results, with the heads of a group apart.
 const OF_RESULT: [Dim; 5] = [Dim::Batch, Dim::Head, Dim::Group, Dim::Query, Dim::Width];
+
+/// The bias of a key that is not seen. Any score vanishes beside it, and the difference of two is finite.
+const HIDDEN: f64 = -2_199_023_255_552.0;
 
 impl<'a> Calls<'a> {
     pub(super) fn new(legal: &'a Legal, passes: &'a [Pass]) -> Calls<'a> {
@@ -131,6 +134,31 @@ impl<'a> Calls<'a> {
         printer.reshaped(&ordered, &shape)
     }
 
+    /// A mask as kernels take it: what is added to the scores, `[batch or 1, heads or 1, query, key]`.
+    fn bias(&self, of: &Attention, printer: &mut Printer, values: &[Value]) -> Option<Value> {
+        let Mask::Seen { of: Labelled { value, dims }, varies } = &of.mask else { return None };
+        let seen = self.found(*value, values);
+        let of_head = |dim: Dim| matches!(dim, Dim::Head | Dim::Group);
+        let by_head = dims.iter().zip(varies).any(|(&dim, varies)| of_head(dim) && *varies);
+        let is_whole = |at: usize| match dims[at] {
+            Dim::Query | Dim::Key => true,
+            dim => varies[at] || of_head(dim) && by_head,
+        };
+        // One element speaks for a dimension along which none differs.
+        let shape: Vec<u64> = (0..dims.len()).map(|at| if is_whole(at) { seen.ty.shape[at] } else { 1 }).collect();
+        let ranges: Vec<String> = shape.iter().map(|size| format!("0:{size}")).collect();
+        let part = printer.typed("slice", &seen, &format!(" [{}]", ranges.join(", ")), &seen.ty.with_shape(shape.as_slice()));
+        let order = [Dim::Batch, Dim::Head, Dim::Group, Dim::Query, Dim::Key];
+        let place = |dim: Dim| dims.iter().position(|d| *d == dim);
+        let part = printer.transposed(&part, &order.into_iter().filter_map(place).collect::<Vec<_>>());
+        let size = |dim: Dim| place(dim).map_or(1, |at| shape[at]);
+        let [batch, heads, group, queries, keys] = order.map(size);
+        let part = printer.reshaped(&part, &[batch, heads * group, queries, keys]);
+        let ty = part.ty.with_dtype(of.dtype);
+        let (shown, hidden) = (printer.splat(ty.clone(), 0.0), printer.splat(ty, HIDDEN));
+        Some(printer.select(&part, &shown, &hidden))
+    }
+
     /// The results of a forward pass: its output, and statistics in the form of the body.
     fn forward(&self, pass: &Forward, printer: &mut Printer, values: &[Value]) -> Vec<(ValueId, Value)> {
         let (output, statistic) = self.call_forward(&pass.of, printer, values);
@@ -150,14 +178,15 @@ impl<'a> Calls<'a> {
     fn call_forward(&self, of: &Attention, printer: &mut Printer, values: &[Value]) -> (Value, Value) {
         let Sizes { batch, key_heads, group, queries, keys, width } = of.sizes;
         let heads = key_heads * group;
-        let operands = [
+        let mut operands = vec![
             self.operand(&of.q, [batch, queries, heads, width], printer, values),
             self.operand(&of.k, [batch, keys, key_heads, width], printer, values),
             self.operand(&of.v, [batch, keys, key_heads, width], printer, values),
         ];
+        operands.extend(self.bias(of, printer, values));
         let output = TensorType::new(of.dtype, [batch, heads, queries, width]);
         let statistic = TensorType::new(DType::F32, [batch, heads, queries]);
-        let results = printer.kernel("__cudnn$fmhaSoftmax", &configuration(of, false), &operands, &[output, statistic]);
+        let results = printer.kernel(&target(of, ""), &configuration(of, false), &operands, &[output, statistic]);
         (results[0].clone(), results[1].clone())
     }
 
@@ -183,18 +212,19 @@ impl<'a> Calls<'a> {
                 (printer.transposed(&output, &[0, 2, 1, 3]), statistic)
             }
         };
-        let operands = [
+        let mut operands = vec![
             self.operand(&of.q, shape, printer, values),
             self.operand(&of.k, [batch, keys, key_heads, width], printer, values),
             self.operand(&of.v, [batch, keys, key_heads, width], printer, values),
             statistic,
             self.operand(&pass.gradient, shape, printer, values),
-            output,
         ];
+        operands.extend(self.bias(of, printer, values));
+        operands.push(output);
         let of_queries = TensorType::new(of.dtype, [batch, heads, queries, width]);
         let of_keys = TensorType::new(of.dtype, [batch, key_heads, keys, width]);
         let types = [of_queries, of_keys.clone(), of_keys];
-        let results = printer.kernel("__cudnn$fmhaSoftmaxBackward", &configuration(of, true), &operands, &types);
+        let results = printer.kernel(&target(of, "Backward"), &configuration(of, true), &operands, &types);
         let of_keys = [Dim::Batch, Dim::Head, Dim::Key, Dim::Width];
         let dims = [OF_RESULT.to_vec(), of_keys.to_vec(), of_keys.to_vec()];
         let positions = [queries, keys, keys];
@@ -250,6 +280,12 @@ impl Printer {
     }
 }
 
+/// The name of a kernel.
+fn target(of: &Attention, pass: &str) -> String {
+    let bias = if matches!(of.mask, Mask::Seen { .. }) { "ScaleBias" } else { "" };
+    format!("__cudnn$fmha{bias}Softmax{pass}")
+}
+
 /// The description of a kernel that XLA asks for.
 fn configuration(of: &Attention, backward: bool) -> Json {
     let Sizes { batch, key_heads, group, queries, keys, .. } = of.sizes;
@@ -279,7 +315,7 @@ fn configuration(of: &Attention, backward: bool) -> Json {
             "is_dynamic_dimension": [false, false, false, false],
         },
         "is_flash_attention": true,
-        "mask_type": if of.causal { "CAUSAL" } else { "NO_MASK" },
+        "mask_type": if of.mask == Mask::Causal { "CAUSAL" } else { "NO_MASK" },
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": 0,

@@ -58,6 +58,8 @@ struct Printer {
     next: usize,
     /// The location of the op that is being printed, or nothing.
     location: String,
+    /// The latest value that is in memory, behind which others wait (see [`turns`]).
+    latest: Option<Value>,
     /// Private functions by name.
     functions: BTreeMap<String, String>,
 }
@@ -105,12 +107,12 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
         legal.graph.values().collect()
     });
     let live = calls.live();
-    let mut turns = Turns::new(&legal.graph);
+    let mut turns = Turns::new(&legal.graph, !options.in_turn.is_empty());
     for v in order {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
         if calls.computed.contains(&v) {
-            turns.reach(v, &values[v.index()]);
+            turns.reach(v, &mut printer, &values);
             continue;
         }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
@@ -141,8 +143,8 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             let constraint = format!("sdy.sharding_constraint {} {sharding} : {ty}", value.name);
             value = printer.op(constraint, node.ty.clone());
         }
-        turns.reach(v, &value);
         values[v.index()] = value;
+        turns.reach(v, &mut printer, &values);
     }
     let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
     let outputs: Vec<(&Value, Option<String>)> =

@@ -84,7 +84,7 @@ impl Printer {
     }
 
     pub(super) fn scatter_add(&mut self, op: &ScatterAdd, indices: &Value, updates: &Value, ty: &TensorType) -> Value {
-        let zeros = self.splat(ty.clone(), 0.0);
+        let zeros = self.zeros(ty);
         let scalar = TensorType::scalar(ty.dtype);
         let region = self.combining(Binary::Add, &scalar);
         self.scatter_by(&op.dims, &region, [&zeros, indices, updates])

@@ -2,35 +2,40 @@
 //!
 //! XLA orders the ops of a program itself. Those that need nothing but arguments can run at any time, so it recomputes
 //! values of all layers when a backward pass begins, and keeps them until they are used. An optimization barrier keeps the
-//! readers of an argument behind a value that precedes them in the body's own order. The value is one that several
-//! products read: it is in memory whatever XLA fuses.
+//! readers of an argument behind a value that precedes them in the body's own order, and so it does with zeros that a
+//! scatter adds to. The value is one that several products read: it is in memory whatever XLA fuses. If it is another
+//! shape of a value, the barrier takes that one: XLA may let its readers read that, and takes out of a barrier what nothing
+//! else reads.
 
-use super::types::tensor;
+use super::types::{list, tensor};
 use super::{Printer, Value};
 use altiplano_ir::graph::{Graph, Node, ValueId};
+use altiplano_ir::op::Op;
+use altiplano_ir::types::TensorType;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Bytes of an argument from which on it waits.
 const LARGE: u64 = 1 << 20;
 
-pub(super) struct Turns {
+pub(super) struct Turns<'a> {
+    graph: &'a Graph,
     /// Arguments that nothing has read so far.
     waiting: BTreeSet<ValueId>,
     /// True for values that several products read.
     is_materialised: Vec<bool>,
-    latest: Option<ValueId>,
 }
 
-impl Turns {
-    pub(super) fn new(graph: &Graph) -> Turns {
+impl<'a> Turns<'a> {
+    /// `any`: something waits at all.
+    pub(super) fn new(graph: &'a Graph, any: bool) -> Turns<'a> {
         let mut products = vec![0; graph.len()];
         for node in graph.nodes.iter().filter(|node| node.op.is_contraction()) {
             node.operands.iter().for_each(|o| products[o.index()] += 1);
         }
-        let several = |(node, products): (&Node, u32)| products > 1 && !node.op.is_leaf();
+        let several = |(node, products): (&Node, u32)| any && products > 1 && !node.op.is_leaf();
         let is_materialised = graph.nodes.iter().zip(products).map(several).collect();
-        Turns { waiting: BTreeSet::new(), is_materialised, latest: None }
+        Turns { graph, waiting: BTreeSet::new(), is_materialised }
     }
 
     /// Lets an argument wait.
@@ -43,25 +48,53 @@ impl Turns {
     /// Puts the arguments that a node is the first to read behind the latest value that is in memory.
     pub(super) fn admit(&mut self, node: &Node, printer: &mut Printer, values: &mut [Value]) {
         for &operand in &node.operands {
-            let waits = self.waiting.remove(&operand);
-            let Some(latest) = self.latest.filter(|_| waits) else { continue };
-            let (argument, after) = (&values[operand.index()], &values[latest.index()]);
-            let name = printer.fresh();
-            let types = format!("{}, {}", tensor(&argument.ty), tensor(&after.ty));
-            // Writing to a string does not fail.
-            let _ = writeln!(
-                printer.body,
-                "    {name}:2 = stablehlo.optimization_barrier {}, {} : {types}",
-                argument.name, after.name
-            );
-            values[operand.index()] = Value { name: format!("{name}#0"), ty: argument.ty.clone() };
+            if self.waiting.remove(&operand) {
+                values[operand.index()] = printer.in_turn(&values[operand.index()]);
+            }
         }
     }
 
     /// Hears that a value is printed.
-    pub(super) fn reach(&mut self, v: ValueId, value: &Value) {
-        if self.is_materialised[v.index()] && !value.name.is_empty() {
-            self.latest = Some(v);
+    pub(super) fn reach(&self, v: ValueId, printer: &mut Printer, values: &[Value]) {
+        let is_printed = |v: ValueId| !values[v.index()].name.is_empty();
+        if !self.is_materialised[v.index()] || !is_printed(v) {
+            return;
         }
+        // As it was before changes of shape, and of order if a product precedes these.
+        let (mut latest, mut source) = (v, v);
+        while let Node { op: op @ (Op::Reshape(_) | Op::Transpose(_)), operands, .. } = self.graph.node(source) {
+            let is_direct = latest == source && matches!(op, Op::Reshape(_));
+            source = operands[0];
+            if is_printed(source) && (is_direct || self.graph.node(source).op.is_contraction()) {
+                latest = source;
+            }
+        }
+        printer.latest = Some(values[latest.index()].clone());
+    }
+}
+
+impl Printer {
+    /// A value that is at hand when the latest value in memory is.
+    fn in_turn(&mut self, value: &Value) -> Value {
+        let Some(latest) = self.latest.clone() else { return value.clone() };
+        let name = self.fresh();
+        let types = format!("{}, {}", tensor(&value.ty), tensor(&latest.ty));
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            self.body,
+            "    {name}:2 = stablehlo.optimization_barrier {}, {} : {types}",
+            value.name, latest.name
+        );
+        Value { name: format!("{name}#0"), ty: value.ty.clone() }
+    }
+
+    /// Zeros that a large sum begins with, in turn.
+    pub(super) fn zeros(&mut self, ty: &TensorType) -> Value {
+        if self.latest.is_none() || ty.bytes() < LARGE {
+            return self.splat(ty.clone(), 0.0);
+        }
+        let zero = self.splat(TensorType::scalar(ty.dtype), 0.0);
+        let zero = self.in_turn(&zero);
+        self.typed("broadcast_in_dim", &zero, &format!(", dims = {}", list([0usize; 0])), ty)
     }
 }
