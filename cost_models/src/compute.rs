@@ -216,7 +216,7 @@ impl Compute {
         let clock = self.device.clock_part();
         let newest = [c.attention_efficiency, c.attention_backward_efficiency, c.attention_fill];
         let older = match software {
-            AttentionKernels::Newest => None,
+            AttentionKernels::Newest | AttentionKernels::Cudnn => None,
             AttentionKernels::Flash2 => flash_2(self.device.generation()),
         };
         let older = older.map(|[forward, backward, fill]| [clock * forward, clock * backward, fill]);

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod array;
+pub mod attention;
 pub mod autodiff;
 pub mod batch;
 pub mod certificate;

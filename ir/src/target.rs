@@ -54,6 +54,8 @@ pub enum AttentionKernels {
     /// FlashAttention-2 on every device (Dao 2023), which uses what Ampere has.
     #[serde(rename = "flash-2")]
     Flash2,
+    /// cuDNN's, as XLA calls them, and none for attention that they lack ([`crate::attention`]).
+    Cudnn,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {

@@ -2,8 +2,12 @@
 
 use crate::common::{Scratch, planned};
 use altiplano::ImportOptions;
+use altiplano::ir::attention::{Backward, Dim, Forward, Mask, Pass, WIDEST, find};
+use altiplano::ir::plan::AttentionKernels;
 use altiplano::ir::program::Program;
-use altiplano_xla::attention::{Backward, Dim, Forward, Mask, Pass, find};
+use altiplano_cost_models::Roofline;
+use altiplano_cost_models::kernels::KernelKind;
+use altiplano_planner::predict::timing::work;
 use altiplano_xla::program::{begun_sums, body_text};
 use std::path::PathBuf;
 
@@ -23,7 +27,7 @@ fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
     let programs = altiplano::programs(&plan).expect("programs");
     let (mut forward, mut backward) = (Vec::new(), Vec::new());
     programs.programs.iter().for_each(|program| every_operand_is_printed(program, words));
-    for pass in programs.programs.iter().flat_map(find).flatten() {
+    for pass in programs.programs.iter().flat_map(|program| find(program, WIDEST)).flatten() {
         match pass {
             Pass::Forward(pass) => forward.push(pass),
             Pass::Backward(pass) => backward.push(pass),
@@ -34,7 +38,7 @@ fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
 
 /// Ops that kernels replace are not printed, so that nothing may use them.
 fn every_operand_is_printed(program: &Program, words: &str) {
-    for ((body, passes), begun) in program.bodies.iter().zip(find(program)).zip(begun_sums(program)) {
+    for ((body, passes), begun) in program.bodies.iter().zip(find(program, WIDEST)).zip(begun_sums(program)) {
         let text = body_text(program, body, &begun, &passes);
         assert!(text.matches("__cudnn$fmha").count() >= passes.len(), "{words}: {}", body.name);
         let lacks = |line: &&str| ["( ", "(,", ", ,", " , ", ", :"].iter().any(|gap| line.contains(gap));
@@ -102,6 +106,13 @@ fn attention_that_is_recomputed_is_found_in_the_backward_pass() {
 
 #[test]
 fn attention_without_kernels_is_left_alone() {
+    let scratch = Scratch::new();
+    let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
+    let plan = planned(&PathBuf::from(scratch.file("model.json", GPT2)), &import, "dgx-h100:1/1 bf16").expect("a plan");
+    let programs = altiplano::programs(&plan).expect("programs");
+    // Heads have 16 elements.
+    let count = |widest: u64| find(&programs.programs[0], widest).iter().flatten().count();
+    assert_eq!([count(16), count(8)], [8, 0]);
     // Kernels take 16-bit types.
     assert_eq!(passes(GPT2, "dgx-h100:1/1"), (Vec::new(), Vec::new()));
 }
@@ -110,4 +121,28 @@ fn attention_without_kernels_is_left_alone() {
 fn attention_that_is_not_trained_has_forward_passes_alone() {
     let (forward, backward) = passes(LLAMA, "dgx-h100:1/1 bf16 inference");
     assert_eq!((forward.len(), backward.len()), (4, 0));
+}
+
+/// Kernels of attention that are expected of a model with software's kernels.
+fn expected(config: &str, software: AttentionKernels) -> usize {
+    let scratch = Scratch::new();
+    let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
+    let file = PathBuf::from(scratch.file("model.json", config));
+    let mut plan = planned(&file, &import, "dgx-h100:1/1 bf16").expect("a plan");
+    plan.execution.attention = software;
+    let programs = altiplano::programs(&plan).expect("programs");
+    let cost = Roofline::new(plan.cluster.groups[0].device.clone());
+    let work = work(&programs.programs[0], 0, &plan.execution, &cost);
+    let kernels = work.iter().flat_map(|body| &body.kernels);
+    kernels.filter(|kernel| matches!(kernel.kind, KernelKind::Attention(_))).count()
+}
+
+#[test]
+fn predictions_for_xla_have_the_kernels_that_its_programs_call() {
+    let [newest, cudnn] = [AttentionKernels::Newest, AttentionKernels::Cudnn];
+    assert_eq!(expected(LLAMA, cudnn), expected(LLAMA, newest));
+    // cuDNN has no cap on scores.
+    let capped = LLAMA.replace("llama\"", "gemma2\", \"head_dim\": 16");
+    assert!(expected(&capped, newest) > 0);
+    assert_eq!(expected(&capped, cudnn), 0);
 }

@@ -6,6 +6,7 @@
 use crate::common::{Scratch, planned};
 use altiplano::ImportOptions;
 use altiplano::ir::array::{attention_scores, masked_scores};
+use altiplano::ir::attention::{Attention, Mask, Pass, Sizes, WIDEST, find};
 use altiplano::ir::dtype::DType;
 use altiplano::ir::graph::{Graph, ValueId};
 use altiplano::ir::op::{DotGeneral, Input, Op, Reducer, Unary};
@@ -13,7 +14,6 @@ use altiplano::ir::program::{Body, BufferId, BufferKind, Phase, Program};
 use altiplano::ir::tensor::Tensor;
 use altiplano::ir::testing::numbers::{Rng, random};
 use altiplano::ir::types::TensorType;
-use altiplano_xla::attention::{Attention, Mask, Pass, Sizes, find};
 use altiplano_xla::pjrt::{self, Client, Launch, Platform, Plugin};
 use altiplano_xla::program::{Printing, arguments, graph_of, graph_text};
 use altiplano_xla::text::module;
@@ -168,7 +168,7 @@ fn run(client: &Client, program: &Program, body: &Body, passes: &[Pass], buffers
 
 /// The sums of gradients after a step in which the forward and the backward body call kernels or not.
 fn gradients(client: &Client, program: &Program, kernels: [bool; 2], largest_weight: f64) -> Vec<Tensor> {
-    let passes = find(program);
+    let passes = find(program, WIDEST);
     assert!(passes.iter().flatten().count() >= 4, "forward and backward passes of both layers");
     let mut rng = Rng::new(7);
     let mut buffers = BTreeMap::new();

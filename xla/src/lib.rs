@@ -6,7 +6,6 @@
 
 #![deny(unsafe_code)]
 
-pub mod attention;
 pub mod certify;
 pub mod hlo;
 pub mod join;

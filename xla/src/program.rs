@@ -3,8 +3,8 @@
 //! A body becomes a program with one replica for each device of its mesh. A result that replaces a buffer takes the
 //! memory of the argument that it replaces.
 
-use crate::attention::Pass;
 use crate::text::{Options, module};
+use altiplano_ir::attention::Pass;
 use altiplano_ir::graph::Graph;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};

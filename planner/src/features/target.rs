@@ -63,7 +63,9 @@ pub fn execution(target: Target, cluster: &Cluster, graph: &Graph, zero: Option<
             attention: AttentionKernels::Flash2,
             ..Execution::default()
         },
-        Target::Xla => Execution { overlap: true, fused_attention, ..Execution::default() },
+        Target::Xla => {
+            Execution { overlap: true, fused_attention, attention: AttentionKernels::Cudnn, ..Execution::default() }
+        }
     }
 }
 

@@ -101,7 +101,7 @@ pub fn exchanged(
 fn seconds_of_bodies(plan: &Plan, group: &Group, program: &Program, cost: &dyn CostModel) -> Vec<f64> {
     let prices = Prices::new(cost, group, (1, 1), &program.mesh);
     let seconds = |body| {
-        let work = BodyWork::new(program, body, &plan.execution, cost);
+        let work = BodyWork::new(program, body, &plan.execution, cost, None);
         let priced = work.prices(&prices, &plan.execution);
         match cost.runtime() {
             Some(_) => played_in_order(&work.kernels, &priced).seconds,

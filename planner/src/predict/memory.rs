@@ -7,11 +7,11 @@
 //! it leaves. The schedule says how many microbatches hold theirs at the same time. Microbatches are alike, so a step
 //! of 512 of them costs no more than additions.
 
+use crate::predict::on_xla::OnXla;
 use crate::predict::timing::BodyWork;
 use altiplano_ir::cluster::DeviceKind;
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::ValueId;
-use altiplano_ir::op::{Op, Unary};
 use altiplano_ir::plan::Memory;
 use altiplano_ir::program::{
     Body, BufferId, BufferKind, Call, Overlap, Phase, Program, Programs, Transfer, TransferId,
@@ -717,16 +717,7 @@ impl Walk<'_> {
         // The buffers that the body's values end up in.
         let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
         let before = self.read_leaves(steps, of_microbatch, &mut values);
-        // XLA computes elements of elementwise values that only gathers read where these read them.
-        let graph = &self.program.bodies[body as usize].graph;
-        let users = if self.whole { graph.users() } else { Vec::new() };
-        let is_gathered = |v: ValueId| {
-            let gathers =
-                |user: &ValueId| matches!(graph.node(*user).op, Op::Gather(_)) && graph.node(*user).operands[0] == v;
-            let users = users.get(v.index()).filter(|users| !users.is_empty());
-            let is_read_so = users.is_some_and(|users| users.iter().all(gathers));
-            is_read_so && graph.node(v).op.is_elementwise() && !written.contains_key(&v)
-        };
+        let on_xla = self.whole.then(|| OnXla::new(&self.program.bodies[body as usize].graph));
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
             for (i, output) in step.outputs.iter().enumerate() {
@@ -747,7 +738,8 @@ impl Walk<'_> {
                             Some(&b) => (Origin::Buffer(b), self.category(b)),
                             None => (value(), Category::Temporaries),
                         };
-                        let is_stored = !self.is_compared(body, output.value) && !is_gathered(output.value);
+                        let is_written = written.contains_key(&output.value);
+                        let is_stored = on_xla.as_ref().is_none_or(|xla| xla.stores(output.value, is_written));
                         let bytes = if is_stored { output.bytes } else { 0 };
                         let tensor = self.tensor(origin, category, bytes, Some(point));
                         self.holders[tensor] = 1;
@@ -756,9 +748,11 @@ impl Walk<'_> {
                 };
                 values[output.value.index()] = Some(tensor);
             }
-            if step.workspace_bytes > 0 {
+            let workspace_bytes =
+                on_xla.as_ref().map_or(0, |xla| xla.workspace_bytes(step.node)) + step.workspace_bytes;
+            if workspace_bytes > 0 {
                 let origin = Origin::Workspace { body, value: step.node };
-                let tensor = self.tensor(origin, Category::Workspace, step.workspace_bytes, Some(point));
+                let tensor = self.tensor(origin, Category::Workspace, workspace_bytes, Some(point));
                 self.release(tensor, point + 1);
             }
             for v in &step.dies {
@@ -788,21 +782,6 @@ impl Walk<'_> {
             self.release(tensor, end);
         }
         end - 1
-    }
-
-    /// Returns true if XLA computes a value on the fly: a scatter of one update a row becomes a comparison.
-    fn is_compared(&self, body: u32, value: ValueId) -> bool {
-        let graph = &self.program.bodies[body as usize].graph;
-        let mut at = Some(value).filter(|v| self.whole && v.index() < graph.len());
-        while let Some(v) = at {
-            let node = graph.node(v);
-            at = match &node.op {
-                Op::ScatterAdd(op) => return op.is_compared(graph.shape(node.operands[0])),
-                Op::Convert(_) | Op::Unary(Unary::Negate) => node.operands.first().copied(),
-                _ => None,
-            };
-        }
-        false
     }
 
     /// Reads the leaves of a body into `values`. Returns the tensors of the buffers that the body takes over.

@@ -7,6 +7,7 @@
 mod exchange;
 pub(crate) mod flop;
 pub mod memory;
+mod on_xla;
 pub mod timing;
 
 pub use exchange::Exchanged;
@@ -25,7 +26,9 @@ use altiplano_cost_models::pipeline::{
 use altiplano_cost_models::sharing::{SharedStage, simulate_shared};
 use altiplano_cost_models::timeline::Played;
 use altiplano_cost_models::{Costs, Rooflines, Runtime, TransferPath, path_between_groups, transfer_path};
-use altiplano_ir::plan::{Execution, Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update};
+use altiplano_ir::plan::{
+    AttentionKernels, Execution, Goal, MfuConvention, Plan, Predicted, Stage, StagePredicted, Target, Update,
+};
 use altiplano_ir::program::{Call, Programs};
 use altiplano_ir::servers::ServerPredicted;
 use rayon::prelude::*;
@@ -60,9 +63,11 @@ pub fn predict_overlaps(plan: &Plan, executions: &[Execution], costs: &dyn Costs
 
 /// The most bytes of a device of each lane if XLA allocates them, whatever software the plan is for.
 pub fn peaks_on_xla(plan: &Plan, costs: &dyn Costs) -> Result<Vec<u64>, PlanFailure> {
-    let deduped = lowered(plan, &TrainingGraphs::of(plan)?, costs);
-    let work = work_of(plan, &deduped, costs);
-    Ok(memories(plan, &deduped, &work, true).iter().map(|memory| memory.peak_bytes).collect())
+    let mut plan = plan.clone();
+    plan.execution.attention = AttentionKernels::Cudnn;
+    let deduped = lowered(&plan, &TrainingGraphs::of(&plan)?, costs);
+    let work = work_of(&plan, &deduped, costs);
+    Ok(memories(&plan, &deduped, &work, true).iter().map(|memory| memory.peak_bytes).collect())
 }
 
 /// Like [`predict_plan`], for a model that is already cut into layers. Uses a cached prediction if there is one.

@@ -7,14 +7,15 @@
 
 use crate::lower::Prices;
 use crate::timings::{self, timed};
-use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels};
+use altiplano_cost_models::kernels::{Kernel, KernelKind, kernels_where};
 use altiplano_cost_models::pipeline::StageTimes;
 use altiplano_cost_models::timeline::{Host, Played, Price, Stream, Task, play, play_beside, tasks};
 use altiplano_cost_models::{CostModel, Runtime};
+use altiplano_ir::attention::{Pass, WIDEST, find};
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::mesh::AxisId;
 use altiplano_ir::op::{Binary, HostRoute, Op};
-use altiplano_ir::plan::Execution;
+use altiplano_ir::plan::{AttentionKernels, Execution};
 use altiplano_ir::program::{Body, BufferId, BufferKind, Phase, Program};
 use altiplano_ir::reshard::Collective;
 use rayon::prelude::*;
@@ -48,12 +49,26 @@ impl BodyWork {
         BodyWork { stage, ..self.clone() }
     }
 
-    pub fn new(program: &Program, body: &Body, execution: &Execution, cost: &dyn CostModel) -> BodyWork {
+    /// `passes`: those of attention in the body, if these alone have kernels.
+    pub fn new(
+        program: &Program,
+        body: &Body,
+        execution: &Execution,
+        cost: &dyn CostModel,
+        passes: Option<&[Pass]>,
+    ) -> BodyWork {
         let graph = &body.graph;
         let written: BTreeSet<ValueId> = body.writes.iter().map(|w| w.1).collect();
         let mut kernels = match cost.runtime() {
             Some(runtime) => runtime.kernels(body),
-            None => kernels(graph, &written, execution.fused_attention),
+            None => {
+                let found = passes.map(|passes| passes.iter().flat_map(Pass::computes).collect::<BTreeSet<_>>());
+                let is_found = |kernel: &Kernel| match &found {
+                    Some(found) => kernel.nodes.iter().any(|v| found.contains(v)),
+                    None => true,
+                };
+                kernels_where(graph, &written, &mut |kernel| execution.fused_attention && is_found(kernel))
+            }
         };
         for kernel in &mut kernels {
             if let KernelKind::Attention(attention) = &mut kernel.kind {
@@ -397,8 +412,13 @@ pub struct StageTiming {
 
 /// The work of a stage's bodies in its program, in the order in which a step runs them.
 pub fn work(program: &Program, stage: u32, execution: &Execution, cost: &dyn CostModel) -> Vec<BodyWork> {
-    let of_stage = program.bodies.par_iter().filter(|b| b.stage == stage);
-    let of_body = |body| timed(timings::Phase::Kernels, || BodyWork::new(program, body, execution, cost));
+    let by_cudnn = execution.fused_attention && execution.attention == AttentionKernels::Cudnn;
+    let passes = by_cudnn.then(|| find(program, WIDEST));
+    let of_stage = program.bodies.par_iter().enumerate().filter(|(_, b)| b.stage == stage);
+    let of_body = |(at, body): (usize, &Body)| {
+        let passes = passes.as_ref().map(|passes| passes[at].as_slice());
+        timed(timings::Phase::Kernels, || BodyWork::new(program, body, execution, cost, passes))
+    };
     let mut bodies: Vec<BodyWork> = of_stage.map(of_body).collect();
     bodies.sort_by_key(|b| b.phase);
     bodies

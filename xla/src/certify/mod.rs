@@ -9,10 +9,10 @@ mod targets;
 pub use memory::{Peak, peak};
 pub use targets::{TARGETS, Target};
 
-use crate::attention;
 use crate::hlo::{self, Collectives, Kind};
 use crate::pjrt::{Compiled, Launch, Memory, Order, PjrtError, Platform, Plugin, Topology};
 use crate::program::{anonymous, begun_sums, body_text};
+use altiplano_ir::attention;
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::Op;
 use altiplano_ir::program::{Body, Call, Program, Programs};
@@ -103,7 +103,8 @@ impl Certifier {
         self.topology(nodes, devices)?;
         let mut bodies = Vec::new();
         let has_kernels = self.target.platform == Platform::Cuda;
-        let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
+        let found = if has_kernels { attention::find(program, self.target.widest_head()) } else { Vec::new() };
+        let mut attention = found.into_iter();
         for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
             let passes = attention.next().unwrap_or_default();
             let text = body_text(program, &anonymous(body), &begun, &passes);

@@ -2,6 +2,7 @@
 
 use super::CertifyError;
 use crate::pjrt::{ClientOption, PjrtError, Platform, Plugin, Topology};
+use altiplano_ir::attention::WIDEST;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -61,6 +62,15 @@ impl Target {
         let known = || TARGETS.map(|target| target.to_string()).join(", ");
         let is_it = |target: &Target| target.to_string().eq_ignore_ascii_case(name);
         TARGETS.into_iter().find(is_it).ok_or_else(|| CertifyError::Target { name: name.to_string(), known: known() })
+    }
+
+    /// Most elements of a head for which there are kernels of attention.
+    pub fn widest_head(&self) -> u64 {
+        let is_early = |text: &str| text.contains("cuda_compute_capability { major: 8 ");
+        match self.form {
+            Form::Gpu(text) if is_early(text) => WIDEST / 2,
+            _ => WIDEST,
+        }
     }
 
     /// Describes so many nodes with so many devices each to a plugin.
@@ -158,6 +168,12 @@ mod tests {
         assert_eq!(Target::named("CUDA:h100").map(|t| t.to_string()), Ok("cuda:H100".to_string()));
         let error = Target::named("cuda:H1000").expect_err("no such GPU").to_string();
         assert!(error.starts_with("--for: there is no target 'cuda:H1000'; the targets are cuda:A100, "), "{error}");
+    }
+
+    #[test]
+    fn wide_heads_have_kernels_on_gpus_after_the_a100() {
+        let widest = |name: &str| Target::named(name).map(|target| target.widest_head());
+        assert_eq!(["cuda:A100", "cuda:H100", "cuda:B200"].map(widest), [Ok(128), Ok(256), Ok(256)]);
     }
 
     #[test]

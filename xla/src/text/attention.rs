@@ -6,8 +6,8 @@
 
 use super::types::{list, quoted, tensor, tensors};
 use super::{Printer, Value};
-use crate::attention::{Attention, Backward, Dim, Forward, Labelled, Mask, Pass, Sizes, Statistics, order};
 use crate::legal::Legal;
+use altiplano_ir::attention::{Attention, Backward, Dim, Forward, Labelled, Mask, Pass, Sizes, Statistics, order};
 use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::Op;
@@ -147,7 +147,8 @@ impl<'a> Calls<'a> {
         // One element speaks for a dimension along which none differs.
         let shape: Vec<u64> = (0..dims.len()).map(|at| if is_whole(at) { seen.ty.shape[at] } else { 1 }).collect();
         let ranges: Vec<String> = shape.iter().map(|size| format!("0:{size}")).collect();
-        let part = printer.typed("slice", &seen, &format!(" [{}]", ranges.join(", ")), &seen.ty.with_shape(shape.as_slice()));
+        let part =
+            printer.typed("slice", &seen, &format!(" [{}]", ranges.join(", ")), &seen.ty.with_shape(shape.as_slice()));
         let order = [Dim::Batch, Dim::Head, Dim::Group, Dim::Query, Dim::Key];
         let place = |dim: Dim| dims.iter().position(|d| *d == dim);
         let part = printer.transposed(&part, &order.into_iter().filter_map(place).collect::<Vec<_>>());

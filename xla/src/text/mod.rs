@@ -13,8 +13,8 @@ mod types;
 
 pub use shardy::{Layouts, contiguous};
 
-use crate::attention::Pass;
 use crate::legal::legalise;
+use altiplano_ir::attention::Pass;
 use altiplano_ir::graph::{Graph, Node};
 use altiplano_ir::mesh::Mesh;
 use altiplano_ir::op::{Input, Op, Parameter};

@@ -7,7 +7,7 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::run;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{Input, Op, Unary};
+use altiplano_ir::op::{GatherDims, Input, Op, ScatterAdd, Unary};
 use altiplano_ir::sharding::{DimLayout, Sharding};
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::testing::numbers::{Rng, difference};
@@ -152,4 +152,36 @@ fn arguments_in_turn_stay_behind_what_precedes_their_readers() {
     let plain = module(&graph, &Options::default());
     let [found, expected] = [text, plain].map(|text| stablehlo::import(&text).expect("it is read back").graph);
     assert_eq!(found, expected);
+}
+
+#[test]
+fn zeros_of_large_sums_wait_behind_a_product_whatever_its_shape() {
+    let mut graph = Graph::new("turns");
+    let mut input = |name: &str, dtype: DType, shape: [u64; 2]| {
+        graph.emit(Op::Input(Input { name: name.into(), ty: TensorType::new(dtype, shape) }), &[])
+    };
+    let (x, indices) = (input("x", DType::F32, [512, 512]), input("indices", DType::I32, [1024, 1]));
+    let early = matmul(&mut graph, x, x).expect("a product");
+    let turned = graph.transpose(early, &[1, 0]);
+    let flat = graph.reshape(turned, &[1024, 256]);
+    let again = graph.reshape(flat, &[512, 512]);
+    let both = [matmul(&mut graph, again, x), matmul(&mut graph, x, again)].map(|v| v.expect("a product"));
+    let dims = GatherDims {
+        offset_dims: vec![1],
+        collapsed_slice_dims: vec![0],
+        start_index_map: vec![0],
+        index_vector_dim: 1,
+        operand_batching_dims: Vec::new(),
+        indices_batching_dims: Vec::new(),
+        slice_sizes: vec![1, 256],
+    };
+    let sum = graph.emit(Op::ScatterAdd(ScatterAdd { dims, shape: vec![2048, 256] }), &[indices, flat]);
+    graph.outputs = [both.as_slice(), &[sum]].concat();
+    let text = module(&graph, &Options { in_turn: vec![0], ..Options::default() });
+    let barrier = text.lines().find(|line| line.contains("optimization_barrier")).unwrap_or_default();
+    assert!(barrier.contains(" : tensor<f32>, tensor<512x512xf32>") && barrier.contains(", %0 :"), "{text}");
+    let zeros = text.lines().find(|line| line.contains("dims = [] :")).unwrap_or_default();
+    assert!(zeros.contains("#0, dims = [] : (tensor<f32>) -> tensor<2048x256xf32>"), "{text}");
+    // Programs without arguments that wait are as they were.
+    assert!(!module(&graph, &Options::default()).contains("optimization_barrier"));
 }

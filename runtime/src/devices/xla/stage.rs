@@ -10,10 +10,10 @@ use crate::error::{KernelError, Place, RuntimeError};
 use crate::host::HostTensor;
 use crate::layout::{held_indices, summand_of};
 use crate::recording::Span;
+use altiplano_ir::attention;
 use altiplano_ir::graph::ValueId;
 use altiplano_ir::program::{BufferId, BufferKind, Call, Overlap, Phase, Transfer};
 use altiplano_ir::types::TensorType;
-use altiplano_xla::attention;
 use altiplano_xla::certify::{peak, planned};
 use altiplano_xla::pjrt::{Buffer, Launched, Memory, Order};
 use altiplano_xla::program::{Printing, anonymous, arguments, begun_sums, graph_of, graph_text};
@@ -496,7 +496,9 @@ fn compiled(
     let program = &plan.program;
     let mut bodies = Vec::new();
     let has_kernels = compiler.has_attention && !plan.check_nan;
-    let mut attention = if has_kernels { attention::find(program) } else { Vec::new() }.into_iter();
+    // A device that lacks the widest kernels refuses them.
+    let found = if has_kernels { attention::find(program, attention::WIDEST) } else { Vec::new() };
+    let mut attention = found.into_iter();
     for (body, begun) in program.bodies.iter().zip(begun_sums(program)) {
         let order = if planned(body, &program.mesh).is_empty() { Order::Memory } else { order };
         let mut graph = graph_of(&anonymous(body));

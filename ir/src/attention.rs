@@ -5,14 +5,14 @@
 //! exponentials, where bodies keep the row's maximum and its sum. Weights are `exp(score - maximum) / sum`, so the
 //! statistic in place of the maximum and 1 in place of the sum give the same weights.
 
-use altiplano_ir::dtype::DType;
-use altiplano_ir::graph::{Graph, ValueId};
-use altiplano_ir::op::{Binary, Direction, DotGeneral, Op, Reducer, Unary};
-use altiplano_ir::program::{Body, BufferId, Program};
+use crate::dtype::DType;
+use crate::graph::{Graph, ValueId};
+use crate::op::{Binary, Direction, DotGeneral, Op, Reducer, Unary};
+use crate::program::{Body, BufferId, Program};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Most elements of a head that the kernels have on all GPUs.
-const MAX_WIDTH: u64 = 128;
+/// Most elements of a head that the kernels have on GPUs from sm_90 on, and half as many on those before.
+pub const WIDEST: u64 = 256;
 
 /// The most ops in a chain between queries, keys, values or masks and what a forward pass has left of them.
 const DEPTH: usize = 32;
@@ -53,7 +53,10 @@ pub enum Mask {
     /// Query `i` sees the keys up to `i`.
     Causal,
     /// True where a key is seen, in the dimensions of the scores. It may differ along those that `varies` marks.
-    Seen { of: Labelled, varies: Vec<bool> },
+    Seen {
+        of: Labelled,
+        varies: Vec<bool>,
+    },
 }
 
 /// `softmax(scale * q k^T) v` by batch and head, over the keys that the mask shows.
@@ -141,9 +144,9 @@ fn first_result(results: &[Labelled; 3]) -> ValueId {
     results.iter().map(|result| result.value).min().unwrap_or(results[0].value)
 }
 
-/// The passes of each body of a program.
-pub fn find(program: &Program) -> Vec<Vec<Pass>> {
-    let found: Vec<Found> = program.bodies.iter().map(Found::new).collect();
+/// The passes of each body of a program whose heads have at most `widest` elements.
+pub fn find(program: &Program, widest: u64) -> Vec<Vec<Pass>> {
+    let found: Vec<Found> = program.bodies.iter().map(|body| Found::new(body, widest)).collect();
     let kept: Vec<Vec<&Forward>> = (0..found.len())
         .map(|at| found[at].forward.iter().filter(|pass| is_kept(&found, at, pass)).collect())
         .collect();
@@ -194,6 +197,19 @@ struct Weights {
     is_whole: bool,
 }
 
+impl Weights {
+    /// The elements of a head of queries.
+    fn width(&self, g: &Graph) -> u64 {
+        self.q
+            .dims
+            .iter()
+            .zip(g.shape(self.q.value))
+            .filter(|(dim, _)| **dim == Dim::Width)
+            .map(|(_, &size)| size)
+            .sum()
+    }
+}
+
 /// A backward pass without the results of its forward pass.
 struct Unlinked {
     of: Attention,
@@ -215,7 +231,7 @@ struct Found<'a> {
 }
 
 impl<'a> Found<'a> {
-    fn new(body: &'a Body) -> Found<'a> {
+    fn new(body: &'a Body, widest: u64) -> Found<'a> {
         let graph = &body.graph;
         let written = body.writes.iter().map(|&(id, value)| (value, id));
         let buffers = body.reads.iter().copied().chain(written).collect();
@@ -228,7 +244,8 @@ impl<'a> Found<'a> {
             forward: Vec::new(),
             backward: Vec::new(),
         };
-        found.weights = graph.values().filter_map(|v| weights(graph, v)).collect();
+        let is_narrow = |weights: &Weights| weights.width(graph) <= widest;
+        found.weights = graph.values().filter_map(|v| weights(graph, v)).filter(is_narrow).collect();
         found.forward = found.weights.iter().filter_map(|weights| found.forward_of(weights)).collect();
         found.backward = found.weights.iter().filter_map(|weights| found.backward_of(weights)).collect();
         found
@@ -497,7 +514,7 @@ fn attention(g: &Graph, weights: &Weights, v: Labelled) -> Option<Attention> {
     };
     let dtype = g.ty(q.value).dtype;
     let same = [&k, &v].iter().all(|x| g.ty(x.value).dtype == dtype) && size(&v, Dim::Width) == sizes.width;
-    let fits = sizes.width <= MAX_WIDTH && sizes.width.is_multiple_of(8) && g.ty(q.value).elements() > 0;
+    let fits = sizes.width.is_multiple_of(8) && g.ty(q.value).elements() > 0;
     // Biases are exact enough in this type, and kernels take even lengths with them.
     let has_bias = matches!(weights.mask, Mask::Seen { .. });
     let even = sizes.queries.is_multiple_of(2) && sizes.keys.is_multiple_of(2);
