@@ -36,8 +36,8 @@ impl Repeats<'_> {
     /// * Selective recomputation also repeats the products for which [`grows`] is true, if it repeats the core of attention, and
     ///   what belongs to the other modules. With every second product it repeats everything that is no product.
     ///
-    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone. So is what
-    /// alone reads a product and passes gradients on unread, like the addition of a bias: it takes the product's place.
+    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone. The only
+    /// reader of a product takes its place if its own gradient needs neither, such as the addition of a bias.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention, always, selective, modules } = *self;
         let mut again = BTreeSet::new();
@@ -120,7 +120,7 @@ pub fn grows(graph: &Graph, v: ValueId) -> bool {
 mod tests {
     use super::*;
     use altiplano_ir::dtype::DType;
-    use altiplano_ir::op::{DotGeneral, Input, Parameter};
+    use altiplano_ir::op::{DotGeneral, Input, Parameter, Unary};
     use altiplano_ir::types::TensorType;
 
     #[test]
@@ -158,5 +158,38 @@ mod tests {
         assert_eq!(of(Recompute::Selective, &[Module::SharedExperts, Module::Mlp]), [a, b]);
         assert_eq!(of(Recompute::Selective, &[Module::AttentionCore, Module::UpProjections]), []);
         assert_eq!(of(Recompute::Full, &[]), [a, b, c]);
+    }
+
+    #[test]
+    fn the_sum_of_a_product_and_a_bias_is_kept_in_place_of_the_product() {
+        let mut g = Graph::new("biased");
+        let ty = TensorType::new(DType::F32, [4, 4]);
+        let x = g.emit(Op::Input(Input { name: "x".into(), ty: ty.clone() }), &[]);
+        let w = g.emit(Op::Parameter(Parameter::new("w", ty)), &[]);
+        let b = g.emit(Op::Parameter(Parameter::new("b", TensorType::new(DType::F32, [4]))), &[]);
+        let dot = DotGeneral { lhs_batch: vec![], rhs_batch: vec![], lhs_contract: vec![1], rhs_contract: vec![1] };
+        let product = g.emit(Op::DotGeneral(dot.clone()), &[x, w]);
+        let bias = g.broadcast(b, &[4, 4], &[1]);
+        let sum = g.add(product, bias);
+        let hidden = g.unary(Unary::Tanh, sum);
+        g.emit(Op::DotGeneral(dot), &[hidden, w]);
+        let again = |g: &Graph| {
+            let layer_of: Vec<Option<u32>> = g.values().map(|v| (v >= product).then_some(0)).collect();
+            let repeats = Repeats {
+                graph: g,
+                layer_of: &layer_of,
+                users: &g.users(),
+                recompute: &|_| Recompute::None,
+                fused_attention: false,
+                always: &[],
+                selective: Modules::NONE,
+                modules: &[],
+            };
+            repeats.of(g.values().filter(|v| *v >= product)).into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(again(&g), [bias, hidden]);
+        // A product that something else reads as well is kept for both.
+        let other = g.unary(Unary::Tanh, product);
+        assert_eq!(again(&g), [bias, sum, hidden, other]);
     }
 }
