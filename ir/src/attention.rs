@@ -1,9 +1,10 @@
 //! Softmax attention in the bodies of a program, for compilers that have a kernel for it.
 //!
 //! Bodies have attention as products, elementwise ops and reductions. It is found by these ops, forward and backward,
-//! in 16-bit types. Masks other than the causal one reach a kernel as a bias in the dimensions along which they differ. The kernel's statistic of a row is the logarithm of the sum of its
-//! exponentials, where bodies keep the row's maximum and its sum. Weights are `exp(score - maximum) / sum`, so the
-//! statistic in place of the maximum and 1 in place of the sum give the same weights.
+//! in 16-bit types. A mask other than the causal one reaches a kernel as a bias in the dimensions along which it differs.
+//! The kernel's statistic of a row is the logarithm of the sum of its exponentials, where bodies keep the row's maximum
+//! and its sum. Weights are `exp(score - maximum) / sum`, so the statistic in place of the maximum and 1 in place of the
+//! sum give the same weights.
 
 use crate::dtype::DType;
 use crate::graph::{Graph, ValueId};
@@ -33,6 +34,13 @@ pub enum Dim {
 pub struct Labelled {
     pub value: ValueId,
     pub dims: Vec<Dim>,
+}
+
+impl Labelled {
+    /// The size along a dimension; 1 if the value has no such dimension.
+    fn size(&self, g: &Graph, dim: Dim) -> u64 {
+        self.dims.iter().position(|d| *d == dim).map_or(1, |at| g.shape(self.value)[at])
+    }
 }
 
 /// The sizes of attention. Queries have `key_heads * group` heads.
@@ -197,19 +205,6 @@ struct Weights {
     is_whole: bool,
 }
 
-impl Weights {
-    /// The elements of a head of queries.
-    fn width(&self, g: &Graph) -> u64 {
-        self.q
-            .dims
-            .iter()
-            .zip(g.shape(self.q.value))
-            .filter(|(dim, _)| **dim == Dim::Width)
-            .map(|(_, &size)| size)
-            .sum()
-    }
-}
-
 /// A backward pass without the results of its forward pass.
 struct Unlinked {
     of: Attention,
@@ -244,7 +239,7 @@ impl<'a> Found<'a> {
             forward: Vec::new(),
             backward: Vec::new(),
         };
-        let is_narrow = |weights: &Weights| weights.width(graph) <= widest;
+        let is_narrow = |weights: &Weights| weights.q.size(graph, Dim::Width) <= widest;
         found.weights = graph.values().filter_map(|v| weights(graph, v)).filter(is_narrow).collect();
         found.forward = found.weights.iter().filter_map(|weights| found.forward_of(weights)).collect();
         found.backward = found.weights.iter().filter_map(|weights| found.backward_of(weights)).collect();
@@ -502,18 +497,17 @@ pub fn order(dim: Dim) -> usize {
 
 /// Attention with these weights and values, if the kernels have it.
 fn attention(g: &Graph, weights: &Weights, v: Labelled) -> Option<Attention> {
-    let size = |x: &Labelled, dim| x.dims.iter().position(|d| *d == dim).map_or(1, |at| g.shape(x.value)[at]);
     let (q, k) = (weights.q.clone(), weights.k.clone());
     let sizes = Sizes {
-        batch: size(&q, Dim::Batch),
-        key_heads: size(&k, Dim::Head),
-        group: size(&q, Dim::Group),
-        queries: size(&q, Dim::Query),
-        keys: size(&k, Dim::Key),
-        width: size(&q, Dim::Width),
+        batch: q.size(g, Dim::Batch),
+        key_heads: k.size(g, Dim::Head),
+        group: q.size(g, Dim::Group),
+        queries: q.size(g, Dim::Query),
+        keys: k.size(g, Dim::Key),
+        width: q.size(g, Dim::Width),
     };
     let dtype = g.ty(q.value).dtype;
-    let same = [&k, &v].iter().all(|x| g.ty(x.value).dtype == dtype) && size(&v, Dim::Width) == sizes.width;
+    let same = [&k, &v].iter().all(|x| g.ty(x.value).dtype == dtype) && v.size(g, Dim::Width) == sizes.width;
     let fits = sizes.width.is_multiple_of(8) && g.ty(q.value).elements() > 0;
     // Biases are exact enough in this type, and kernels take even lengths with them.
     let has_bias = matches!(weights.mask, Mask::Seen { .. });
@@ -532,7 +526,7 @@ fn weights(g: &Graph, value: ValueId) -> Option<Weights> {
     let summed_here = reduced(g, statistics.sum, Reducer::Sum) == Some(powers);
     let from_here = reduced(g, statistics.maximum, Reducer::Max) == Some(masked);
     let is_whole = summed_here && from_here;
-    let is_kept = [statistics.maximum, statistics.sum].iter().all(|&v| is_argument(g, v));
+    let is_kept = [statistics.maximum, statistics.sum].iter().all(|&v| g.node(v).op.is_leaf());
     let wide = [statistics.maximum, statistics.sum].iter().all(|&v| g.ty(v).dtype == DType::F32);
     if !wide || !(is_whole || is_kept) {
         return None;
@@ -707,10 +701,6 @@ fn row(g: &Graph, value: ValueId) -> Option<ValueId> {
             _ => return Some(from),
         }
     }
-}
-
-fn is_argument(g: &Graph, value: ValueId) -> bool {
-    matches!(g.node(value).op, Op::Input(_) | Op::Parameter(_))
 }
 
 /// The operand of a reduction along the last dimension.

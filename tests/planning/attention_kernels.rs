@@ -3,7 +3,7 @@
 use crate::common::{Scratch, planned};
 use altiplano::ImportOptions;
 use altiplano::ir::attention::{Backward, Dim, Forward, Mask, Pass, WIDEST, find};
-use altiplano::ir::plan::AttentionKernels;
+use altiplano::ir::plan::{AttentionKernels, Plan};
 use altiplano::ir::program::Program;
 use altiplano_cost_models::Roofline;
 use altiplano_cost_models::kernels::KernelKind;
@@ -18,13 +18,17 @@ const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 64, "hidden_size": 
 const BERT: &str = r#"{"model_type": "bert", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}"#;
 
-/// The passes of all programs of a plan.
-fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
+/// A plan for a model with 16 samples of 128 tokens.
+fn plan_of(config: &str, words: &str) -> Plan {
     let scratch = Scratch::new();
     let file = PathBuf::from(scratch.file("model.json", config));
     let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
-    let plan = planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"));
-    let programs = altiplano::programs(&plan).expect("programs");
+    planned(&file, &import, words).unwrap_or_else(|error| panic!("{words}: {error}"))
+}
+
+/// The passes of all programs of a plan.
+fn passes(config: &str, words: &str) -> (Vec<Forward>, Vec<Backward>) {
+    let programs = altiplano::programs(&plan_of(config, words)).expect("programs");
     let (mut forward, mut backward) = (Vec::new(), Vec::new());
     programs.programs.iter().for_each(|program| every_operand_is_printed(program, words));
     for pass in programs.programs.iter().flat_map(|program| find(program, WIDEST)).flatten() {
@@ -106,10 +110,7 @@ fn attention_that_is_recomputed_is_found_in_the_backward_pass() {
 
 #[test]
 fn attention_without_kernels_is_left_alone() {
-    let scratch = Scratch::new();
-    let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
-    let plan = planned(&PathBuf::from(scratch.file("model.json", GPT2)), &import, "dgx-h100:1/1 bf16").expect("a plan");
-    let programs = altiplano::programs(&plan).expect("programs");
+    let programs = altiplano::programs(&plan_of(GPT2, "dgx-h100:1/1 bf16")).expect("programs");
     // Heads have 16 elements.
     let count = |widest: u64| find(&programs.programs[0], widest).iter().flatten().count();
     assert_eq!([count(16), count(8)], [8, 0]);
@@ -125,10 +126,7 @@ fn attention_that_is_not_trained_has_forward_passes_alone() {
 
 /// Kernels of attention that are expected of a model with software's kernels.
 fn expected(config: &str, software: AttentionKernels) -> usize {
-    let scratch = Scratch::new();
-    let import = ImportOptions { batch: Some(16), sequence: Some(128), ..ImportOptions::default() };
-    let file = PathBuf::from(scratch.file("model.json", config));
-    let mut plan = planned(&file, &import, "dgx-h100:1/1 bf16").expect("a plan");
+    let mut plan = plan_of(config, "dgx-h100:1/1 bf16");
     plan.execution.attention = software;
     let programs = altiplano::programs(&plan).expect("programs");
     let cost = Roofline::new(plan.cluster.groups[0].device.clone());

@@ -36,8 +36,8 @@ impl Repeats<'_> {
     /// * Selective recomputation also repeats the products for which [`grows`] is true, if it repeats the core of attention, and
     ///   what belongs to the other modules. With every second product it repeats everything that is no product.
     ///
-    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone. The only
-    /// reader of a product takes its place if its own gradient needs neither, such as the addition of a bias.
+    /// An addition of two kept values is kept itself, since its operands would otherwise be kept for it alone. The sum
+    /// of a product and a bias is kept in place of the product, if nothing else reads that, and so is a narrower form of it.
     pub fn of(&self, nodes: impl Iterator<Item = ValueId>) -> BTreeSet<ValueId> {
         let Repeats { graph, layer_of, users, recompute, fused_attention, always, selective, modules } = *self;
         let mut again = BTreeSet::new();

@@ -1,5 +1,5 @@
-//! The memory of a body where XLA compiles it, as far as it differs from that of the body's own steps: values that XLA never
-//! stores, and what it takes for ops that it rewrites.
+//! The memory of a body where XLA compiles it, as far as it differs from that of the body's own steps: values that XLA
+//! never stores, and workspace of ops that it rewrites.
 
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::op::{Op, Unary};
@@ -14,7 +14,8 @@ impl OnXla<'_> {
         OnXla { graph, users: graph.users() }
     }
 
-    /// Returns false if XLA computes the elements of a value where they are read. `is_written`: the value ends up in a buffer.
+    /// Returns false if XLA computes the elements of a value where they are read. `is_written`: the value ends up in a
+    /// buffer.
     pub(super) fn stores(&self, v: ValueId, is_written: bool) -> bool {
         // A copy has no node.
         v.index() >= self.graph.len() || !self.is_compared(v) && (is_written || !self.is_gathered(v))

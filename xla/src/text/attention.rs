@@ -1,8 +1,9 @@
 //! Passes of attention as calls of cuDNN's kernels, which XLA knows for NVIDIA's GPUs.
 //!
 //! Names, operands, layouts and attributes are those of XLA's custom calls `__cudnn$fmhaSoftmax` and
-//! `__cudnn$fmhaSoftmaxBackward`, or `__cudnn$fmhaScaleBiasSoftmax` and its backward pass if a bias hides keys. Tensors are `[batch, position, head, width]`, and results `[batch, head, position,
-//! width]` in the same order of memory. Statistics are `[batch, head, query]` in f32.
+//! `__cudnn$fmhaSoftmaxBackward`, or `__cudnn$fmhaScaleBiasSoftmax` and its backward pass if a bias hides keys. Tensors
+//! are `[batch, position, head, width]`, and results `[batch, head, position, width]` in the same order of memory.
+//! Statistics are `[batch, head, query]` in f32.
 
 use super::types::{list, quoted, tensor, tensors};
 use super::{Printer, Value};

@@ -2,10 +2,12 @@
 //!
 //! XLA orders the ops of a program itself. Those that need nothing but arguments can run at any time, so it recomputes
 //! values of all layers when a backward pass begins, and keeps them until they are used. An optimization barrier keeps the
-//! readers of an argument behind a value that precedes them in the body's own order, and so it does with zeros that a
-//! scatter adds to. The value is one that several products read: it is in memory whatever XLA fuses. If it is another
-//! shape of a value, the barrier takes that one: XLA may let its readers read that, and takes out of a barrier what nothing
-//! else reads.
+//! readers of an argument behind a value that precedes them in the body's own order. Zeros that a scatter adds to wait in
+//! the same way.
+//!
+//! The value is one that several products read, so that it is in memory whatever XLA fuses. XLA drops an operand of a
+//! barrier that nothing else reads, and may let products read a value before a change of its shape. The barrier
+//! therefore takes the value before that change.
 
 use super::types::{list, tensor};
 use super::{Printer, Value};
