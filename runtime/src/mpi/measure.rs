@@ -72,7 +72,7 @@ impl Linked {
     fn measure(&mut self, tell: &mut dyn FnMut(&str, usize, usize)) -> Result<(), KernelError> {
         let (on_node, num_nodes) = (self.nodes[0].len(), self.nodes.len());
         let widths: &[usize] = match self.harness.quick {
-            true => &[16, 1 << 12],
+            true => &[16, 1 << 16],
             false => &[16, 1 << 10, 1 << 14, 1 << 17, 1 << 20],
         };
         let inside = doublings(2, on_node);
@@ -118,7 +118,7 @@ impl Linked {
         for (family, to) in MESSAGE.into_iter().zip([neighbour, afar]) {
             let Some(to) = to else { continue };
             let sizes: &[usize] = match self.harness.quick {
-                true => &[64, 1 << 14],
+                true => &[64, 1 << 18],
                 false => &[64, 1 << 12, 1 << 16, 1 << 20, 1 << 23],
             };
             let mut seconds = Vec::new();
