@@ -60,6 +60,8 @@ struct Printer {
     location: String,
     /// The latest value that is in memory, behind which others wait (see [`turns`]).
     latest: Option<Value>,
+    /// The same behind the last barrier, for later readers.
+    passed: Option<Value>,
     /// Private functions by name.
     functions: BTreeMap<String, String>,
 }

@@ -6,8 +6,8 @@
 //! the same way.
 //!
 //! The value is one that several products read, so that it is in memory whatever XLA fuses. XLA drops an operand of a
-//! barrier that nothing else reads, and may let products read a value before a change of its shape. The barrier
-//! therefore takes the value before that change.
+//! barrier whose result nothing reads, so that later readers of the value read that result. It may also let products
+//! read a value before a change of its shape. The barrier therefore takes the value before that change.
 
 use super::types::{list, tensor};
 use super::{Printer, Value};
@@ -24,6 +24,8 @@ pub(super) struct Turns<'a> {
     graph: &'a Graph,
     /// Arguments that nothing has read so far.
     waiting: BTreeSet<ValueId>,
+    /// The value that [`Printer::latest`] is.
+    latest: Option<ValueId>,
     /// True for values that several products read.
     is_materialised: Vec<bool>,
 }
@@ -37,7 +39,7 @@ impl<'a> Turns<'a> {
         }
         let several = |(node, products): (&Node, u32)| any && products > 1 && !node.op.is_leaf();
         let is_materialised = graph.nodes.iter().zip(products).map(several).collect();
-        Turns { graph, waiting: BTreeSet::new(), is_materialised }
+        Turns { graph, waiting: BTreeSet::new(), latest: None, is_materialised }
     }
 
     /// Lets an argument wait.
@@ -54,10 +56,13 @@ impl<'a> Turns<'a> {
                 values[operand.index()] = printer.in_turn(&values[operand.index()]);
             }
         }
+        if let (Some(v), Some(passed)) = (self.latest, printer.passed.take()) {
+            values[v.index()] = passed;
+        }
     }
 
     /// Hears that a value is printed.
-    pub(super) fn reach(&self, v: ValueId, printer: &mut Printer, values: &[Value]) {
+    pub(super) fn reach(&mut self, v: ValueId, printer: &mut Printer, values: &[Value]) {
         let is_printed = |v: ValueId| !values[v.index()].name.is_empty();
         if !self.is_materialised[v.index()] || !is_printed(v) {
             return;
@@ -71,7 +76,8 @@ impl<'a> Turns<'a> {
                 latest = source;
             }
         }
-        printer.latest = Some(values[latest.index()].clone());
+        self.latest = Some(latest);
+        (printer.latest, printer.passed) = (Some(values[latest.index()].clone()), None);
     }
 }
 
@@ -87,6 +93,7 @@ impl Printer {
             "    {name}:2 = stablehlo.optimization_barrier {}, {} : {types}",
             value.name, latest.name
         );
+        self.passed = Some(Value { name: format!("{name}#1"), ..latest });
         Value { name: format!("{name}#0"), ty: value.ty.clone() }
     }
 
