@@ -110,11 +110,11 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
     });
     let live = calls.live();
     let mut turns = Turns::new(&legal.graph, !options.in_turn.is_empty());
-    for v in order {
+    for v in turns.order(order) {
         let node = legal.graph.node(v);
         calls.print_at(v, &mut printer, &mut values);
         if calls.computed.contains(&v) {
-            turns.reach(v, &mut printer, &values);
+            turns.reach(v, &mut printer, &mut values);
             continue;
         }
         let sharding = layouts.as_ref().and_then(|layouts| layouts.attribute(v));
@@ -146,7 +146,7 @@ pub fn module(graph: &Graph, options: &Options<'_>) -> String {
             value = printer.op(constraint, node.ty.clone());
         }
         values[v.index()] = value;
-        turns.reach(v, &mut printer, &values);
+        turns.reach(v, &mut printer, &mut values);
     }
     let shardings = legal.graph.outputs.iter().map(|&o| layouts.as_ref().and_then(|layouts| layouts.attribute(o)));
     let outputs: Vec<(&Value, Option<String>)> =

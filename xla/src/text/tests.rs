@@ -7,7 +7,9 @@ use altiplano_ir::dtype::DType;
 use altiplano_ir::graph::{Graph, ValueId};
 use altiplano_ir::interpret::run;
 use altiplano_ir::mesh::{AxisId, Mesh};
-use altiplano_ir::op::{GatherDims, Input, Op, ScatterAdd, Unary};
+
+use altiplano_ir::op::{GatherDims, Input, Op, Reducer, ScatterAdd, Unary};
+use altiplano_ir::reshard::Collective;
 use altiplano_ir::sharding::{DimLayout, Sharding};
 use altiplano_ir::tensor::Tensor;
 use altiplano_ir::testing::numbers::{Rng, difference};
@@ -152,6 +154,53 @@ fn arguments_in_turn_stay_behind_what_precedes_their_readers() {
     let plain = module(&graph, &Options::default());
     let [found, expected] = [text, plain].map(|text| stablehlo::import(&text).expect("it is read back").graph);
     assert_eq!(found, expected);
+}
+
+#[test]
+fn gradients_are_there_before_the_next_value_that_products_read() {
+    let mut graph = Graph::new("turns");
+    let square = TensorType::new(DType::F32, [512, 512]);
+    let mut input = |name: &str| graph.emit(Op::Input(Input { name: name.into(), ty: square.clone() }), &[]);
+    let [x, w] = ["x", "w"].map(&mut input);
+    let mut product = |a: ValueId, b: ValueId| matmul(&mut graph, a, b).expect("a product");
+    let first = product(x, w);
+    let gradient = product(first, x);
+    let next = product(first, w);
+    let last = [product(next, x), product(next, w)];
+    // A reduction over devices may take as long as it needs, wherever the graph has it.
+    let mesh = Mesh::new(&[("data", 2)]);
+    let collective = Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum };
+    let reduced = graph.emit(Op::collective(collective, &mesh), &[gradient]);
+    graph.outputs = [[reduced].as_slice(), &last].concat();
+    let printed = |in_turn| module(&graph, &Options { replicas: Some(&mesh), in_turn, ..Options::default() });
+    let text = printed(vec![0]);
+    assert!(text.contains("%3:2 = stablehlo.optimization_barrier %1, %2 :"), "{text}");
+    assert_eq!(text.matches("stablehlo.dot_general %3#1").count(), 2, "{text}");
+    assert!(text.contains("all_reduce\"(%3#0)"), "{text}");
+    assert!(!printed(Vec::new()).contains("optimization_barrier"));
+}
+
+#[test]
+fn what_follows_a_collective_and_no_product_is_printed_last() {
+    let mut graph = Graph::new("turns");
+    let square = TensorType::new(DType::F32, [512, 512]);
+    let x = graph.emit(Op::Input(Input { name: "x".into(), ty: square }), &[]);
+    let mesh = Mesh::new(&[("data", 2)]);
+    let reduce = |graph: &mut Graph, v: ValueId| {
+        let collective = Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum };
+        graph.emit(Op::collective(collective, &mesh), &[v])
+    };
+    let early = graph.unary(Unary::Tanh, x);
+    let reduced = reduce(&mut graph, early);
+    let gradient = graph.unary(Unary::Negate, reduced);
+    let summed = reduce(&mut graph, x);
+    let product = matmul(&mut graph, summed, summed).expect("a product");
+    graph.outputs = vec![gradient, product];
+    let text = module(&graph, &Options { replicas: Some(&mesh), in_turn: vec![0], ..Options::default() });
+    let at = |what: &str| text.find(what).expect("it is printed");
+    assert!(at("dot_general") < at("negate"), "{text}");
+    assert_eq!(text.matches("all_reduce").count(), 2, "{text}");
+    assert!(at("all_reduce") < at("dot_general"), "{text}");
 }
 
 #[test]

@@ -8,6 +8,10 @@
 //! The value is one that several products read, so that it is in memory whatever XLA fuses. XLA drops an operand of a
 //! barrier whose result nothing reads, so that later readers of the value read that result. It may also let products
 //! read a value before a change of its shape. The barrier therefore takes the value before that change.
+//!
+//! Results that only the end of the body needs can be computed at any time as well: gradients of parameters, and sums
+//! over layers. XLA leaves them to the end, and keeps their operands until then. A barrier computes them before the next
+//! value that several products read. Collectives that follow them stay free, so that they overlap with later layers.
 
 use super::types::{list, tensor};
 use super::{Printer, Value};
@@ -28,6 +32,12 @@ pub(super) struct Turns<'a> {
     latest: Option<ValueId>,
     /// True for values that several products read.
     is_materialised: Vec<bool>,
+    /// True for values that products follow.
+    leads_to_product: Vec<bool>,
+    /// True for what follows a collective, and no product.
+    is_late: Vec<bool>,
+    /// Results that no product follows and nothing has read so far.
+    finished: BTreeSet<ValueId>,
 }
 
 impl<'a> Turns<'a> {
@@ -39,7 +49,28 @@ impl<'a> Turns<'a> {
         }
         let several = |(node, products): (&Node, u32)| any && products > 1 && !node.op.is_leaf();
         let is_materialised = graph.nodes.iter().zip(products).map(several).collect();
-        Turns { graph, waiting: BTreeSet::new(), latest: None, is_materialised }
+        let mut leads_to_product = vec![!any; graph.len()];
+        for v in (0..graph.len()).rev() {
+            let node = &graph.nodes[v];
+            if leads_to_product[v] || node.op.is_contraction() {
+                node.operands.iter().for_each(|o| leads_to_product[o.index()] = true);
+            }
+        }
+        let mut is_late = vec![false; graph.len()];
+        for v in 0..graph.len() {
+            let Node { op, operands, .. } = &graph.nodes[v];
+            let is_collective = matches!(op, Op::Collective(op) if op.collective.communicates());
+            is_late[v] = !leads_to_product[v] && (is_collective || operands.iter().any(|o| is_late[o.index()]));
+        }
+        let (waiting, finished) = (BTreeSet::new(), BTreeSet::new());
+        Turns { graph, waiting, latest: None, is_materialised, leads_to_product, is_late, finished }
+    }
+
+    /// An order of printing with what follows collectives, and no product, at the end.
+    pub(super) fn order(&self, order: Vec<ValueId>) -> Vec<ValueId> {
+        let (late, mut order): (Vec<ValueId>, Vec<ValueId>) = order.into_iter().partition(|v| self.is_late[v.index()]);
+        order.extend(late);
+        order
     }
 
     /// Lets an argument wait.
@@ -56,14 +87,18 @@ impl<'a> Turns<'a> {
                 values[operand.index()] = printer.in_turn(&values[operand.index()]);
             }
         }
+        node.operands.iter().for_each(|operand| _ = self.finished.remove(operand));
         if let (Some(v), Some(passed)) = (self.latest, printer.passed.take()) {
             values[v.index()] = passed;
         }
     }
 
     /// Hears that a value is printed.
-    pub(super) fn reach(&mut self, v: ValueId, printer: &mut Printer, values: &[Value]) {
+    pub(super) fn reach(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         let is_printed = |v: ValueId| !values[v.index()].name.is_empty();
+        if self.is_finished(v) && is_printed(v) {
+            self.finished.insert(v);
+        }
         if !self.is_materialised[v.index()] || !is_printed(v) {
             return;
         }
@@ -77,7 +112,21 @@ impl<'a> Turns<'a> {
             }
         }
         self.latest = Some(latest);
+        let mut together = std::mem::take(&mut self.finished);
+        together.remove(&v);
+        if !together.is_empty() {
+            together.insert(latest);
+            printer.together(&together, values);
+        }
         (printer.latest, printer.passed) = (Some(values[latest.index()].clone()), None);
+    }
+
+    /// Returns true for products and sums that no product follows, and for results of those.
+    fn is_finished(&self, v: ValueId) -> bool {
+        let Node { op, operands, .. } = self.graph.node(v);
+        let is_sum = op.is_contraction() || matches!(op, Op::Reduce(_) | Op::ScatterAdd(_));
+        let follows = || operands.iter().any(|o| !self.leads_to_product[o.index()]);
+        !self.leads_to_product[v.index()] && !self.is_late[v.index()] && !operands.is_empty() && (is_sum || follows())
     }
 }
 
@@ -95,6 +144,19 @@ impl Printer {
         );
         self.passed = Some(Value { name: format!("{name}#1"), ..latest });
         Value { name: format!("{name}#0"), ty: value.ty.clone() }
+    }
+
+    /// Puts later readers of these behind all of them.
+    fn together(&mut self, these: &BTreeSet<ValueId>, values: &mut [Value]) {
+        let of_these = || these.iter().map(|v| &values[v.index()]);
+        let names: Vec<&str> = of_these().map(|value| value.name.as_str()).collect();
+        let types: Vec<String> = of_these().map(|value| tensor(&value.ty)).collect();
+        let (names, types, name) = (names.join(", "), types.join(", "), self.fresh());
+        // Writing to a string does not fail.
+        let _ = writeln!(self.body, "    {name}:{} = stablehlo.optimization_barrier {names} : {types}", these.len());
+        for (i, v) in these.iter().enumerate() {
+            values[v.index()].name = format!("{name}#{i}");
+        }
     }
 
     /// Zeros that a large sum begins with, in turn.
