@@ -4,7 +4,8 @@
 
 The models are those of the project's recorded graphs `llama-tiny` and `wresnet-tiny`: the file has their weights (`params[...]`), one batch
 (`input/...`), the loss and the gradients, which must be found again before anything is timed. A step is loss, gradients and AdamW, jitted as one
-function with donated arguments. Prints the median step in milliseconds without the first third.
+function with donated arguments. Prints the median step in milliseconds without the first third. JAX runs on the XLA
+that it carries, or with PJRT_NAMES_AND_LIBRARY_PATHS=plugin:FILE.so and JAX_PLATFORMS=plugin on the plugin that Altiplano drives.
 """
 
 import re
