@@ -36,7 +36,8 @@ pub struct Options<'a> {
     pub donated: Vec<(usize, usize)>,
     /// Arguments whose elements count as zeros, whatever they are.
     pub zeros: Vec<usize>,
-    /// Arguments whose readers stay behind what precedes them in the graph, by an optimization barrier.
+    /// Arguments whose readers stay behind what precedes them in the graph, by an optimization barrier. If there are any,
+    /// barriers also compute results that no product follows before the next value that several products read.
     pub in_turn: Vec<usize>,
     /// Names of the results, if they have any.
     pub results: Vec<String>,

@@ -1,17 +1,16 @@
-//! Arguments that wait for their turn.
+//! Optimization barriers for ops that XLA would compute too early or too late.
 //!
 //! XLA orders the ops of a program itself. Those that need nothing but arguments can run at any time, so it recomputes
-//! values of all layers when a backward pass begins, and keeps them until they are used. An optimization barrier keeps the
-//! readers of an argument behind a value that precedes them in the body's own order. Zeros that a scatter adds to wait in
-//! the same way.
+//! values of all layers when a backward pass begins, and keeps them until they are used. A barrier keeps the readers of an
+//! argument behind a value that precedes them in the body's own order. Zeros that a scatter adds to wait in the same way.
+//!
+//! Results that only the end of the body needs can be computed at any time as well: gradients of parameters, and sums
+//! over layers. XLA leaves them to the end, and keeps their operands until then. A barrier computes them before the next
+//! value of that kind. Collectives that follow them stay free, so that they overlap with later layers.
 //!
 //! The value is one that several products read, so that it is in memory whatever XLA fuses. XLA drops an operand of a
 //! barrier whose result nothing reads, so that later readers of the value read that result. It may also let products
 //! read a value before a change of its shape. The barrier therefore takes the value before that change.
-//!
-//! Results that only the end of the body needs can be computed at any time as well: gradients of parameters, and sums
-//! over layers. XLA leaves them to the end, and keeps their operands until then. A barrier computes them before the next
-//! value that several products read. Collectives that follow them stay free, so that they overlap with later layers.
 
 use super::types::{list, tensor};
 use super::{Printer, Value};
@@ -49,6 +48,7 @@ impl<'a> Turns<'a> {
         }
         let several = |(node, products): (&Node, u32)| any && products > 1 && !node.op.is_leaf();
         let is_materialised = graph.nodes.iter().zip(products).map(several).collect();
+        // Without arguments that wait all values count as such, so that nothing is finished or late.
         let mut leads_to_product = vec![!any; graph.len()];
         for v in (0..graph.len()).rev() {
             let node = &graph.nodes[v];
@@ -134,29 +134,28 @@ impl Printer {
     /// A value that is at hand when the latest value in memory is.
     fn in_turn(&mut self, value: &Value) -> Value {
         let Some(latest) = self.latest.clone() else { return value.clone() };
-        let name = self.fresh();
-        let types = format!("{}, {}", tensor(&value.ty), tensor(&latest.ty));
-        // Writing to a string does not fail.
-        let _ = writeln!(
-            self.body,
-            "    {name}:2 = stablehlo.optimization_barrier {}, {} : {types}",
-            value.name, latest.name
-        );
+        let name = self.barrier(&[value, &latest]);
         self.passed = Some(Value { name: format!("{name}#1"), ..latest });
         Value { name: format!("{name}#0"), ty: value.ty.clone() }
     }
 
     /// Puts later readers of these behind all of them.
     fn together(&mut self, these: &BTreeSet<ValueId>, values: &mut [Value]) {
-        let of_these = || these.iter().map(|v| &values[v.index()]);
-        let names: Vec<&str> = of_these().map(|value| value.name.as_str()).collect();
-        let types: Vec<String> = of_these().map(|value| tensor(&value.ty)).collect();
-        let (names, types, name) = (names.join(", "), types.join(", "), self.fresh());
-        // Writing to a string does not fail.
-        let _ = writeln!(self.body, "    {name}:{} = stablehlo.optimization_barrier {names} : {types}", these.len());
+        let name = self.barrier(&these.iter().map(|v| &values[v.index()]).collect::<Vec<&Value>>());
         for (i, v) in these.iter().enumerate() {
             values[v.index()].name = format!("{name}#{i}");
         }
+    }
+
+    /// Prints a barrier. Its results are numbered as the values are.
+    fn barrier(&mut self, of: &[&Value]) -> String {
+        let name = self.fresh();
+        let names: Vec<&str> = of.iter().map(|value| value.name.as_str()).collect();
+        let types: Vec<String> = of.iter().map(|value| tensor(&value.ty)).collect();
+        let (names, types) = (names.join(", "), types.join(", "));
+        // Writing to a string does not fail.
+        let _ = writeln!(self.body, "    {name}:{} = stablehlo.optimization_barrier {names} : {types}", of.len());
+        name
     }
 
     /// Zeros that a large sum begins with, in turn.
