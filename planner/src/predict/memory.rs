@@ -717,7 +717,13 @@ impl Walk<'_> {
         // The buffers that the body's values end up in.
         let written: BTreeMap<ValueId, BufferId> = steps.writes.iter().map(|&(b, v)| (v, b)).collect();
         let before = self.read_leaves(steps, of_microbatch, &mut values);
-        let on_xla = self.whole.then(|| OnXla::new(&self.program.bodies[body as usize].graph));
+        let on_xla = self.whole.then(|| OnXla::new(&self.program.bodies[body as usize].graph, steps));
+        let last_read = |v: ValueId, point: u32| on_xla.as_ref().map_or(point, |xla| xla.last_read(v, point));
+        if let (Some(xla), Some(last)) = (&on_xla, steps.steps.last()) {
+            let origin = Origin::Workspace { body, value: last.node };
+            let joined = self.tensor(origin, Category::Workspace, xla.joined_bytes(), Some(0));
+            self.release(joined, end);
+        }
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
             for (i, output) in step.outputs.iter().enumerate() {
@@ -729,8 +735,9 @@ impl Walk<'_> {
                     None => {
                         if let Some(old) = replaced {
                             // Taken over, or copied because it has another holder as well.
-                            let shared = self.whole || self.holders[old] > 1;
-                            self.release(old, point + u32::from(shared));
+                            let last = in_place.get(&i).map_or(point, |v| last_read(*v, point));
+                            let shared = self.holders[old] > 1 || last > point;
+                            self.release(old, last + u32::from(shared));
                         }
                         let value = || Origin::Value { body, value: self.named(body, step.node, output.value) };
                         let (origin, category) = match written.get(&output.value) {
@@ -757,7 +764,7 @@ impl Walk<'_> {
             }
             for v in &step.dies {
                 if let Some(tensor) = values[v.index()].take() {
-                    self.release(tensor, point + 1);
+                    self.release(tensor, last_read(*v, point) + 1);
                 }
             }
         }

@@ -181,26 +181,43 @@ fn gradients_are_there_before_the_next_value_that_products_read() {
 }
 
 #[test]
-fn what_follows_a_collective_and_no_product_is_printed_last() {
-    let mut graph = Graph::new("turns");
-    let square = TensorType::new(DType::F32, [512, 512]);
-    let x = graph.emit(Op::Input(Input { name: "x".into(), ty: square }), &[]);
-    let mesh = Mesh::new(&[("data", 2)]);
-    let reduce = |graph: &mut Graph, v: ValueId| {
+fn a_full_bucket_of_collectives_is_done_two_values_after_its_operands() {
+    // Text of a program whose matrices have `size` rows and columns: the collective's line, and all barriers.
+    let printed = |size: u64| {
+        let mut graph = Graph::new("turns");
+        let square = TensorType::new(DType::F32, [size, size]);
+        let mut input = |name: &str| graph.emit(Op::Input(Input { name: name.into(), ty: square.clone() }), &[]);
+        let [x, w] = ["x", "w"].map(&mut input);
+        let product = |graph: &mut Graph, a: ValueId, b: ValueId| matmul(graph, a, b).expect("a product");
+        let first = product(&mut graph, x, w);
+        let gradient = product(&mut graph, first, x);
+        let mesh = Mesh::new(&[("data", 2)]);
         let collective = Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum };
-        graph.emit(Op::collective(collective, &mesh), &[v])
+        let reduced = graph.emit(Op::collective(collective, &mesh), &[gradient]);
+        let sum = graph.unary(Unary::Negate, reduced);
+        let next = product(&mut graph, first, w);
+        let other = product(&mut graph, next, x);
+        let third = product(&mut graph, next, w);
+        let last = [product(&mut graph, third, x), product(&mut graph, third, w)];
+        graph.outputs = [[sum, other].as_slice(), &last].concat();
+        let text = module(&graph, &Options { replicas: Some(&mesh), in_turn: vec![0], ..Options::default() });
+        text.lines().map(str::to_string).collect::<Vec<String>>()
     };
-    let early = graph.unary(Unary::Tanh, x);
-    let reduced = reduce(&mut graph, early);
-    let gradient = graph.unary(Unary::Negate, reduced);
-    let summed = reduce(&mut graph, x);
-    let product = matmul(&mut graph, summed, summed).expect("a product");
-    graph.outputs = vec![gradient, product];
-    let text = module(&graph, &Options { replicas: Some(&mesh), in_turn: vec![0], ..Options::default() });
-    let at = |what: &str| text.find(what).expect("it is printed");
-    assert!(at("dot_general") < at("negate"), "{text}");
-    assert_eq!(text.matches("all_reduce").count(), 2, "{text}");
-    assert!(at("all_reduce") < at("dot_general"), "{text}");
+    for (size, is_full) in [(512, false), (2816, true)] {
+        let text = printed(size);
+        let at = |what: &str| text.iter().position(|line| line.contains(what)).expect("it is printed");
+        // The collective reads the gradient behind the barrier, and so does not keep the next products waiting.
+        let barriers: Vec<usize> = (0..text.len()).filter(|i| text[*i].contains("optimization_barrier")).collect();
+        assert!(barriers[0] < at("all_reduce") && text[at("all_reduce")].contains("#0)"), "{}", text.join("\n"));
+        let sum = text[at("negate")].trim().split(' ').next().expect("a name").to_string();
+        let ties = |i: &usize| {
+            let (_, operands) = text[*i].split_once("optimization_barrier ").expect("a barrier");
+            operands.split(" : ").next().is_some_and(|names| names.split(", ").any(|name| name == sum))
+        };
+        let tied: Vec<usize> = barriers.into_iter().filter(ties).collect();
+        assert_eq!(!tied.is_empty(), is_full, "{}", text.join("\n"));
+        assert!(tied.iter().all(|i| *i > at("negate")));
+    }
 }
 
 #[test]

@@ -6,7 +6,11 @@
 //!
 //! Results that only the end of the body needs can be computed at any time as well: gradients of parameters, and sums
 //! over layers. XLA leaves them to the end, and keeps their operands until then. A barrier computes them before the next
-//! value of that kind. Collectives that follow them stay free, so that they overlap with later layers.
+//! value of that kind.
+//!
+//! Collectives that follow such results overlap with later layers. XLA joins many of them and leaves them to the end, so
+//! that all gradients wait there. Barriers divide them into buckets, as data parallelism usually does: a bucket is done a
+//! few products after it is full.
 //!
 //! The value is one that several products read, so that it is in memory whatever XLA fuses. XLA drops an operand of a
 //! barrier whose result nothing reads, so that later readers of the value read that result. It may also let products
@@ -23,6 +27,12 @@ use std::fmt::Write;
 /// Bytes of an argument from which on it waits.
 const LARGE: u64 = 1 << 20;
 
+/// Bytes of operands with which a bucket of collectives is full. XLA's own limit, the same by default, counts results.
+const BUCKET: u64 = 30 << 20;
+
+/// A full bucket is done when this many further values that several products read are in memory.
+const DUE: usize = 1;
+
 pub(super) struct Turns<'a> {
     graph: &'a Graph,
     /// Arguments that nothing has read so far.
@@ -33,8 +43,18 @@ pub(super) struct Turns<'a> {
     is_materialised: Vec<bool>,
     /// True for values that products follow.
     leads_to_product: Vec<bool>,
-    /// True for what follows a collective, and no product.
+    /// True for what follows a collective, and no product, and is left to the end.
     is_late: Vec<bool>,
+    /// Operand bytes of the collective that a value is the result of, or what becomes of that result alone.
+    collected: Vec<Option<u64>>,
+    /// True for the last values of that kind.
+    ends_collective: Vec<bool>,
+    /// Those that are printed, and not yet in a full bucket, and their bytes.
+    bucket: (Vec<ValueId>, u64),
+    /// Full buckets, with the number of values in memory by which they are done.
+    full: Vec<(usize, Vec<ValueId>)>,
+    /// Number of values in memory so far.
+    reached: usize,
     /// Results that no product follows and nothing has read so far.
     finished: BTreeSet<ValueId>,
 }
@@ -62,15 +82,44 @@ impl<'a> Turns<'a> {
             let is_collective = matches!(op, Op::Collective(op) if op.collective.communicates());
             is_late[v] = !leads_to_product[v] && (is_collective || operands.iter().any(|o| is_late[o.index()]));
         }
-        let (waiting, finished) = (BTreeSet::new(), BTreeSet::new());
-        Turns { graph, waiting, latest: None, is_materialised, leads_to_product, is_late, finished }
+        let collected = collected(graph, &is_late);
+        let mut ends_collective: Vec<bool> = collected.iter().map(Option::is_some).collect();
+        for v in (0..graph.len()).filter(|v| collected[*v].is_some()) {
+            graph.nodes[v].operands.iter().for_each(|o| ends_collective[o.index()] = false);
+            is_late[v] = false;
+        }
+        Turns {
+            graph,
+            waiting: BTreeSet::new(),
+            latest: None,
+            is_materialised,
+            leads_to_product,
+            is_late,
+            collected,
+            ends_collective,
+            bucket: (Vec::new(), 0),
+            full: Vec::new(),
+            reached: 0,
+            finished: BTreeSet::new(),
+        }
     }
 
-    /// An order of printing with what follows collectives, and no product, at the end.
+    /// An order of printing with what follows collectives, and no product, at the end. Collectives of buckets follow the next
+    /// value that several products read, which their operands precede.
     pub(super) fn order(&self, order: Vec<ValueId>) -> Vec<ValueId> {
-        let (late, mut order): (Vec<ValueId>, Vec<ValueId>) = order.into_iter().partition(|v| self.is_late[v.index()]);
-        order.extend(late);
-        order
+        let (late, order): (Vec<ValueId>, Vec<ValueId>) = order.into_iter().partition(|v| self.is_late[v.index()]);
+        let (mut ordered, mut collectives) = (Vec::with_capacity(order.len() + late.len()), Vec::new());
+        for v in order {
+            if self.collected[v.index()].is_some() {
+                collectives.push(v);
+                continue;
+            }
+            ordered.push(v);
+            if self.is_materialised[v.index()] {
+                ordered.append(&mut collectives);
+            }
+        }
+        ordered.into_iter().chain(collectives).chain(late).collect()
     }
 
     /// Lets an argument wait.
@@ -96,7 +145,13 @@ impl<'a> Turns<'a> {
     /// Hears that a value is printed.
     pub(super) fn reach(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         let is_printed = |v: ValueId| !values[v.index()].name.is_empty();
-        if self.is_finished(v) && is_printed(v) {
+        if self.ends_collective[v.index()] && is_printed(v) {
+            self.bucket.0.push(v);
+            self.bucket.1 += self.collected[v.index()].unwrap_or(0);
+            if self.bucket.1 >= BUCKET {
+                self.full.push((self.reached + DUE, std::mem::take(&mut self.bucket).0));
+            }
+        } else if self.is_finished(v) && is_printed(v) {
             self.finished.insert(v);
         }
         if !self.is_materialised[v.index()] || !is_printed(v) {
@@ -112,7 +167,10 @@ impl<'a> Turns<'a> {
             }
         }
         self.latest = Some(latest);
+        self.reached += 1;
         let mut together = std::mem::take(&mut self.finished);
+        let due = self.full.partition_point(|(due, _)| *due <= self.reached);
+        together.extend(self.full.drain(..due).flat_map(|(_, bucket)| bucket));
         together.remove(&v);
         if !together.is_empty() {
             together.insert(latest);
@@ -126,8 +184,28 @@ impl<'a> Turns<'a> {
         let Node { op, operands, .. } = self.graph.node(v);
         let is_sum = op.is_contraction() || matches!(op, Op::Reduce(_) | Op::ScatterAdd(_));
         let follows = || operands.iter().any(|o| !self.leads_to_product[o.index()]);
-        !self.leads_to_product[v.index()] && !self.is_late[v.index()] && !operands.is_empty() && (is_sum || follows())
+        let is_free = self.is_late[v.index()] || self.collected[v.index()].is_some();
+        !self.leads_to_product[v.index()] && !is_free && !operands.is_empty() && (is_sum || follows())
     }
+}
+
+/// For each late collective its operand's bytes. Elementwise values, views and collectives that follow one of these, and no
+/// other late value, are marked with the same bytes.
+fn collected(graph: &Graph, is_late: &[bool]) -> Vec<Option<u64>> {
+    let mut collected: Vec<Option<u64>> = vec![None; graph.len()];
+    for v in (0..graph.len()).filter(|v| is_late[*v]) {
+        let Node { op, operands, ty, .. } = &graph.nodes[v];
+        let mut late = operands.iter().filter(|o| is_late[o.index()]);
+        collected[v] = match (late.next(), late.next()) {
+            (None, _) => Some(operands.iter().map(|o| graph.ty(*o).bytes()).sum()),
+            (Some(one), None) => {
+                let follows = graph.ty(*one).elements() == ty.elements() || matches!(op, Op::Collective(_));
+                collected[one.index()].filter(|_| follows)
+            }
+            _ => None,
+        };
+    }
+    collected
 }
 
 impl Printer {
