@@ -719,9 +719,10 @@ impl Walk<'_> {
         let before = self.read_leaves(steps, of_microbatch, &mut values);
         let on_xla = self.whole.then(|| OnXla::new(&self.program.bodies[body as usize].graph, steps));
         let last_read = |v: ValueId, point: u32| on_xla.as_ref().map_or(point, |xla| xla.last_read(v, point));
-        if let (Some(xla), Some(last)) = (&on_xla, steps.steps.last()) {
+        let joined_bytes = on_xla.as_ref().map_or(0, OnXla::joined_bytes);
+        if let Some(last) = steps.steps.last().filter(|_| joined_bytes > 0) {
             let origin = Origin::Workspace { body, value: last.node };
-            let joined = self.tensor(origin, Category::Workspace, xla.joined_bytes(), Some(0));
+            let joined = self.tensor(origin, Category::Workspace, joined_bytes, Some(0));
             self.release(joined, end);
         }
         for (point, step) in (1u32..).zip(&steps.steps) {

@@ -1,5 +1,5 @@
 //! The memory of a body where XLA compiles it, as far as it differs from that of the body's own steps: values that XLA
-//! never stores, and workspace of ops that it rewrites.
+//! never stores, workspace of ops that it rewrites, and parameters that it gathers ahead of their use.
 
 use altiplano_ir::graph::{Graph, Node, ValueId};
 use altiplano_ir::op::{Op, Unary};
@@ -9,6 +9,9 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Bytes of an argument below which its gather is joined with others, and bytes of results to which XLA joins gathers.
 const JOINED: (u64, u64) = (1 << 20, 30 << 20);
+
+/// A value that is made of more values than this is stored.
+const MOST_FUSED: usize = 256;
 
 pub(super) struct OnXla<'a> {
     graph: &'a Graph,
@@ -68,6 +71,9 @@ impl<'a> OnXla<'a> {
         let (mut sources, mut total, mut open) = (Vec::new(), 0, vec![(v, None)]);
         let mut seen = FxHashSet::default();
         while let Some((at, part)) = open.pop() {
+            if seen.len() > MOST_FUSED {
+                return None;
+            }
             for &operand in self.graph.node(at).operands.iter().filter(|o| seen.insert(**o)) {
                 let read = part.unwrap_or(bytes(operand));
                 match &self.graph.node(operand).op {
