@@ -728,7 +728,8 @@ impl Walk<'_> {
         for (point, step) in (1u32..).zip(&steps.steps) {
             let in_place: BTreeMap<usize, ValueId> = step.in_place.iter().copied().collect();
             for (i, output) in step.outputs.iter().enumerate() {
-                let replaced = in_place.get(&i).and_then(|v| values[v.index()].take());
+                let overwritten = in_place.get(&i).copied();
+                let replaced = overwritten.and_then(|v| values[v.index()].take());
                 let lasting = |t: &usize| self.tensors[*t].born.is_none() && self.holders[*t] == 1;
                 let tensor = match replaced.filter(lasting) {
                     // The storage remains the same.
@@ -736,7 +737,7 @@ impl Walk<'_> {
                     None => {
                         if let Some(old) = replaced {
                             // Taken over, or copied because it has another holder as well.
-                            let last = in_place.get(&i).map_or(point, |v| last_read(*v, point));
+                            let last = overwritten.map_or(point, |v| last_read(v, point));
                             let shared = self.holders[old] > 1 || last > point;
                             self.release(old, last + u32::from(shared));
                         }

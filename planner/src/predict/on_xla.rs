@@ -7,19 +7,22 @@ use altiplano_ir::reshard::Collective;
 use altiplano_ir::storage::Steps;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// Bytes of an argument below which its gather is joined with others, and bytes of results to which XLA joins gathers.
-const JOINED: (u64, u64) = (1 << 20, 30 << 20);
+/// Bytes of an argument from which on programs for XLA let its gather wait for its turn.
+const LARGE: u64 = 1 << 20;
 
-/// A value that is made of more values than this is stored.
+/// Bytes of results to which XLA joins gathers, by default.
+const MOST_JOINED: u64 = 30 << 20;
+
+/// A value that is made of more values than this counts as stored.
 const MOST_FUSED: usize = 256;
 
 pub(super) struct OnXla<'a> {
     graph: &'a Graph,
     users: Vec<Vec<ValueId>>,
-    /// Stored values of which others are computed wherever they are read, with the last point at which that happens.
-    sources: FxHashMap<ValueId, u32>,
-    /// Those others.
+    /// Values that are not stored but computed wherever they are read.
     repeated: FxHashSet<ValueId>,
+    /// Stored values that those are made of, with the last point at which they are read for that.
+    sources: FxHashMap<ValueId, u32>,
 }
 
 impl<'a> OnXla<'a> {
@@ -94,7 +97,7 @@ impl<'a> OnXla<'a> {
         Some(sources)
     }
 
-    /// The last point at which a value is read that is not needed by the body's own steps after `point`.
+    /// The last point at which a stored value is read, if the body's own steps last read it at `point`.
     pub(super) fn last_read(&self, v: ValueId, point: u32) -> u32 {
         self.sources.get(&v).map_or(point, |until| point.max(*until))
     }
@@ -122,15 +125,14 @@ impl<'a> OnXla<'a> {
 
     /// Bytes of gathered parameters that wait for their use. XLA joins small gathers of several layers to one.
     pub(super) fn joined_bytes(&self) -> u64 {
-        let (small, most) = JOINED;
         let gathered = |node: &Node| {
             let Op::Collective(op) = &node.op else { return 0 };
             let is_gather = matches!(op.collective, Collective::AllGather { .. });
             let argument = self.graph.node(node.operands[0]);
-            let joins = is_gather && argument.op.is_leaf() && argument.ty.bytes() < small;
+            let joins = is_gather && argument.op.is_leaf() && argument.ty.bytes() < LARGE;
             if joins { node.ty.bytes() } else { 0 }
         };
-        self.graph.nodes.iter().map(gathered).sum::<u64>().min(most)
+        self.graph.nodes.iter().map(gathered).sum::<u64>().min(MOST_JOINED)
     }
 
     /// Returns true if a value is elementwise, and gathers alone read it.
@@ -159,9 +161,11 @@ impl<'a> OnXla<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use altiplano_ir::array::matmul;
     use altiplano_ir::dtype::DType;
     use altiplano_ir::mesh::{AxisId, Mesh};
     use altiplano_ir::op::{Extremum, Input, Reducer, SelectAndScatter, WindowDim};
+    use altiplano_ir::program::BufferId;
     use altiplano_ir::storage::{Leaf, Output, Step};
     use altiplano_ir::types::TensorType;
 
@@ -173,12 +177,7 @@ mod tests {
     fn steps_of(g: &Graph) -> Steps<()> {
         let users = g.users();
         let inner: Vec<ValueId> = g.values().filter(|v| !g.node(*v).op.is_leaf()).collect();
-        let leaf = |value| Leaf {
-            value,
-            buffer: altiplano_ir::program::BufferId(0),
-            owned: false,
-            bytes: g.ty(value).bytes(),
-        };
+        let leaf = |value| Leaf { value, buffer: BufferId(0), owned: false, bytes: g.ty(value).bytes() };
         let step = |&v: &ValueId| Step {
             node: v,
             members: vec![v],
@@ -214,21 +213,21 @@ mod tests {
     }
 
     #[test]
-    fn an_elementwise_value_is_stored_for_products_and_where_its_sources_are_as_many_bytes_as_storing_it() {
+    fn elementwise_values_that_products_do_not_read_are_fused_where_that_moves_fewer_bytes() {
         let mut g = Graph::new("fused");
         let [x, y] = [(); 2].map(|()| input(&mut g, DType::BF16, [64, 64]));
         let wide = g.convert(x, DType::F32);
         let both = g.add(x, y);
         let factor = g.unary(Unary::Tanh, x);
-        let product = altiplano_ir::array::matmul(&mut g, factor, y).expect("a product");
+        let product = matmul(&mut g, factor, y).expect("a product");
         let squares = g.mul(wide, wide);
         let sums = [squares, both].map(|v| g.reduce(v, Reducer::Sum, &[0, 1]));
         g.outputs = [[product].as_slice(), &sums].concat();
-        let xla = OnXla::new(&g, &steps_of(&g));
+        let steps = steps_of(&g);
+        let xla = OnXla::new(&g, &steps);
         let stores = |v: ValueId| xla.stores(v, false);
         assert_eq!([wide, squares, both, factor].map(stores), [false, false, true, true]);
         // The reduction of the squares is the last to read what they are made of.
-        let steps = steps_of(&g);
         let reduced = steps.steps.iter().position(|step| step.node == sums[0]).expect("a step") as u32 + 1;
         assert_eq!(xla.last_read(x, 1), reduced);
         assert_eq!(xla.last_read(y, 1), 1);

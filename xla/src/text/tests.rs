@@ -182,7 +182,7 @@ fn gradients_are_there_before_the_next_value_that_products_read() {
 
 #[test]
 fn a_full_bucket_of_collectives_is_done_two_values_after_its_operands() {
-    // Text of a program whose matrices have `size` rows and columns: the collective's line, and all barriers.
+    // Lines of a program whose matrices have `size` rows and columns.
     let printed = |size: u64| {
         let mut graph = Graph::new("turns");
         let square = TensorType::new(DType::F32, [size, size]);
@@ -218,6 +218,28 @@ fn a_full_bucket_of_collectives_is_done_two_values_after_its_operands() {
         assert_eq!(!tied.is_empty(), is_full, "{}", text.join("\n"));
         assert!(tied.iter().all(|i| *i > at("negate")));
     }
+}
+
+#[test]
+fn values_of_several_collectives_are_printed_last_unless_a_product_follows() {
+    let mut graph = Graph::new("turns");
+    let square = TensorType::new(DType::F32, [512, 512]);
+    let x = graph.emit(Op::Input(Input { name: "x".into(), ty: square }), &[]);
+    let mesh = Mesh::new(&[("data", 2)]);
+    let reduce = |graph: &mut Graph, v: ValueId| {
+        let collective = Collective::AllReduce { axes: vec![AxisId(0)], reducer: Reducer::Sum };
+        graph.emit(Op::collective(collective, &mesh), &[v])
+    };
+    let [tanh, exponential] = [Unary::Tanh, Unary::Exponential].map(|op| graph.unary(op, x));
+    let both = [tanh, exponential].map(|v| reduce(&mut graph, v));
+    let late = graph.mul(both[0], both[1]);
+    let summed = reduce(&mut graph, x);
+    let product = matmul(&mut graph, summed, summed).expect("a product");
+    graph.outputs = vec![late, product];
+    let text = module(&graph, &Options { replicas: Some(&mesh), in_turn: vec![0], ..Options::default() });
+    let at = |what: &str| text.find(what).expect("it is printed");
+    assert_eq!(text.matches("all_reduce").count(), 3, "{text}");
+    assert!(at("all_reduce") < at("dot_general") && at("dot_general") < at("stablehlo.multiply %"), "{text}");
 }
 
 #[test]

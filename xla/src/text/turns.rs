@@ -43,14 +43,16 @@ pub(super) struct Turns<'a> {
     is_materialised: Vec<bool>,
     /// True for values that products follow.
     leads_to_product: Vec<bool>,
-    /// True for what follows a collective, and no product, and is left to the end.
+    /// True for values of several collectives that no product follows. They are left to the end.
     is_late: Vec<bool>,
     /// Operand bytes of the collective that a value is the result of, or what becomes of that result alone.
     collected: Vec<Option<u64>>,
     /// True for the last values of that kind.
     ends_collective: Vec<bool>,
-    /// Those that are printed, and not yet in a full bucket, and their bytes.
-    bucket: (Vec<ValueId>, u64),
+    /// Those that are printed, and not yet in a full bucket.
+    bucket: Vec<ValueId>,
+    /// Operand bytes of the bucket.
+    bucket_bytes: u64,
     /// Full buckets, with the number of values in memory by which they are done.
     full: Vec<(usize, Vec<ValueId>)>,
     /// Number of values in memory so far.
@@ -97,15 +99,16 @@ impl<'a> Turns<'a> {
             is_late,
             collected,
             ends_collective,
-            bucket: (Vec::new(), 0),
+            bucket: Vec::new(),
+            bucket_bytes: 0,
             full: Vec::new(),
             reached: 0,
             finished: BTreeSet::new(),
         }
     }
 
-    /// An order of printing with what follows collectives, and no product, at the end. Collectives of buckets follow the next
-    /// value that several products read, which their operands precede.
+    /// An order of printing. Collectives of buckets follow the first value after their operands that several products read,
+    /// and values of several such collectives are at the end.
     pub(super) fn order(&self, order: Vec<ValueId>) -> Vec<ValueId> {
         let (late, order): (Vec<ValueId>, Vec<ValueId>) = order.into_iter().partition(|v| self.is_late[v.index()]);
         let (mut ordered, mut collectives) = (Vec::with_capacity(order.len() + late.len()), Vec::new());
@@ -146,10 +149,11 @@ impl<'a> Turns<'a> {
     pub(super) fn reach(&mut self, v: ValueId, printer: &mut Printer, values: &mut [Value]) {
         let is_printed = |v: ValueId| !values[v.index()].name.is_empty();
         if self.ends_collective[v.index()] && is_printed(v) {
-            self.bucket.0.push(v);
-            self.bucket.1 += self.collected[v.index()].unwrap_or(0);
-            if self.bucket.1 >= BUCKET {
-                self.full.push((self.reached + DUE, std::mem::take(&mut self.bucket).0));
+            self.bucket.push(v);
+            self.bucket_bytes += self.collected[v.index()].unwrap_or(0);
+            if self.bucket_bytes >= BUCKET {
+                self.full.push((self.reached + DUE, std::mem::take(&mut self.bucket)));
+                self.bucket_bytes = 0;
             }
         } else if self.is_finished(v) && is_printed(v) {
             self.finished.insert(v);
